@@ -1,15 +1,17 @@
 """Measure one request with a list of items: stock SGLang's /v1/score, FlashMoA's, and embeddings.
 
-Each item is a prompt that begins with the query, which the engines should compute once. As a
-reranker by embeddings would, the last way embeds the query and each item by itself, which is less
-to compute, and knows less. With --enable-mis stock SGLang packs all items into one prompt; that
-needs FlashInfer, so give such an engine's URL.
+Each item is a prompt that begins with the query, which the engines should compute once. Stock
+SGLang does so only in later forwards, so how large its forwards are decides how much it computes:
+several sizes are measured (--stock-forwards), and the fastest is what FlashMoA is compared with.
+FlashMoA gets the list in one request and, for comparison, in a request for each item. As a reranker
+by embeddings would, the last way embeds the query and each item by itself, which is less to
+compute, and knows less. With --enable-mis stock SGLang packs all items into one prompt; that needs
+FlashInfer, so give such an engine's URL.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,37 +25,28 @@ from rich.console import Console
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.modelled_gpus import computes_hashes
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
+from flashmoa_bench.prefill.list_requests import (
+    EMBEDDING,
+    MIS,
+    OURS,
+    SINGLE,
+    STOCK,
+    STREAMED,
+    ListAnswer,
+    ask_list,
+)
 
-STOCK, OURS, STREAMED = "stock", "flashmoa", "flashmoa-streamed"
-EMBEDDING, MIS = "embedding", "mis"
 ROLES = (
     Role(STOCK, plugin=False),
     Role(OURS, plugin=True),
     Role(EMBEDDING, plugin=False, arguments=("--is-embedding",), optional=True),
 )
 _WITH_MIS = Role(MIS, plugin=False, arguments=("--enable-mis",), optional=True)
-_LABELS = [1000, 1001]
 _TIMEOUT_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ListAnswer:
-    """The answer to one list.
-
-    Attributes:
-        seconds: until all results were there.
-        first: seconds until the first result was there.
-        scores: the items' scores; ``None`` of embeddings.
-        computed: number of prompt tokens that were computed; ``None`` if the engine does not tell.
-    """
-
-    seconds: float
-    first: float
-    scores: list[list[float]] | None
-    computed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +55,9 @@ class ListRow:
 
     Attributes:
         rounds: seconds of each round.
-        gain: items a second over those of stock SGLang.
+        gain: items a second over those of the fastest of the stock engines.
+        bound: seconds that an engine with the plugin has measured for a forward of one prompt with
+            as many tokens as the query and all items have (:func:`forward_seconds`).
         difference: the largest difference of a score from stock SGLang's; ``None`` of embeddings.
     """
 
@@ -73,6 +68,7 @@ class ListRow:
     first: float
     items_per_second: float
     gain: float
+    bound: float | None
     computed: float | None
     difference: float | None
 
@@ -80,7 +76,14 @@ class ListRow:
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench score-lists`` and return the exit status."""
     parser = make_parser("score_lists", __doc__, (*ROLES, _WITH_MIS))
-    parser.add_argument("--items", type=positive, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--items", type=positive, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument(
+        "--stock-forwards",
+        type=positive,
+        nargs="*",
+        default=[512, 1024, 2048],
+        help="tokens of the largest forward of further stock engines",
+    )
     parser.add_argument("--query", type=positive, default=512, help="tokens of the query")
     parser.add_argument("--item", type=positive, default=64, help="tokens of each item")
     anyio.run(_main, parser.parse_args(arguments))
@@ -89,23 +92,40 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _main(options: argparse.Namespace) -> None:
     report = Report("score_lists", options)
-    roles = (*ROLES, _WITH_MIS) if options.mis_url else ROLES
     tokens = options.query + 2 * max(options.items) * options.item
+    # A list in requests of their own needs a connection for each.
+    limits = httpx.Limits(max_connections=None)
+    timeout = clock.machine_seconds(_TIMEOUT_SECONDS)
     async with (
-        report.connect(roles, 2 * tokens) as engines,
-        httpx.AsyncClient(timeout=clock.machine_seconds(_TIMEOUT_SECONDS)) as http,
+        report.connect(_make_roles(options), 2 * tokens) as engines,
+        httpx.AsyncClient(timeout=timeout, limits=limits) as http,
     ):
         rows = await _measure(engines, http, options, report.console)
     show(rows, report.console)
     report.save({"rows": [asdict(row) for row in rows]})
 
 
+def _make_roles(options: argparse.Namespace) -> list[Role]:
+    stock, ours, embedding = ROLES
+    roles = [stock, *map(_stock_with_forwards, options.stock_forwards), ours]
+    if not computes_hashes(options):
+        roles.append(embedding)
+    return [*roles, _WITH_MIS] if options.mis_url else roles
+
+
+def _stock_with_forwards(tokens: int) -> Role:
+    arguments = ("--chunked-prefill-size", str(tokens))
+    return Role(f"{STOCK}_{tokens}", plugin=False, arguments=arguments, optional=True)
+
+
 async def _measure(
     engines: Engines, http: httpx.AsyncClient, options: argparse.Namespace, console: Console
 ) -> list[ListRow]:
     dice = random.Random(options.seed)
-    ways = [way for way in (STOCK, MIS, OURS, EMBEDDING) if way in engines]
-    ways.insert(ways.index(OURS) + 1, STREAMED)
+    costs = (await engines[OURS].info()).costs
+    ways: list[str] = []
+    for name in engines.clients:
+        ways += (SINGLE, OURS, STREAMED) if name == OURS else (name,)
     rows: list[ListRow] = []
     with RoundPlayer(console, options.repeats, len(ways) * len(options.items)) as player:
         for count in options.items:
@@ -114,16 +134,19 @@ async def _measure(
             asked = dict.fromkeys(ways, 0)
 
             async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
-                engine = engines[OURS if way == STREAMED else way]
+                engine = engines[OURS if way in (SINGLE, STREAMED) else way]
                 await engine.flush_cache()
                 body = lists[asked[way]]
                 asked[way] += 1
-                return await _ask(http, engine.url, way, body)
+                return await ask_list(http, engine.url, way, body)
 
             for way in ways:
                 await run(way)
             answers = await player.play(ways, run, f"{count} items")
-            rows += summarise(count, answers)
+            unique = options.query + count * options.item
+            rows += summarise(
+                count, answers, forward_seconds(costs.points if costs else [], unique)
+            )
     return rows
 
 
@@ -132,51 +155,28 @@ def _make_list(dice: random.Random, options: argparse.Namespace, count: int) -> 
     return {"query": query, "items": [random_ids(dice, options.item) for _ in range(count)]}
 
 
-async def _ask(http: httpx.AsyncClient, url: str, way: str, body: Mapping[str, Any]) -> ListAnswer:
-    started = clock.now()
-    if way == EMBEDDING:
-        texts = {"model": "default", "input": [body["query"], *body["items"]]}
-        (await http.post(f"{url}/v1/embeddings", json=texts)).raise_for_status()
-        seconds = clock.now() - started
-        return ListAnswer(seconds, seconds, None, sum(map(len, texts["input"])))
-    request = {**body, "label_token_ids": _LABELS, "stream": way == STREAMED}
-    if way == STREAMED:
-        return await _read_stream(http, url, request, started)
-    reply = await http.post(f"{url}/v1/score", json=request)
-    seconds = clock.now() - started
-    answer = reply.raise_for_status().json()
-    return ListAnswer(seconds, seconds, answer["scores"], _computed(answer["usage"]))
+def forward_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float | None:
+    """Return the seconds of a forward, on a straight line between measured (tokens, seconds).
+
+    Returns: ``None`` if fewer than two were measured.
+    """
+    if len(points) < 2:
+        return None
+    above = next((i for i, (size, _) in enumerate(points) if size >= tokens), len(points) - 1)
+    (low, start), (high, end) = points[max(above, 1) - 1], points[max(above, 1)]
+    return start + (end - start) * (tokens - low) / (high - low)
 
 
-async def _read_stream(
-    http: httpx.AsyncClient, url: str, request: Mapping[str, Any], started: float
-) -> ListAnswer:
-    first: float | None = None
-    scores: dict[int, list[float]] = {}
-    usage: dict[str, Any] = {}
-    async with http.stream("POST", f"{url}/v1/score", json=dict(request)) as reply:
-        async for line in reply.raise_for_status().aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            first = clock.now() - started if first is None else first
-            event = json.loads(line.removeprefix("data: "))
-            if "index" in event:
-                scores[event["index"]] = event["scores"]
-            usage = event.get("usage", usage)
-    seconds = clock.now() - started
-    in_order = [scores[index] for index in sorted(scores)]
-    return ListAnswer(seconds, first or seconds, in_order, _computed(usage))
-
-
-def _computed(usage: Mapping[str, Any]) -> int | None:
-    details = usage.get("prompt_tokens_details")
-    return usage["prompt_tokens"] - details["cached_tokens"] if details else None
-
-
-def summarise(items: int, answers: Mapping[str, Sequence[ListAnswer]]) -> list[ListRow]:
+def summarise(
+    items: int, answers: Mapping[str, Sequence[ListAnswer]], bound: float | None
+) -> list[ListRow]:
     """Return a row for each way; ``answers`` are in the order of the rounds."""
     stock = answers[STOCK]
-    base = median(answer.seconds for answer in stock)
+    base = min(
+        median(answer.seconds for answer in rounds)
+        for way, rounds in answers.items()
+        if way.startswith(STOCK)
+    )
     rows: list[ListRow] = []
     for way, rounds in answers.items():
         seconds = median(answer.seconds for answer in rounds)
@@ -190,6 +190,7 @@ def summarise(items: int, answers: Mapping[str, Sequence[ListAnswer]]) -> list[L
                 first=median(answer.first for answer in rounds),
                 items_per_second=items / seconds,
                 gain=base / seconds,
+                bound=bound,
                 computed=median(computed) if computed else None,
                 difference=_difference(stock, rounds),
             )
@@ -210,7 +211,16 @@ def _difference(stock: Sequence[ListAnswer], other: Sequence[ListAnswer]) -> flo
 
 def show(rows: Sequence[ListRow], console: Console) -> None:
     """Print the table."""
-    columns = ("items", "ms", "first, ms", "items/s", "gain", "computed", "difference")
+    columns = (
+        "items",
+        "ms",
+        "first",
+        "items/s",
+        "of best stock",
+        "bound",
+        "computed",
+        "difference",
+    )
     table = make_table("One request with a list of items", "", *columns)
     for row in rows:
         table.add_row(
@@ -220,6 +230,7 @@ def show(rows: Sequence[ListRow], console: Console) -> None:
             f"{row.first * 1000:.0f}",
             f"{row.items_per_second:,.0f}",
             f"{row.gain:.2f}",
+            "" if row.bound is None else f"{row.bound * 1000:.0f}",
             "" if row.computed is None else f"{row.computed:,.0f}",
             "" if row.difference is None else f"{row.difference:.0e}",
         )

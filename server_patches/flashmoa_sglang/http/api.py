@@ -80,6 +80,7 @@ class Api:
                 self._renderer,
                 self._table.limits,
                 sglang_routes,
+                self._named_rank,
             )
             routes += [
                 ("POST", "/v1/score", scoring.score),

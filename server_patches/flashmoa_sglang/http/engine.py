@@ -30,7 +30,7 @@ from flashmoa_sglang.messages import (
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from flashmoa_sglang.saturation import Saturation
 
@@ -224,30 +224,36 @@ class Engine:
             **terms.namespace(),
             **(unsent() if self.role == "prefill" else {}),
         )
-        setattr(request, _OURS, True)
         self._prefills += 1
-        try:
-            return await self.run(request, http_request, on_token)
-        finally:
-            self._prefills -= 1
-
-    async def run(
-        self, request: Any, http_request: Any, on_token: Callable[[Any], None] | None = None
-    ) -> dict[str, Any]:
-        """Run a ``GenerateReqInput``. Return ``meta_info``. Raises: as :meth:`prefill`."""
-        from fastapi import HTTPException
-
         meta: dict[str, Any] | None = None
         try:
-            async with aclosing(self._manager.generate_request(request, http_request)) as outputs:
+            async with aclosing(self.run(request, http_request)) as outputs:
                 async for output in outputs:
                     meta = output["meta_info"]
                     if on_token is not None:
                         on_token(output["meta_info"])
-        except asyncio.CancelledError:
-            # SGLang 0.5.12 would go on with the request.
-            if isinstance(request.rid, str):
-                self.abort(request.rid)
+        finally:
+            self._prefills -= 1
+        if meta is None:
+            raise EngineFailed("SGLang ended the prefill without an answer; see its log")
+        return meta
+
+    async def run(self, request: Any, http_request: Any) -> AsyncGenerator[dict[str, Any]]:
+        """Run one of the plugin's ``GenerateReqInput``, and yield SGLang's outputs.
+
+        With ``stream``, those of a batch come one by one, each with its ``index``. Closing this
+        aborts what is not computed yet. Raises: as :meth:`prefill`.
+        """
+        from fastapi import HTTPException
+
+        setattr(request, _OURS, True)
+        try:
+            async with aclosing(self._manager.generate_request(request, http_request)) as outputs:
+                async for output in outputs:
+                    yield output
+        except (asyncio.CancelledError, GeneratorExit):  # SGLang 0.5.12 would go on with it.
+            for rid in [request.rid] if isinstance(request.rid, str) else request.rid:
+                self.abort(rid)
             raise
         except ValueError as error:
             raise MalformedRequest(f"SGLang refuses this prefill: {error}") from error
@@ -255,9 +261,6 @@ class Engine:
             if error.status_code != EngineBusy.status:
                 raise EngineFailed(f"SGLang could not run the prefill: {error.detail}") from error
             raise EngineBusy(f"SGLang cannot take this prefill now: {error.detail}") from error
-        if meta is None:
-            raise EngineFailed("SGLang ended the prefill without an answer; see its log")
-        return meta
 
     def abort(self, rid: str) -> None:
         """Abort a request."""

@@ -87,15 +87,17 @@ def stream_output(
         send_to_detokenizer = streamer.send_to_detokenizer
         streamer.send_to_detokenizer = state.tokenizer_channel
         try:
-            original(streamer, direct, False, skip_req)
+            original(streamer, direct, return_logprob, skip_req)
         finally:
             streamer.send_to_detokenizer = send_to_detokenizer
 
 
 def _has_no_text(state: SchedulerState, req: Any) -> bool:
     mark = state_of(req).mark
-    if mark is None or mark.stream is not None or req.return_logprob:
+    if mark is None or mark.stream is not None:
         return False
-    # SGLang's ``is_prefill_only`` is false with speculative decoding. A prefill engine of a PD pair
-    # samples one token even if none is requested.
-    return not req.sampling_params.max_new_tokens or state.role == "prefill"
+    # SGLang's ``is_prefill_only`` is false with speculative decoding.
+    if not req.sampling_params.max_new_tokens:
+        return True
+    # A prefill engine of a PD pair samples one token even if none is requested.
+    return state.role == "prefill" and not req.return_logprob

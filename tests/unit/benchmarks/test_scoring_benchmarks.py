@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flashmoa_bench.prefill import accuracy, lists
 from flashmoa_bench.prefill.accuracy import LABELS, Outcome, find_label
-from flashmoa_bench.prefill.lists import ListAnswer
+from flashmoa_bench.prefill.list_requests import EMBEDDING, OURS, STOCK, ListAnswer
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,31 @@ def test_lists_are_compared_with_the_same_round_of_stock() -> None:
     stock = [ListAnswer(2.0, 2.0, [[0.5]], None), ListAnswer(4.0, 4.0, [[0.1]], None)]
     ours = [ListAnswer(1.0, 0.5, [[0.5]], 10), ListAnswer(1.0, 0.7, [[0.3]], 12)]
     embedded = [ListAnswer(1.5, 1.5, None, 10)] * 2
-    answers = {lists.STOCK: stock, lists.OURS: ours, lists.EMBEDDING: embedded}
-    _, row, other = lists.summarise(6, answers)
+    answers = {STOCK: stock, OURS: ours, EMBEDDING: embedded}
+    _, row, other = lists.summarise(6, answers, 0.8)
     assert (row.seconds, row.gain, row.items_per_second) == (1.0, 3.0, 6.0)
-    assert (row.computed, row.first) == (11, 0.6)
+    assert (row.computed, row.first, row.bound) == (11, 0.6, 0.8)
     assert row.difference == pytest.approx(0.2)
     assert other.difference is None
+
+
+def test_lists_are_compared_with_the_fastest_stock_engine() -> None:
+    slow, fast = [ListAnswer(4.0, 4.0, [[0.5]], None)], [ListAnswer(1.5, 1.5, [[0.5]], None)]
+    ours = [ListAnswer(1.0, 1.0, [[0.5]], 10)]
+    answers = {STOCK: slow, "stock_512": fast, OURS: ours}
+    rows = lists.summarise(6, answers, 0.8)
+    assert [row.gain for row in rows] == [1.5 / 4, 1.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds"), [(10, 1.0), (15, 1.5), (20, 2.0), (60, 8.0), (5, 0.5)]
+)
+def test_time_of_a_forward_lies_on_straight_lines_between_measured_ones(
+    tokens: int, seconds: float
+) -> None:
+    points = [(10, 1.0), (20, 2.0), (30, 3.5)]
+    assert lists.forward_seconds(points, tokens) == pytest.approx(seconds)
+
+
+def test_bound_is_unknown_without_measured_forwards() -> None:
+    assert lists.forward_seconds([(10, 1.0)], 10) is None

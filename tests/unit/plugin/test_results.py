@@ -78,6 +78,11 @@ def test_answers_without_text_pass_the_detokenizer(
     ]
     assert streamer.send_to_detokenizer == "detokenizer"
     streamer.sent.clear()
+    # What a scored prompt answers are log-probabilities.
+    silent.return_logprob = True
+    send(streamer, [silent], return_logprob=True)
+    assert streamer.sent == [([silent], True, scheduler.flashmoa.tokenizer_channel)]
+    streamer.sent.clear()
     # SGLang may have something else to send, without requests.
     send(streamer, [])
     assert streamer.sent == [([], False, "detokenizer")]
@@ -90,8 +95,10 @@ def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
     send(streamer, [sampled])
     scheduler.flashmoa.role = "prefill"
     send(streamer, [sampled])
+    sampled.return_logprob = True
+    send(streamer, [sampled], return_logprob=True)
     channels = [channel for _, _, channel in streamer.sent]
-    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel]
+    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel, "detokenizer"]
 
 
 @pytest.mark.parametrize("prefills", [True, False])

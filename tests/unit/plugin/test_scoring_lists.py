@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.http.errors import MalformedRequest  # noqa: E402
+from flashmoa_sglang.http.errors import EngineBusy, MalformedRequest  # noqa: E402
 from flashmoa_sglang.http.scoring.answers import ScoreForm  # noqa: E402
 from flashmoa_sglang.http.scoring.delivery import stream, while_connected  # noqa: E402
 from flashmoa_sglang.http.scoring.forwards import (  # noqa: E402
@@ -37,58 +38,122 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountingEngine:
-    """Answers each prefill after some turns of the event loop, and counts those under way."""
+    """Answers batches after some turns of the event loop, and counts the prefills under way.
+
+    Attributes:
+        batches: the requests, in the order in which they came.
+        refuses: the message of a prefill that SGLang aborts, by the last token of its prompt.
+    """
 
     role = "null"
 
-    def __init__(self, queue: int | None) -> None:
+    def __init__(self, queue: int | None = None) -> None:
         self.max_queued_requests = queue
-        self.under_way = self.most_under_way = self.sent = 0
+        self.under_way = self.most_under_way = 0
+        self.batches: list[Any] = []
+        self.refuses: dict[int, str] = {}
 
-    async def run(self, request: Any, _http_request: object) -> dict[str, Any]:
-        self.sent += 1
-        self.under_way += 1
+    async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        self.batches.append(request)
+        self.under_way += len(request.input_ids)
         self.most_under_way = max(self.most_under_way, self.under_way)
-        for _ in range(3):
+        for _ in range(20):
             await asyncio.sleep(0)
-        self.under_way -= 1
+        # SGLang answers in the order in which they are computed.
+        for index in reversed(range(len(request.input_ids))):
+            self.under_way -= 1
+            yield {"index": index, "meta_info": self._answer(request, index)}
+
+    def _answer(self, request: Any, index: int) -> dict[str, Any]:
+        ids = request.input_ids[index]
+        if message := self.refuses.get(ids[-1]):
+            return {"finish_reason": {"type": "abort", "status_code": 503, "message": message}}
         return {
-            "prompt_tokens": len(request.input_ids),
+            "prompt_tokens": len(ids),
             "cached_tokens": 0,
-            "input_token_logprobs": [(-0.5, token, None) for token in request.input_ids],
+            "input_token_logprobs": [
+                (-0.5, token, None) for token in ids[request.logprob_start_len[index] :]
+            ],
+            "output_token_ids_logprobs": [
+                [(-float(token), token, None) for token in request.token_ids_logprob[index]]
+            ],
         }
 
 
 async def score(
-    engine: CountingEngine, items: int, candidates: list[list[int]]
+    engine: CountingEngine, items: int, candidates: list[list[int]], *, shares: bool = True
 ) -> list[ItemScores]:
     found: list[ItemScores] = []
-    scorer = ListScorer(engine, Terms(), None, shares=True, on_scores=found.append)  # type: ignore[arg-type]
+    scorer = ListScorer(engine, Terms(dp_rank=1), None, shares, found.append)  # type: ignore[arg-type]
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
     await scorer.run(prompts)
+    assert scorer.usage.prefills == sum(len(batch.input_ids) for batch in engine.batches)
     return found
 
 
 @pytest.mark.parametrize(
-    ("queue", "items", "candidates", "most"),
+    ("queue", "items", "candidates", "most", "largest"),
     [
-        (None, 600, 1, 256),
-        (None, 100, 5, 200),
-        (None, 2, 400, 256),
-        (None, 1, 400, 256),
-        (10, 600, 1, 5),
-        (10, 3, 4, 3),
-        (1, 3, 4, 1),
+        (None, 600, 1, 256, 16),
+        (None, 100, 5, 256, 16),
+        (None, 1, 400, 256, 16),
+        (None, 9, 1, 9, 9),
+        (100, 600, 1, 48, 16),
+        (10, 600, 1, 5, 5),
+        (1, 3, 4, 1, 1),
     ],
 )
 async def test_a_list_fills_neither_the_engine_nor_its_queue(
-    queue: int | None, items: int, candidates: int, most: int
+    queue: int | None, items: int, candidates: int, most: int, largest: int
 ) -> None:
     engine = CountingEngine(queue)
     found = await score(engine, items, [[7, number] for number in range(candidates)])
     assert engine.most_under_way == most
+    assert max(len(batch.input_ids) for batch in engine.batches) == largest
     assert sorted(scores.prompt.index for scores in found) == list(range(items))
-    assert engine.sent == items * candidates
+    assert sum(len(batch.input_ids) for batch in engine.batches) == items * candidates
+
+
+async def test_candidates_of_one_token_have_one_prefill_and_each_longer_one_its_own() -> None:
+    engine = CountingEngine()
+    found = await score(engine, 3, [[7], [8, 9, 9], [6]])
+    (batch,) = engine.batches
+    assert batch.input_ids == [ids for i in range(3) for ids in ([1, 2, i], [1, 2, i, 8, 9, 9])]
+    assert batch.token_ids_logprob == [[7, 6], []] * 3
+    assert batch.logprob_start_len == [-1, 2] * 3
+    assert batch.routed_dp_rank == 1 and batch.stream
+    assert len(set(batch.rid)) == 6
+    # The first of the values is that of the prompt's last token, which is no part of the candidate.
+    assert [scores.logprobs for scores in found] == [[-7, 3 * -0.5, -6]] * 3
+    assert [scores.usage.prompt_tokens for scores in found] == [9] * 3
+
+
+async def test_on_an_engine_that_does_not_share_what_is_shared_is_computed_before() -> None:
+    engine = CountingEngine()
+    await score(engine, 3, [[7], [8, 9]], shares=False)
+    assert [batch.input_ids for batch in engine.batches] == [
+        [[1, 2, 0]],
+        [[1, 2, 1], [1, 2, 2]],
+        [[1, 2, i, 8, 9] for i in range(3)],
+    ]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_lists_of_one_item_and_of_none_are_scored(shares: bool) -> None:
+    engine = CountingEngine()
+    assert await score(engine, 0, [[7]], shares=shares) == []
+    (only,) = await score(engine, 1, [[7]], shares=shares)
+    assert (only.logprobs, len(engine.batches)) == ([-7], 1)
+
+
+async def test_a_prefill_that_sglang_aborts_is_named() -> None:
+    engine = CountingEngine()
+    engine.refuses[30] = "The queue is full."
+    with pytest.raises(
+        EngineBusy, match=r"items\[30\]: SGLang has aborted .* queue is full"
+    ) as raised:
+        await score(engine, 40, [[7]])
+    assert raised.value.details["item"] == 30
 
 
 @pytest.mark.parametrize(
@@ -116,9 +181,10 @@ async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None
     scorer = ListScorer(engine, Terms(), None, shares=True, on_scores=print)  # type: ignore[arg-type]
     form = ScoreForm("m", softmax=False, with_tokens=False)
 
-    async def run(_request: object, _http_request: object) -> dict[str, Any]:
+    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
         assert fails is not None
         raise fails
+        yield {}
 
     if fails is not None:
         engine.run = run  # type: ignore[method-assign]

@@ -1,22 +1,24 @@
 """Computes the log-probabilities of answers after prompts, each by a prefill of its own.
 
-The prefills of a list are sent together, so that the engine computes what they share once.
+The prefills of a list are handed over in batches, so that the engine computes what they share once.
+A batch is one message to the scheduler, which can fill a forward with it. The first forward begins
+as soon as the first batch is there, and the scheduler gets the others while it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
-from flashmoa_sglang.messages import unsent
+from flashmoa_sglang.messages import RequestMark, unsent
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 # Enough to fill a forward with short prompts. The others of a long list stay in this process, so
 # that other clients' requests need not queue behind all of them.
 _PREFILLS_AT_ONCE = 256
+# With fewer, a GPU's forward would not be full; with more, it would begin later.
+_PREFILLS_IN_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,72 @@ def name_item(name: str, index: int) -> Generator[None]:
 
 
 @dataclass(slots=True)
+class _Item:
+    """A prompt whose prefills are under way, of which ``left`` have no result yet."""
+
+    prompt: ScoredPrompt
+    left: int = 0
+    logprobs: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    usage: ScoringUsage = field(default_factory=ScoringUsage)
+
+    def prefills(self) -> list[_Prefill]:
+        """Return one prefill for all candidates of one token, and one for each longer one."""
+        candidates = self.prompt.candidates
+        single = [tokens[0] for tokens in candidates if len(tokens) == 1]
+        longer = [_Prefill(self, tokens) for tokens in candidates if len(tokens) > 1]
+        prefills = [_Prefill(self, [], single), *longer] if single else longer
+        self.left = len(prefills)
+        return prefills
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A prefill of a prompt and perhaps a candidate of several tokens.
+
+    Attributes:
+        single: tokens whose log-probabilities after the prompt are wanted; empty with a candidate.
+            SGLang 0.5.12 cannot have prefills with and without such tokens in one forward, but with
+            an empty list of them.
+    """
+
+    item: _Item
+    candidate: list[int]
+    single: list[int] = field(default_factory=list[int])
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.item.prompt.ids, *self.candidate]
+
+    @property
+    def logprob_start(self) -> int:
+        """The position after which SGLang gives log-probabilities of the prefilled tokens."""
+        return len(self.item.prompt.ids) - 1 if self.candidate else -1
+
+    def keep(self, meta: dict[str, Any]) -> None:
+        """Keep the log-probabilities in SGLang's ``meta_info``.
+
+        Raises: EngineBusy or EngineFailed if SGLang has aborted the prefill.
+        """
+        _check_end(meta)
+        item = self.item
+        if self.candidate:
+            values = [value for value, *_ in meta["input_token_logprobs"][1:]]
+            item.logprobs[tuple(self.candidate)] = math.fsum(map(_to_float, values))
+        else:
+            found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
+            item.logprobs |= {(token,): _to_float(found[token]) for token in self.single}
+        item.usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
+        item.left -= 1
+
+
+@dataclass(slots=True)
 class ListScorer:
     """Scores the prompts of one request.
 
     Attributes:
         shares: whether the engine computes a prefix once that requests share which come at once.
         on_scores: called with the scores of each prompt as soon as they are there.
-        usage: of the prefills so far.
+        usage: of the prompts that have been scored so far.
     """
 
     engine: Engine
@@ -94,81 +157,89 @@ class ListScorer:
 
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
+        items = [_Item(prompt).prefills() for prompt in prompts]
+        if self.shares:
+            await self._compute([*chain(*items)])
+            return
+        # What others share must be in the radix cache before they are computed.
+        await self._compute([prefills[0] for prefills in items[:1]])
+        await self._compute([prefills[0] for prefills in items[1:]])
+        await self._compute([*chain(*(prefills[1:] for prefills in items))])
+
+    async def _compute(self, prefills: Sequence[_Prefill]) -> None:
         queue = self.engine.max_queued_requests
         # A queue that one list fills would refuse the list's own prefills, and other clients'.
         at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
-        each = max(1, at_once // max(1, len(prompts)))
-        scores = [partial(self._score, prompt, each) for prompt in prompts]
-        await self._run_siblings(scores, max(1, at_once))
+        size = max(1, min(_PREFILLS_IN_BATCH, at_once))
+        room = asyncio.Semaphore(max(1, at_once // size))
 
-    async def _run_siblings(
-        self, calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], at_once: int
-    ) -> None:
-        """Send prefills that share a prefix so that the engine computes it once."""
-        rest = iter(calls)
+        async def compute(batch: Sequence[_Prefill]) -> None:
+            try:
+                await self._compute_batch(batch)
+            finally:
+                room.release()
 
-        async def work() -> None:
-            for call in rest:
-                await call()
-
-        if calls and not self.shares:
-            await next(rest)()
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(at_once, len(calls))):
-                    group.create_task(work())
+                for start in range(0, len(prefills), size):
+                    await room.acquire()
+                    group.create_task(compute(prefills[start : start + size]))
+                    # The batch is sent now, and other requests have their turn before the next.
+                    await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _score(self, prompt: ScoredPrompt, at_once: int) -> None:
-        logprobs: dict[tuple[int, ...], float] = {}
-        usage = ScoringUsage()
-        single = [tokens[0] for tokens in prompt.candidates if len(tokens) == 1]
+    async def _compute_batch(self, prefills: Sequence[_Prefill]) -> None:
+        at = prefills[0]
+        try:
+            async with aclosing(self.engine.run(self._request(prefills), self.http_request)) as run:
+                async for output in run:
+                    at = prefills[output["index"]]
+                    self._keep(at, output["meta_info"])
+        except ApiError:
+            with name_item(at.item.prompt.name, at.item.prompt.index):
+                raise
 
-        async def score_single() -> None:
-            meta = await self._prefill(prompt.ids, usage, token_ids_logprob=single)
-            values = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
-            logprobs.update({(token,): _to_float(values[token]) for token in single})
+    def _keep(self, prefill: _Prefill, meta: dict[str, Any]) -> None:
+        item = prefill.item
+        prefill.keep(meta)
+        if not item.left:
+            scores = [item.logprobs[tuple(tokens)] for tokens in item.prompt.candidates]
+            usage = item.usage
+            self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
+            self.on_scores(ItemScores(item.prompt, scores, usage))
 
-        async def score_long(tokens: list[int]) -> None:
-            # SGLang gives log-probabilities only for the tokens after this position.
-            start = len(prompt.ids) - 1
-            meta = await self._prefill(prompt.ids, usage, tokens, logprob_start_len=start)
-            values = [value for value, *_ in meta["input_token_logprobs"][1:]]
-            logprobs[tuple(tokens)] = math.fsum(map(_to_float, values))
-
-        longer = [partial(score_long, tokens) for tokens in prompt.candidates if len(tokens) > 1]
-        with name_item(prompt.name, prompt.index):
-            await self._run_siblings([score_single, *longer] if single else longer, at_once)
-        scores = [logprobs[tuple(tokens)] for tokens in prompt.candidates]
-        self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
-        self.on_scores(ItemScores(prompt, scores, usage))
-
-    async def _prefill(
-        self, ids: list[int], usage: ScoringUsage, tokens: Sequence[int] = (), **wanted: Any
-    ) -> dict[str, Any]:
-        """Run a prefill of ``ids`` and ``tokens`` for log-probabilities; return ``meta_info``."""
+    def _request(self, prefills: Sequence[_Prefill]) -> Any:
+        """Return SGLang's batch request for log-probabilities."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = GenerateReqInput(
-            input_ids=[*ids, *tokens],
+        return GenerateReqInput(
+            input_ids=[prefill.ids for prefill in prefills],
             # If another request of the batch decodes, SGLang applies each request's temperature to
-            # its log-probabilities.
-            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            # its log-probabilities. With the mark, results go past the detokenizer.
+            sampling_params={
+                "max_new_tokens": 0,
+                "temperature": 1.0,
+                "custom_params": RequestMark().to_custom_params(),
+            },
             return_logprob=True,
-            rid=new_rid(),
+            logprob_start_len=[prefill.logprob_start for prefill in prefills],
+            token_ids_logprob=[prefill.single for prefill in prefills],
+            rid=[new_rid() for _ in prefills],
+            stream=True,
             priority=self.terms.priority,
-            **wanted,
+            routed_dp_rank=self.terms.dp_rank,
             **self.terms.namespace(),
             **(unsent() if self.engine.role == "prefill" else {}),
         )
-        meta = await self.engine.run(request, self.http_request)
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
-            raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
-        usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
-        return meta
+
+
+def _check_end(meta: dict[str, Any]) -> None:
+    """Raise EngineBusy or EngineFailed if SGLang has aborted a prefill."""
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
+        raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
 
 
 def _to_float(value: float | None) -> float:

@@ -8,7 +8,8 @@ plugin adds no routes. What only SGLang's route can do is passed on to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
@@ -62,6 +63,7 @@ class ScoringApi:
     Args:
         limits: of the size of a request.
         sglang_routes: SGLang's own routes, to which some requests are passed on.
+        named_rank: returns the data-parallel rank that a request names, if any.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class ScoringApi:
         renderer: ChatRenderer,
         limits: Limits,
         sglang_routes: Sequence[BaseRoute],
+        named_rank: Callable[[Request], int | None],
     ) -> None:
         self._engine = engine
         self._reader = reader
         self._renderer = renderer
         self._limits = limits
         self._sglang_routes = list(sglang_routes)
+        self._named_rank = named_rank
         self._candidates = CandidateTokenizer(reader.require_tokenizer)
         # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
         self._shares: bool | None = None
@@ -135,7 +139,7 @@ class ScoringApi:
         def keep(scores: ItemScores) -> None:
             found[scores.prompt.index] = form.item(scores)
 
-        terms = body.terms(self._engine.model["name"])
+        terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
         scorer = ListScorer(self._engine, terms, request, await self._are_shared(), keep)
         if body.stream:
             events = stream(scorer, prompts, form)

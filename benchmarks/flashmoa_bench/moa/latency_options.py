@@ -50,9 +50,11 @@ def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--computed",
-        action="store_true",
-        help="ask no engines: add up the cost tables of --device, for the ways without early exit "
-        "and for one that always leaves",
+        nargs="*",
+        choices=tuple(SERVINGS),
+        metavar="SERVING",
+        help="ask no engines: add up the cost tables of --device, for --serving or for each of "
+        f"these ({', '.join(SERVINGS)})",
     )
     _add_early_exit(parser)
     return parser

@@ -28,7 +28,9 @@ from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_scrip
 from flashmoa_bench.recorded import RecordedQuestion, load_recorded, spread
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "ways", "questions", "thresholds", "taus", "widths")
+_FREE_OPTIONS = (
+    "json", "resume", "ways", "questions", "thresholds", "taus", "widths", "computed",
+)  # fmt: skip
 _WARM_UP = ScriptOptions(equal=4, prompt=(8, 8))
 
 # Answers by way and question.

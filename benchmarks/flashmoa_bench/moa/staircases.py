@@ -33,7 +33,10 @@ from flashmoa_bench.moa.staircase_ways import StaircaseAnswer, StaircaseWay, ask
 from flashmoa_bench.recorded import load_recorded, spread
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "questions", "proposers", "first", "orders", "kinds")
+_FREE_OPTIONS = (
+    "json", "resume", "questions", "proposers", "first", "orders", "kinds", "computed",
+    "characters",
+)  # fmt: skip
 _WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
 _KINDS = ("mixture", "debate")

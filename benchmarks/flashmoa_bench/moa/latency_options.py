@@ -123,6 +123,12 @@ def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         help="tokens of questions, drawn evenly; by default as recorded",
     )
     group.add_argument(
+        "--later-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of every answer after the first layer's",
+    )
+    group.add_argument(
         "--last-tokens", type=positive, metavar="N", help="tokens of the last agent's answer"
     )
     parser.add_argument(
@@ -140,6 +146,7 @@ def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
         longest=arguments.longest,
         equal=arguments.equal,
         prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
+        later=arguments.later_tokens,
         last=arguments.last_tokens,
         confidence=getattr(arguments, "confidence", ScriptOptions().confidence),
         seed=arguments.seed,

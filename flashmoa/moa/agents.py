@@ -22,7 +22,7 @@ _DEFAULT_ANSWER_TOKENS = 1024
 # meanwhile, and without an answer nothing is cut.
 _HOUSEKEEPING_SECONDS = 5.0
 # The context length that each engine reported; None for an engine that does not report it.
-_CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
+CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
 # How long an engine that did not answer is asked last.
 _SILENT_SECONDS = 60.0
 # When each engine that did not answer may be asked first again, in seconds of the monotonic clock.
@@ -100,13 +100,13 @@ class Model:
 
     async def context_length(self) -> int | None:
         """Return the engine's context length in tokens, ``None`` if it does not report it."""
-        if self.engine not in _CONTEXT_LENGTHS:
+        if self.engine not in CONTEXT_LENGTHS:
             try:
                 with anyio.fail_after(_HOUSEKEEPING_SECONDS):
-                    _CONTEXT_LENGTHS[self.engine] = await self.engine.plain.context_length()
+                    CONTEXT_LENGTHS[self.engine] = await self.engine.plain.context_length()
             except (EngineError, TimeoutError):
                 return None  # An engine that does not answer now is asked again next time.
-        return _CONTEXT_LENGTHS[self.engine]
+        return CONTEXT_LENGTHS[self.engine]
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
         """Return whether a context has room for a prompt and a whole answer after it.

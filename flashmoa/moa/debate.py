@@ -13,6 +13,7 @@ from flashmoa.moa.debate_runs import DebateRun, Extract, StaircaseDebateRun, Who
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import DebatePrompt, Question, conversation
 from flashmoa.moa.results import DebateResult
+from flashmoa.moa.sampling import needs_one_request
 from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps
 from flashmoa.observe import Listener, contained, ignore
 
@@ -35,7 +36,8 @@ class Debate:
         prompt: the debaters' prompt.
         staircase: settings with which debaters, and an aggregator, begin when all debaters have
             written a chunk in the round before, and continue chunk by chunk. By default they wait
-            for whole answers.
+            for whole answers, and so they do for parameters that need one request
+            (:meth:`needs_one_request`).
         ahead: which part of later rounds' prompts is prefilled before their requests; for
             comparisons.
         quorum: how many answers of a round suffice after some time; ``None``: all are waited for.
@@ -79,6 +81,25 @@ class Debate:
         self.fallback = fallback or Fallback()
         self.listener = contained(listener)
 
+    def needs_one_request(self, sampling: Mapping[str, Any] | None = None) -> list[str]:
+        """Return the parameters for which no agent can write its answer on a staircase.
+
+        Args:
+            sampling: the request's parameters, as of :meth:`answer`.
+
+        Returns: their names; none without ``staircase``.
+        """
+        if self.staircase is None:
+            return []
+        # Debaters of the first round write in one request anyway.
+        writers = [] if self.rounds == 1 else [*self.debaters]
+        if isinstance(self.conclusion, Model):
+            writers.append(self.conclusion.with_sampling(sampling))
+        else:
+            writers += [writer.with_sampling(sampling) for writer in writers]
+        names = (name for writer in writers for name in needs_one_request(writer.sampling))
+        return list(dict.fromkeys(names))
+
     async def answer(
         self, question: Question, sampling: Mapping[str, Any] | None = None
     ) -> DebateResult:
@@ -111,7 +132,7 @@ class Debate:
         async with flow:
             inquiry = Inquiry(flow, self.listener, self.limits, self.budget)
             run: DebateRun
-            if self.staircase is None:
+            if self.staircase is None or self.needs_one_request(sampling):
                 run = WholeAnswerRun(self, inquiry, messages, sampling)
             else:
                 run = StaircaseDebateRun(self, inquiry, messages, sampling, self.staircase)

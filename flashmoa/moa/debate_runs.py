@@ -75,6 +75,7 @@ class DebateRun(ABC):
             more_aggregates=more,
             spending=self.inquiry.spending(),
             substitution=self._conclusion.substitution,
+            in_one_request_for=self._debate.needs_one_request(self._sampling),
         )
 
     def _vote(self, rounds: list[list[AgentAnswer]]) -> DebateResult:
@@ -97,6 +98,7 @@ class DebateRun(ABC):
             vote=outcome,
             spending=self.inquiry.spending(),
             substitution=substitution,
+            in_one_request_for=self._debate.needs_one_request(self._sampling),
         )
 
     def _conclude_with(

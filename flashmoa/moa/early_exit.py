@@ -82,6 +82,14 @@ class EarlyExit:
         """Return whether a cluster of that number of agents can exit early."""
         return agents > self.min_answers
 
+    def suffices(self, quality: Quality, answers: int, rng: random.Random) -> bool:
+        """Decide whether so many answers suffice. The rule ``sample`` is random."""
+        if answers < self.min_answers:
+            return False
+        if self.rule == "threshold":
+            return quality.score >= self.threshold
+        return rng.random() < quality.score
+
 
 @dataclass(slots=True)
 class ScoredAnswers:
@@ -115,13 +123,8 @@ class ScoredAnswers:
         )
 
     def suffice(self, quality: Quality) -> bool:
-        """Decide whether to continue without the other answers. The rule ``sample`` is random."""
-        policy = self.policy
-        if len(self._confidences) < policy.min_answers:
-            return False
-        if policy.rule == "threshold":
-            return quality.score >= policy.threshold
-        return self.rng.random() < quality.score
+        """Decide whether to continue without the other answers, as :meth:`EarlyExit.suffices`."""
+        return self.policy.suffices(quality, len(self), self.rng)
 
 
 def confidence(logprobs: Sequence[float]) -> float:

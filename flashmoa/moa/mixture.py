@@ -127,7 +127,12 @@ class MixtureOfAgents:
 
 
 class MixtureRun:
-    """Answers one question with a mixture; ``async for`` yields the last answer's pieces."""
+    """Answers one question with a mixture; ``async for`` yields the last answer's pieces.
+
+    Attributes:
+        agents: every agent.
+        conclusion: writes the answer.
+    """
 
     def __init__(
         self,
@@ -142,18 +147,18 @@ class MixtureRun:
         self._sampling = sampling
         [last] = mixture.models[-1]
         self._models = [*mixture.models[:-1], [last.with_sampling(sampling)]]
-        self._agents = AgentLayers(inquiry)
+        self.agents = AgentLayers(inquiry)
         self._clusters: dict[ClusterKey, Cluster] = {}
         *_, final = [self._ask_layer(layer) for layer in range(len(self._models))]
-        self._conclusion = Conclusion(
+        self.conclusion = Conclusion(
             mixture.fallback, self._models[-1][0], self._answers, self._ask_another, sampling
         )
-        inquiry.flow.start_soon(partial(self._conclusion.run, final, lambda: final.finish_reason))
+        inquiry.flow.start_soon(partial(self.conclusion.run, final, lambda: final.finish_reason))
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the answer. Raises: as :meth:`result`."""
         with raise_as_mixture_failed("the last aggregator"):
-            async for piece in self._conclusion.text:
+            async for piece in self.conclusion.text:
                 yield piece
 
     async def result(self) -> MixtureResult:
@@ -162,28 +167,28 @@ class MixtureRun:
         Raises: MixtureFailed as :meth:`MixtureOfAgents.answer`.
         """
         with raise_as_mixture_failed("the last aggregator"):
-            await self._conclusion.text
+            await self.conclusion.text
         clusters = self._clusters
         # Only the decisions on the critical path delayed the answer.
         path = self._mixture.topology.critical_path(lambda key: clusters[key].last.record.place)
         return MixtureResult(
-            self._conclusion.result,
-            self._conclusion.finish_reason,
-            self._agents.records(),
+            self.conclusion.result,
+            self.conclusion.finish_reason,
+            self.agents.records(),
             [decision for cluster in clusters.values() for decision in cluster.decisions],
             sum(clusters[key].deciding for key in path),
             self.inquiry.spending(),
-            self._conclusion.substitution,
+            self.conclusion.substitution,
         )
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
-        self._conclusion.cancel()
-        self._agents.cancel()
+        self.conclusion.cancel()
+        self.agents.cancel()
 
     async def _answers(self) -> list[list[AgentAnswer]]:
         """Return the agents before the last aggregator, which has waited for them."""
-        return self._agents.records()[:-1]
+        return self.agents.records()[:-1]
 
     async def _ask_another(
         self, model: Model, answers: Sequence[AgentAnswer], written: str
@@ -192,7 +197,7 @@ class MixtureRun:
         prompt = self._mixture.prompts[-1]
         model = model.with_sampling(self._sampling)
         slots = await fill_slots(model, prompt, self._question, answers)
-        return self._agents.ask(
+        return self.agents.ask(
             len(self._models) - 1,
             model,
             prompt.messages(self._question, slots),
@@ -217,19 +222,19 @@ class MixtureRun:
             # Stock SGLang mixes no prefill into decode steps of requests with log-probabilities.
             # Therefore only answers that early exit scores have them.
             more: dict[str, Any] = {"logprobs": True} if self._is_scored(layer, place) else {}
-            calls.append(self._agents.ask(layer, model, messages, is_last=is_last, **more))
+            calls.append(self.agents.ask(layer, model, messages, is_last=is_last, **more))
         return calls[-1]
 
     def _start_cluster(self, layer: int, reads: Reads) -> list[str]:
         """Start to copy answers that agents of a layer read into slots. Return the slots' marks."""
         mixture, prompt = self._mixture, self._mixture.prompts[layer - 1]
         members = [
-            self._agents.make_member(layer - 1, place, (prompt.title(number), ""))
+            self.agents.make_member(layer - 1, place, (prompt.title(number), ""))
             for number, place in enumerate(reads, 1)
         ]
         policy = self._policy(len(reads))
         scores = ScoredAnswers(policy, mixture.rng) if policy is not None else None
-        cluster = self._agents.start_cluster(
+        cluster = self.agents.start_cluster(
             members, lambda: self._room(layer, reads), scores, mixture.quorums[layer - 1]
         )
         self._clusters[layer, reads] = cluster

@@ -205,6 +205,8 @@ class StaircaseResult:
         time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
         tokens: number of tokens that the aggregator wrote, including dropped ones.
+        in_one_request_for: parameters for which the aggregator wrote its answer in one request,
+            from whole answers. Then there are no rounds.
     """
 
     text: str
@@ -217,6 +219,7 @@ class StaircaseResult:
     agents: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
     spending: Spending = Spending(0, 0)
     substitution: Substitution | None = None
+    in_one_request_for: Sequence[str] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -260,6 +263,8 @@ class DebateResult:
         spending: as of :class:`MixtureResult`.
         substitution: what took the place of the aggregator's answer, if that failed, or of the last
             round's, if there was none to vote on.
+        in_one_request_for: on a staircase, parameters for which every agent wrote its answer in one
+            request, from whole answers.
     """
 
     text: str
@@ -270,6 +275,7 @@ class DebateResult:
     more_aggregates: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
     spending: Spending = Spending(0, 0)
     substitution: Substitution | None = None
+    in_one_request_for: Sequence[str] = ()
 
     @property
     def agents(self) -> list[AgentAnswer]:

@@ -77,6 +77,12 @@ _REFUSABLE = (
     "ebnf", "response_format", "chat_template_kwargs", "reasoning_effort", "tools", "tool_choice",
 )  # fmt: skip
 
+# Parameters that one request must follow to the answer's end.
+_OF_ONE_REQUEST = (
+    "response_format", "regex", "ebnf", "json_schema",
+    "stop_regex", "stop_token_ids", "no_stop_trim", "min_tokens",
+)  # fmt: skip
+
 
 def can_be_refused(parameters: Mapping[str, Any]) -> bool:
     """Return whether an engine may refuse a request because of these parameters."""
@@ -86,6 +92,16 @@ def can_be_refused(parameters: Mapping[str, Any]) -> bool:
 def ends_at_text(parameters: Mapping[str, Any]) -> bool:
     """Return whether an answer ends at a given text or token."""
     return any(parameters.get(name) for name in ("stop", "stop_regex", "stop_token_ids"))
+
+
+def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters because of which one request must write the whole answer.
+
+    A request that continues an answer begins its grammar and its ``min_tokens`` anew, and does not
+    know that the answer has ended at a token.
+    """
+    values = {name: parameters.get(name) for name in _OF_ONE_REQUEST}
+    return [name for name, value in values.items() if value and value != {"type": "text"}]
 
 
 def has_grammar(parameters: Mapping[str, Any]) -> bool:

@@ -19,8 +19,11 @@ from flashmoa.moa.agents import Model, raise_as_mixture_failed
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.conclusion import Conclusion
 from flashmoa.moa.inquiry import Inquiry
+from flashmoa.moa.layers import AgentLayers
+from flashmoa.moa.mixture import MixtureOfAgents, MixtureRun
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, conversation
 from flashmoa.moa.results import AgentAnswer, StaircaseResult
+from flashmoa.moa.sampling import needs_one_request
 from flashmoa.moa.settings import Budget, Fallback, Limits, Order, Quorum, Schedule, Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 from flashmoa.observe import Listener, contained, ignore
@@ -30,6 +33,9 @@ class Staircase:
     """Runs a layer of proposers, and an aggregator that writes while they do.
 
     Args:
+        aggregator: if it has parameters that one request must follow to the answer's end, or gets
+            them with a question, it waits for whole answers and writes in one request
+            (``in_one_request_for`` of the result).
         prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
             ``question-first``, the default, since only the end of a prompt can grow.
         schedule, order, drop_repeats: see :class:`Steps`.
@@ -39,7 +45,7 @@ class Staircase:
         ahead: which part of the aggregator's prompts is prefilled before its requests.
         listener: called with every event.
 
-    Raises: ValueError if there are no proposers.
+    Raises: ValueError if there are no proposers, or fewer than the quorum needs.
     """
 
     def __init__(  # noqa: PLR0913 - all but the models have a default
@@ -68,6 +74,10 @@ class Staircase:
         self.limits = limits or Limits()
         self.budget = budget
         self.fallback = fallback or Fallback()
+        # For answers that must be written in one request.
+        self.mixture = MixtureOfAgents(
+            [proposers, [aggregator]], prompt=self.prompt, quorum=quorum, fallback=self.fallback
+        )
         self.ahead: Ahead = ahead
         self.listener = contained(listener)
 
@@ -119,19 +129,16 @@ class StaircaseRun:
     ) -> None:
         self._started = time.time()
         self.inquiry = inquiry
-        self._layers = StaircaseLayers(
-            inquiry, question, staircase.proposers, staircase.steps, quorum=staircase.quorum
-        )
         aggregator = staircase.aggregator.with_sampling(sampling)
-        [self._writer] = self._layers.add([staircase.prompt], [aggregator], is_last=True)
-
-        async def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
-            model = model.with_sampling(sampling)
-            return await self._layers.ask_another(staircase.prompt, model, answers, written)
-
-        self._conclusion = Conclusion(staircase.fallback, aggregator, self._answers, ask, sampling)
-        run = partial(self._conclusion.run, self._writer.answer, self._writer.finish_reason)
-        inquiry.flow.start_soon(run)
+        self._in_one_request_for = needs_one_request(aggregator.sampling)
+        self._agents: AgentLayers | StaircaseLayers
+        if self._in_one_request_for:
+            run = MixtureRun(staircase.mixture, inquiry, question, sampling)
+            self._agents, self._conclusion = run.agents, run.conclusion
+        else:
+            self._agents, self._conclusion = _begin_staircase(
+                staircase, inquiry, question, sampling, aggregator
+            )
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the aggregator's answer. Raises: as :meth:`result`."""
@@ -151,27 +158,49 @@ class StaircaseRun:
     @property
     def partial_result(self) -> StaircaseResult:
         """Return the result with the part of the answer that is written."""
-        writer, started, conclusion = self._writer, self._started, self._conclusion
-        records = self._layers.records()
+        started, conclusion = self._started, self._conclusion
+        proposers, [writer, *others] = self._agents.records()
         return StaircaseResult(
             conclusion.result or conclusion.text.written,
-            [proposal.text for proposal in records[0]],
-            writer.rounds,
+            [proposal.text for proposal in proposers],
+            writer.steps,
             (conclusion.first_token or started) - started,
             (conclusion.finished or time.time()) - started,
-            writer.tokens,
+            writer.usage.completion_tokens if writer.usage is not None else 0,
             conclusion.finish_reason,
-            [record for layer in records for record in layer],
+            [*proposers, writer, *others],
             self.inquiry.spending(),
             conclusion.substitution,
+            self._in_one_request_for,
         )
 
     def cancel(self) -> None:
         """Stop every agent that has not finished."""
         self._conclusion.cancel()
-        self._layers.cancel()
+        self._agents.cancel()
 
-    async def _answers(self) -> list[list[AgentAnswer]]:
-        """Wait for the proposers' whole answers."""
-        await self._layers.wait(1)
-        return self._layers.records()[:1]
+
+def _begin_staircase(
+    staircase: Staircase,
+    inquiry: Inquiry,
+    question: Messages,
+    sampling: Mapping[str, Any] | None,
+    aggregator: Model,
+) -> tuple[StaircaseLayers, Conclusion]:
+    """Start the agents, and return them with what writes the answer."""
+    layers = StaircaseLayers(
+        inquiry, question, staircase.proposers, staircase.steps, quorum=staircase.quorum
+    )
+    [writer] = layers.add([staircase.prompt], [aggregator], is_last=True)
+
+    async def wait_for_answers() -> list[list[AgentAnswer]]:
+        await layers.wait(1)
+        return layers.records()[:1]
+
+    async def ask(model: Model, answers: Sequence[AgentAnswer], written: str) -> AgentCall:
+        model = model.with_sampling(sampling)
+        return await layers.ask_another(staircase.prompt, model, answers, written)
+
+    conclusion = Conclusion(staircase.fallback, aggregator, wait_for_answers, ask, sampling)
+    inquiry.flow.start_soon(partial(conclusion.run, writer.answer, writer.finish_reason))
+    return layers, conclusion

@@ -16,21 +16,21 @@ from typing import Any
 import anyio
 
 from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
-from flashmoa_bench.family import SIZES
-from flashmoa_bench.harness.modelled_gpus import model_of
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.resuming import measure_cells, measured_cells, to_results
-from flashmoa_bench.moa.computed import compute, compute_seconds, show_computed
+from flashmoa_bench.moa.computed import compute, compute_answer, show_computed
 from flashmoa_bench.moa.latency_figures import show, summarise
 from flashmoa_bench.moa.latency_options import make_latency_parser, make_script_options
 from flashmoa_bench.moa.latency_ways import Asker, LatencyAnswer, LatencyWay, make_ways
-from flashmoa_bench.moa.least_times import StepTimes, tabulated_times
+from flashmoa_bench.moa.least_times import size_times, tabulated_times
 from flashmoa_bench.moa.rig import GpuUse, Rig, connect_rig
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
 from flashmoa_bench.recorded import RecordedQuestion, load_recorded, spread
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "ways", "questions", "thresholds", "taus", "widths")
+_FREE_OPTIONS = (
+    "json", "resume", "ways", "questions", "thresholds", "taus", "widths", "computed",
+)  # fmt: skip
 _WARM_UP = ScriptOptions(equal=4, prompt=(8, 8))
 
 # Answers by way and question.
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.resume and not chosen.json:
         parser.error("--resume needs the --json FILE of the run to resume")
-    if chosen.computed and not chosen.device:
+    if chosen.computed is not None and not chosen.device:
         parser.error("--computed needs the --device whose cost tables to take")
     ways = {
         way.name: way
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"there is no way {unknown[0]!r}; there are {', '.join(ways)}")
     chosen.ways = chosen.ways or list(ways)
     selected = [ways[name] for name in chosen.ways]
-    if chosen.computed:
+    if chosen.computed is not None:
         _compute(chosen, selected)
     else:
         anyio.run(_main, chosen, selected)
@@ -66,23 +66,17 @@ def _choose_questions(arguments: argparse.Namespace) -> list[RecordedQuestion]:
     return spread(load_recorded()[arguments.answers].questions, arguments.questions)
 
 
-def _times(arguments: argparse.Namespace) -> dict[str, StepTimes]:
-    """Return the times of each size's model; empty without ``--device``."""
-    if not arguments.device:
-        return {}
-    models = {size: model_of(size, arguments.device_model) for size in SIZES}
-    return {
-        size: tabulated_times(arguments.device, model, arguments.device_tp)
-        for size, model in models.items()
-    }
-
-
 def _compute(arguments: argparse.Namespace, ways: Sequence[LatencyWay]) -> None:
     """Compute the ways without engines, and print and save what they take."""
     report = Report("moa_latency", arguments)
     report.print_head()
     scripts = _write_scripts(ways, _choose_questions(arguments), arguments)
-    rows = compute(ways, scripts, _times(arguments), arguments.serving)
+    times, policy = size_times(arguments), {**_policy(arguments), "seed": arguments.seed}
+    rows = [
+        row
+        for serving in arguments.computed or [arguments.serving]
+        for row in compute(ways, scripts, times, serving, policy)
+    ]
     show_computed(rows, report.console)
     report.save({"computed": [asdict(row) for row in rows]})
 
@@ -112,12 +106,14 @@ async def _main(arguments: argparse.Namespace, ways: Sequence[LatencyWay]) -> No
     ]
     if todo:
         await _measure(todo, found, arguments, report)
-    times = _times(arguments)
+    times = size_times(arguments)
     chosen = [(way, script) for way in ways for script in scripts[way.name]]
     computed = {
-        (way.name, script.question.number): compute_seconds(way, script, times, arguments.serving)
+        (way.name, script.question.number): compute_answer(
+            way, script, times, arguments.serving, {}
+        ).seconds
         for way, script in chosen
-        if times and way.early_exit not in ("ours", "published")
+        if times and way.early_exit not in ("ours", "published")  # These decide by chance.
     }
     keys = [(way.name, script.question.number) for way, script in chosen]
     rows = summarise(ways, [found[key] for key in keys], computed)
@@ -155,10 +151,16 @@ def _turns(ways: Sequence[LatencyWay], questions: int) -> Iterator[list[LatencyW
 
 
 def _make_asker(rig: Rig, arguments: argparse.Namespace) -> Asker:
+    embedding = _embedding_seconds(arguments)
+    return Asker(rig, _policy(arguments), embedding, arguments.layout, arguments.seed)
+
+
+def _policy(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of :class:`EarlyExit` on the command line."""
     policy = {"tau": arguments.tau, "min_answers": arguments.min_answers}
     if arguments.threshold is not None:
         policy |= {"rule": "threshold", "threshold": arguments.threshold}
-    return Asker(rig, policy, _embedding_seconds(arguments), arguments.layout, arguments.seed)
+    return policy
 
 
 def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:

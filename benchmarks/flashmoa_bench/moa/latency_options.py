@@ -50,9 +50,11 @@ def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--computed",
-        action="store_true",
-        help="ask no engines: add up the cost tables of --device, for the ways without early exit "
-        "and for one that always leaves",
+        nargs="*",
+        choices=tuple(SERVINGS),
+        metavar="SERVING",
+        help="ask no engines: add up the cost tables of --device, for --serving or for each of "
+        f"these ({', '.join(SERVINGS)})",
     )
     _add_early_exit(parser)
     return parser
@@ -121,6 +123,12 @@ def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         help="tokens of questions, drawn evenly; by default as recorded",
     )
     group.add_argument(
+        "--later-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of every answer after the first layer's",
+    )
+    group.add_argument(
         "--last-tokens", type=positive, metavar="N", help="tokens of the last agent's answer"
     )
     parser.add_argument(
@@ -138,6 +146,7 @@ def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
         longest=arguments.longest,
         equal=arguments.equal,
         prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
+        later=arguments.later_tokens,
         last=arguments.last_tokens,
         confidence=getattr(arguments, "confidence", ScriptOptions().confidence),
         seed=arguments.seed,

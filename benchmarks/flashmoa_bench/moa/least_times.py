@@ -2,25 +2,30 @@
 
 Requests cost nothing but their forwards here: no HTTP, no scheduler, no tokenizer. What is left is
 the critical path through the agents, with the batches that they share. ``flashmoa bench
-moa-latency`` compares what engines took with it, and can compute many questions without engines.
+moa-latency`` compares what engines took with it; both it and ``flashmoa bench staircases`` can
+compute many questions without engines.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from flashmoa.engine import EngineError
+from flashmoa_bench.family import SIZES
+from flashmoa_bench.harness.modelled_gpus import model_of
 
 # Contexts are rounded to this many tokens, so that most steps have been looked up before.
 _ROUNDED = 64
 # What is left of a prompt that was prefilled while it was written: the end of the chat template.
-_LEFT = 8
+LEFT = 8
 
 
 class StepTimes(Protocol):
@@ -32,6 +37,10 @@ class StepTimes(Protocol):
 
     def decode(self, requests: int, context: int) -> float:
         """Return the time of a decode step of requests with so many tokens on average."""
+        ...
+
+    def mixed(self, prompts: tuple[tuple[int, int], ...], requests: int, context: int) -> float:
+        """Return the time of a forward that is both (SGLang's mixed chunk)."""
         ...
 
 
@@ -60,12 +69,16 @@ class TabulatedTimes:
         self._forward = forward
 
     def prefill(self, prompts: tuple[tuple[int, int], ...]) -> float:
-        prefills = self._forward.Prefills.of(prompts)
-        return self._times.seconds(self._forward.Forward(prefills))
+        return self.mixed(prompts, 0, 0)
 
     def decode(self, requests: int, context: int) -> float:
-        context = max(_ROUNDED, round(context / _ROUNDED) * _ROUNDED)
-        return self._times.seconds(self._forward.Forward(decodes=requests, context=context))
+        return self.mixed((), requests, context)
+
+    def mixed(self, prompts: tuple[tuple[int, int], ...], requests: int, context: int) -> float:
+        prefills = self._forward.Prefills.of(prompts)
+        if requests:
+            context = max(_ROUNDED, round(context / _ROUNDED) * _ROUNDED)
+        return self._times.seconds(self._forward.Forward(prefills, requests, context))
 
 
 @cache
@@ -74,17 +87,41 @@ def tabulated_times(gpu: str, model: str, tensor_parallel: int = 1) -> Tabulated
     return TabulatedTimes(gpu, model, tensor_parallel)
 
 
+def size_times(arguments: argparse.Namespace) -> dict[str, StepTimes]:
+    """Return the times of each size's model; empty without ``--device``."""
+    if not arguments.device:
+        return {}
+    models = {size: model_of(size, arguments.device_model) for size in SIZES}
+    return {
+        size: tabulated_times(arguments.device, model, arguments.device_tp)
+        for size, model in models.items()
+    }
+
+
+class Span(NamedTuple):
+    """Seconds from the question to a request's first token and to its last one."""
+
+    first: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedAgent:
-    """An agent whose request is computed.
+    """A request of an agent, which writes its answer or, on a staircase, a part of it.
 
     Attributes:
+        name: the agent's name, if the request writes the end of its answer.
         engine: name of the engine that it runs on.
         known: tokens of its prompt without the answers that it reads.
         reads: names of the agents whose answers it reads.
-        tokens: length of its answer.
-        needs: number of these answers that it waits for; the other agents are then cancelled.
-            ``None``: all.
+        tokens: number of tokens that it writes.
+        suffice: whether these complete answers, in their order, suffice; the other agents are then
+            cancelled. ``None``: all are waited for.
+        chunk: number of tokens of each of these answers that suffices to begin with, and that is
+            read; ``None``: the whole answer.
+        answer: the agent's name, if the request writes a part of its answer that is not the last.
+        continues: name of the request that has written the part before.
+        before: number of tokens of the answer that are written before.
     """
 
     name: str
@@ -92,12 +129,35 @@ class PlannedAgent:
     known: int
     reads: tuple[str, ...]
     tokens: int
-    needs: int | None = None
+    suffice: Callable[[tuple[str, ...]], bool] | None = None
+    chunk: int | None = None
+    answer: str = ""
+    continues: str = ""
+    before: int = 0
 
-    def is_ready(self, ended: Container[str]) -> bool:
-        """Return whether enough of the answers that it reads are complete."""
-        complete = sum(name in ended for name in self.reads)
-        return complete >= (len(self.reads) if self.needs is None else self.needs)
+    def is_ready(self, spans: Mapping[str, Span], written: Mapping[str, int]) -> bool:
+        """Return whether what it waits for is written.
+
+        Args:
+            spans: those of the requests that have ended, in their order.
+            written: tokens of every answer so far.
+        """
+        if self.continues and self.continues not in spans:
+            return False
+        if self.chunk is not None:
+            return all(name in spans or written[name] >= self.chunk for name in self.reads)
+        complete = tuple(name for name in spans if name in self.reads)
+        if len(complete) == len(self.reads):
+            return True
+        return bool(complete) and self.suffice is not None and self.suffice(complete)
+
+    def count_prompt(self, spans: Mapping[str, Span], written: Mapping[str, int]) -> int:
+        """Return the tokens of its prompt; the arguments are those of :meth:`is_ready`."""
+        if self.chunk is not None:
+            read = sum(min(self.chunk, written[name]) for name in self.reads)
+        else:
+            read = sum(written[name] for name in self.reads if name in spans)
+        return self.known + read + self.before
 
 
 _Work = Literal["prefill", "decode"]
@@ -109,14 +169,17 @@ class _Engine:
     Args:
         pair: whether it prefills and decodes on GPUs of its own.
         overlap: whether prompts are prefilled while they are written.
+        mixed: whether prefills join decode steps.
     """
 
-    def __init__(self, times: StepTimes, *, pair: bool, overlap: bool) -> None:
+    def __init__(self, times: StepTimes, *, pair: bool, overlap: bool, mixed: bool) -> None:
         self._times = times
         self._prompts: dict[str, int] = {}
         self._pair = pair
         self._overlap = overlap
+        self._mixed = mixed
         self._waiting: list[PlannedAgent] = []
+        # Tokens that each running request has written, and those that it will have in the end.
         self._written: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self._busy: set[_Work] = set()
@@ -139,31 +202,35 @@ class _Engine:
         begun: list[tuple[float, _Work, list[str]]] = []
         if self._waiting and self._is_free("prefill"):
             agents, self._waiting = self._waiting, []
-            seconds = self._times.prefill(tuple(map(self._prompt, agents)))
+            prompts = tuple(map(self._prompt, agents))
+            names = list(self._written) if self._mixed else []
+            seconds = self._times.prefill(prompts)
+            if names:
+                seconds = self._times.mixed(prompts, len(names), self._context(names))
             for agent in agents:
                 self._tokens[agent.name] = agent.tokens
-            begun.append((seconds, "prefill", [agent.name for agent in agents]))
+            begun.append((seconds, "prefill", [*names, *(agent.name for agent in agents)]))
             self._busy.add("prefill")
         if self._written and self._is_free("decode"):
             names = list(self._written)
-            contexts = (self._prompts[name] + self._written[name] for name in names)
-            seconds = self._times.decode(len(names), sum(contexts) // len(names))
+            seconds = self._times.decode(len(names), self._context(names))
             begun.append((seconds, "decode", names))
             self._busy.add("decode")
         return begun
 
     def end(self, work: _Work, names: Sequence[str]) -> list[str]:
-        """End a forward. Return the agents whose answers are complete."""
+        """End a forward. Return the requests that have got a token."""
         self._busy.remove(work)
-        complete: list[str] = []
-        for name in names:
-            if name not in self._tokens:
-                continue  # It was cancelled.
+        alive = [name for name in names if name in self._tokens]
+        for name in alive:
             self._written[name] = self._written.get(name, 0) + 1
             if self._written[name] == self._tokens[name]:
-                del self._written[name]
-                complete.append(name)
-        return complete
+                del self._written[name], self._tokens[name]
+        return alive
+
+    def _context(self, names: Sequence[str]) -> int:
+        contexts = (self._prompts[name] + self._written[name] for name in names)
+        return sum(contexts) // len(names)
 
     def _is_free(self, work: _Work) -> bool:
         return work not in self._busy if self._pair else not self._busy
@@ -174,7 +241,8 @@ class _Engine:
         if (agent.known, ()) in self._computed:
             cached = agent.known
         if (agent.known, agent.reads) in self._computed or (self._overlap and agent.reads):
-            cached = whole - _LEFT
+            # The answer so far moves in every round of a staircase.
+            cached = whole - LEFT - agent.before
         self._computed |= {(agent.known, ()), (agent.known, agent.reads)}
         cached = max(0, min(cached, whole - 1))
         return cached, whole - cached
@@ -186,36 +254,45 @@ def least_times(
     *,
     overlap: bool,
     pair: bool,
-) -> dict[str, float]:
-    """Return the seconds from the question to the end of each agent's answer.
+    mixed: bool = False,
+) -> dict[str, Span]:
+    """Return when each request has written its first and its last token, in the order of the ends.
 
     Args:
         times: times of the engines' models, by the engines' names.
-        overlap, pair: see :class:`_Engine`.
+        overlap, pair, mixed: see :class:`_Engine`.
     """
-    engines = {name: _Engine(each, pair=pair, overlap=overlap) for name, each in times.items()}
+    engines = {
+        name: _Engine(each, pair=pair, overlap=overlap, mixed=mixed) for name, each in times.items()
+    }
     by_name = {agent.name: agent for agent in agents}
-    ends: dict[str, float] = {}
+    firsts: dict[str, float] = {}
+    spans: dict[str, Span] = {}
+    # Tokens by request, and by answer.
+    made, written = Counter[str](), Counter[str]()
     later = list(agents)
     order = count()
     # The ends of forwards; those of one moment in the order in which they began.
     forwards: list[tuple[float, int, str, _Work, list[str]]] = []
     now = 0.0
     while True:
-        for agent in [each for each in later if each.is_ready(ends)]:
+        while agent := next((each for each in later if each.is_ready(spans, written)), None):
             later.remove(agent)
-            prompt = agent.known
-            for name in agent.reads:
-                if name in ends:
-                    prompt += by_name[name].tokens
-                else:
-                    engines[by_name[name].engine].cancel(name)
-            engines[agent.engine].ask(agent, prompt)
+            engines[agent.engine].ask(agent, agent.count_prompt(spans, written))
+            left = [] if agent.chunk is not None else [n for n in agent.reads if n not in spans]
+            later = [each for each in later if each.name not in left]
+            for name in left:
+                engines[by_name[name].engine].cancel(name)
         for name, engine in engines.items():
             for seconds, work, names in engine.begin():
                 heapq.heappush(forwards, (now + seconds, next(order), name, work, names))
         if not forwards:
-            return ends
+            return spans
         now, _, name, work, names = heapq.heappop(forwards)
-        for done in engines[name].end(work, names):
-            ends[done] = now
+        for request in engines[name].end(work, names):
+            agent = by_name[request]
+            firsts.setdefault(request, now)
+            made[request] += 1
+            written[agent.answer or request] += 1
+            if made[request] == agent.tokens:
+                spans[request] = Span(firsts[request], now)

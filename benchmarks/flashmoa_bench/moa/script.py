@@ -44,7 +44,9 @@ class ScriptOptions:
         longest: most tokens of an answer, after scaling.
         equal: tokens of every answer, in place of the recorded ones; ``None``: as recorded.
         prompt: least and most tokens of the question, drawn evenly; ``None``: as recorded.
-        last: tokens of the last agent's answer; ``None``: as of an answer of its size.
+        later: tokens of every answer after the first layer's; ``None``: as of answers of their
+            sizes.
+        last: tokens of the last agent's answer; ``None``: as ``later``.
         confidence: mean of the confidences.
     """
 
@@ -52,6 +54,7 @@ class ScriptOptions:
     longest: int = 1024
     equal: int | None = None
     prompt: tuple[int, int] | None = None
+    later: int | None = None
     last: int | None = None
     confidence: float = 0.85
     seed: int = 0
@@ -97,8 +100,10 @@ def write_script(
         for place, size in enumerate(sizes):
             name = f"{layer + 1}.{place + 1}"
             tokens = options.equal or round(question.length(size, counts[size]) * options.scale)
-            if layer == len(layers) - 1 and options.last is not None:
-                tokens = options.last
+            if layer:
+                tokens = options.later or tokens
+            if layer == len(layers) - 1:
+                tokens = options.last or tokens
             tokens = max(1, min(tokens, options.longest))
             confidence = _draw_confidence(question, name, options)
             agents[name] = AgentScript(size, counts[size], tokens, confidence)

@@ -14,7 +14,8 @@ from flashmoa_bench.moa.prompt_tokens import PromptListener
 from flashmoa_bench.moa.rig import GpuUse, Rig, compare_devices
 from flashmoa_bench.moa.script import QuestionScript
 
-_ROUNDS = 2
+# Of a debate.
+ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class StaircaseWay:
     def base(self) -> str:
         """Return the name of the way that this one is compared with."""
         return StaircaseWay(self.kind, self.proposers).name
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the lengths of chunks."""
+        return Schedule(self.first)
 
     @property
     def sizes(self) -> list[list[str]]:
@@ -110,10 +116,10 @@ def _make_system(
     proposers, [aggregator] = rig.models(script, way.sizes, plugin=plugin)
     ahead: Ahead = "text" if plugin else "nothing"
     prompt = AggregationPrompt("question-first")
-    steps = None if way.order is None else Steps(Schedule(way.first), way.order)
+    steps = None if way.order is None else Steps(way.schedule, way.order)
     if way.kind == "debate":
         return Debate(
-            proposers, _ROUNDS, aggregator, staircase=steps, ahead=ahead, listener=listener
+            proposers, ROUNDS, aggregator, staircase=steps, ahead=ahead, listener=listener
         )
     if steps is None:
         return MixtureOfAgents(

@@ -25,13 +25,18 @@ from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.resuming import Key, measure_cells, measured_cells, to_results
 from flashmoa_bench.moa.latency_options import make_rig_parser, make_script_options
+from flashmoa_bench.moa.least_times import size_times
 from flashmoa_bench.moa.rig import GpuUse, connect_rig
 from flashmoa_bench.moa.script import ScriptOptions, write_script
+from flashmoa_bench.moa.staircase_plans import compute_staircase
 from flashmoa_bench.moa.staircase_ways import StaircaseAnswer, StaircaseWay, ask
 from flashmoa_bench.recorded import load_recorded, spread
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "questions", "proposers", "first", "orders", "kinds")
+_FREE_OPTIONS = (
+    "json", "resume", "questions", "proposers", "first", "orders", "kinds", "computed",
+    "characters",
+)  # fmt: skip
 _WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
 _KINDS = ("mixture", "debate")
@@ -75,13 +80,61 @@ def main(arguments: Sequence[str]) -> int:
     group.add_argument(
         "--first", type=positive, nargs="+", default=[8], metavar="TOKENS", help="first chunk"
     )
+    group.add_argument(
+        "--computed",
+        action="store_true",
+        help="ask no engines: add up the cost tables of --device. Both orders take the same time",
+    )
+    group.add_argument(
+        "--characters",
+        type=float,
+        default=4.4,
+        metavar="N",
+        help="with --computed: length of a token of answers (4.4, English; engines on modelled "
+        "GPUs write 6.2)",
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.computed and not chosen.device:
+        parser.error("--computed needs the --device whose cost tables to take")
     if chosen.resume and not chosen.json:
         parser.error("--resume needs the --json FILE of the run to resume")
     if "debate" in chosen.kinds and min(chosen.proposers) < 2:
         parser.error("a debate needs at least two --proposers")
-    anyio.run(_main, chosen)
+    if chosen.computed:
+        _compute(chosen)
+    else:
+        anyio.run(_main, chosen)
     return 0
+
+
+def _compute(arguments: argparse.Namespace) -> None:
+    """Compute the ways without engines, and print and save what they take."""
+    report = Report("staircases", arguments)
+    report.print_head()
+    ways, options, times = (
+        make_ways(arguments),
+        make_script_options(arguments),
+        size_times(arguments),
+    )
+    answers = [
+        compute_staircase(
+            way,
+            write_script(question, way.sizes, options),
+            times,
+            arguments.serving,
+            arguments.characters,
+        )
+        for question in spread(load_recorded()[arguments.answers].questions, arguments.questions)
+        for way in ways
+    ]
+    rows = summarise(ways, answers)
+    show(rows, report.console)
+    report.console.print(
+        "  Nothing was run: forwards alone, without HTTP and scheduling, and all that can overlap "
+        "does.\n",
+        highlight=False,
+    )
+    report.save({"computed": [asdict(row) for row in rows]})
 
 
 def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:

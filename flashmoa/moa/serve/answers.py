@@ -108,8 +108,14 @@ def describe_agents(result: SystemResult, engines: Mapping[str, str]) -> dict[st
     substitution = None if result.substitution is None else asdict(result.substitution)
     if substitution is not None:
         substitution["problem"] = without_urls(substitution["problem"], engines)
+    parts = (
+        {}
+        if isinstance(result, MixtureResult)
+        else {"in_one_request_for": [*result.in_one_request_for]}
+    )
     return {
         **asdict(result.spending),
+        **parts,
         "substitution": substitution,
         "agents": [_describe_agent(agent, engines) for agent in result.agents],
     }

@@ -189,7 +189,6 @@ class _ChatCompletions:
             name = self._server.name_of(body.get("model"))
             chat = ChatQuestion.parse(body)
             system = self._server.find(chat.model)
-            system.check(chat)
             with self._server.place(system.name):
                 await self._answer(request, send, chat, system)
         except ChatRequestRefused as error:

@@ -19,7 +19,7 @@ from flashmoa.moa.sampling import Sampling, suggest
 
 # Fields for an account of OpenAI's. They change no answer; the engine may use them.
 _ACCOUNT_FIELDS = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
-_TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+_NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
 # Fields that no answer here can follow: the values that ask for nothing, and why others are
 # refused.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -33,19 +33,11 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "agents write text; leave it out"),
     "prediction": ((), "answers cannot be predicted; leave it out"),
     "web_search_options": ((), "agents cannot search the web; leave it out"),
-    "functions": (([],), "it is the old name of tools; send tools"),
-    "function_call": (("none", "auto"), "it is the old name of tool_choice; send tool_choice"),
-}
-
-# Values of parameters that ask for nothing, so that models which cannot follow them accept these.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
-    "stop_token_ids": ([],),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "no_stop_trim": (False,),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none",), _NO_TOOLS),
+    "parallel_tool_calls": ((), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
 }
 
 
@@ -93,8 +85,7 @@ class ChatQuestion:
         options = fields.stream_options
         if options is not None and not fields.stream:
             _refuse("stream_options needs stream: true; send it, too", "stream_options")
-        passed_on = (*_ACCOUNT_FIELDS, *_TOOL_FIELDS)
-        parameters = {name: given[name] for name in passed_on if name in given}
+        parameters = {name: given[name] for name in _ACCOUNT_FIELDS if name in given}
         return cls(
             [_read_message(message, place) for place, message in enumerate(_check(fields))],
             fields.model,
@@ -102,15 +93,6 @@ class ChatQuestion:
             bool(options and options.include_usage),
             {**fields.given_parameters(), **parameters},
         )
-
-    def check_supported(self, unsupported: Mapping[str, str]) -> None:
-        """Refuse parameters that the asked model cannot follow, each with its reason.
-
-        Raises: ChatRequestRefused
-        """
-        for name, reason in unsupported.items():
-            if name in self.parameters and self.parameters[name] not in _NEUTRAL.get(name, ()):
-                _refuse(f"{name} is not possible here: {reason}", name, "unsupported_parameter")
 
 
 class _StreamOptions(BaseModel):
@@ -134,9 +116,6 @@ class _Body(Sampling):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

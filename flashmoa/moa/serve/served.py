@@ -12,18 +12,6 @@ from flashmoa.moa.building import System
 from flashmoa.moa.config import MixtureConfig
 from flashmoa.moa.serve.chat_requests import ChatQuestion
 
-_IN_PARTS = (
-    "this model writes its answer in several requests, and a request cannot continue what another "
-    "has begun under it; ask a model of kind mixture"
-)
-# Parameters that concern an answer as a whole.
-_OF_WHOLE_ANSWERS = (
-    "stop_token_ids", "stop_regex", "no_stop_trim", "min_tokens", "ignore_eos",
-    "response_format", "regex", "ebnf",
-)  # fmt: skip
-_NO_TOOLS = "agents pass on texts, not calls of tools; leave it out"
-_TOOLS = dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _NO_TOOLS)
-
 
 @dataclass(frozen=True, slots=True)
 class ServedSystem:
@@ -33,12 +21,10 @@ class ServedSystem:
         name: what clients ask for.
         engines: what clients read in place of each engine's URL: ``engine 1``, ``engine 2``, in
             the order of the file.
-        unsupported: parameters that it cannot follow, each with the reason.
     """
 
     name: str
     system: System
-    unsupported: Mapping[str, str]
     engines: Mapping[str, str]
 
     @classmethod
@@ -47,15 +33,10 @@ class ServedSystem:
 
         Raises: ConfigError, FlashMoAError as :meth:`MixtureConfig.build`.
         """
-        unsupported = dict.fromkeys(_OF_WHOLE_ANSWERS, _IN_PARTS) if config.overlaps else {}
         # This comes first, since it names the system where a URL is wrong.
         system = await config.build(stack)
         engines = {url: f"engine {number}" for number, url in enumerate(_list_urls(config), 1)}
-        return cls(config.name, system, {**_TOOLS, **unsupported}, engines)
-
-    def check(self, chat: ChatQuestion) -> None:
-        """Refuse what the model cannot do. Raises: ChatRequestRefused"""
-        chat.check_supported(self.unsupported)
+        return cls(config.name, system, engines)
 
     def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Any]:
         """Answer a question, as the system's own method."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -14,43 +12,11 @@ from flashmoa_bench.linking import stream_load
 
 from flashmoa.cli import bench
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngines
+from tests.integration.benchmarks.conftest import Bench
 from tests.integration.support import RIDING, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-
-class Bench:
-    """Runs benchmarks on the session's engines, each in a separate event loop."""
-
-    def __init__(self, stock: str, plugin: str, other: str, folder: Path) -> None:
-        self._urls = {"stock": stock, "flashmoa": plugin, "streaming": plugin, "sjf": plugin}
-        self._urls |= {"fcfs": stock, "flashmoa-2": other, "writer": other}
-        self._urls |= {"small": plugin, "medium": plugin, "large": plugin}
-        self._urls |= {f"stock-{size}": stock for size in ("small", "medium", "large")}
-        self._urls["stock-mixed"] = stock
-        self._json = folder / "results.json"
-
-    async def run(
-        self, name: str, roles: list[str], *arguments: str, rounds: bool = True
-    ) -> dict[str, Any]:
-        """Run a benchmark, once if it has rounds, and return its results."""
-        urls = [part for role in roles for part in (f"--{role}-url", self._urls[role])]
-        repeats = ["--repeats", "1"] if rounds else []
-        command = [name, *repeats, "--json", str(self._json), *urls, *arguments]
-        assert await anyio.to_thread.run_sync(bench.main, command) == 0
-        document = json.loads(self._json.read_text())
-        assert document["bench"] == name.replace("-", "_")
-        assert document["machine"]["cpu"] and document["versions"]["flashmoa"]
-        assert any(engine["plugin"] for engine in document["engines"].values())
-        return document["results"]
-
-
-@pytest.fixture
-def benches(
-    plain_engine: LocalEngine, downstream: LocalEngine, engine: LocalEngine, tmp_path: Path
-) -> Bench:
-    return Bench(plain_engine.url, downstream.url, engine.url, tmp_path)
 
 
 async def test_handoff_measures_the_grid_and_draws_a_picture(
@@ -217,95 +183,6 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     message = capsys.readouterr().err
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
-
-
-async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) -> None:
-    sizes = ("small", "medium", "large")
-    few = ["--questions", "1", "--timed", "1", "--tokens", "40", "--concurrency", "2"]
-    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
-    found = await benches.run("moa", engines, *few)
-    rows = {row["way"]: row for row in found["rows"]}
-    assert found["questions"] == 3
-    assert set(rows["full"]["accuracy"]) == {"easy", "medium", "hard", "all"}
-    assert rows["all-to-all"]["relative"]["all"] == 1
-    assert rows["one layer"]["relative_first"] == 1
-    assert set(rows["full"]["used"]) == set(sizes)
-    for way in ("undecided", "full", "as published"):
-        assert rows[way]["deciding_on_path"] > 0
-    assert rows["tree + overlap"]["deciding_on_path"] is None
-    # There are 9 + 3 + 1 agents, and every engine of these tests reports cached tokens.
-    for way in ("tree", "tree + overlap"):
-        prompts = rows[way]["prompts"]
-        assert len(prompts) == 13 and "3.1" in prompts
-        assert None not in [one["late"] for one in prompts.values()]
-    assert all(one["streamed"] == 0 for one in rows["tree"]["prompts"].values())
-    computed = {
-        way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
-        for way in ("appended", "staircase")
-    }
-    assert computed["appended"] < computed["staircase"]
-    assert not any(row["failed"] for row in rows.values())
-
-
-async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) -> None:
-    sizes = ["small", "medium", "large"]
-    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
-    few = ["--scale", "0.1", "--longest", "60", "--threshold", "0", "--widths", "2"]
-    found = await benches.run("moa-latency", engines, *few, "--questions", "1", rounds=False)
-    cells = {cell["way"]: cell for cell in found["cells"]}
-    assert len(cells) == 7
-    for cell in cells.values():
-        assert 0 < cell["least"] < cell["seconds"] and cell["first_token"] < cell["seconds"]
-        assert cell["layers"] == sorted(cell["layers"])
-    tree, overlap, full = (cells[way] for way in ("tree", "tree + overlap", "full"))
-    # Both have the lengths of the same recorded answers.
-    assert tree["written"] == overlap["written"] < cells["all-to-all"]["written"]
-    assert all(layer["streamed"] == 0 for layer in tree["prompts"].values())
-    # Short prompts of one way may all be cached by others, or come too late to be streamed.
-    linked = (overlap, cells["undecided"], full, cells["as published"])
-    streamed = {way["way"]: way["prompts"] for way in linked}
-    assert any(layer["streamed"] for way in streamed.values() for layer in way.values()), streamed
-    # Clusters are left at their second answer, whatever that is, and not at their first. Empty
-    # answers, which tiny models give, do not count.
-    assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None
-    left = [(complete, quality) for complete, quality, left, _ in full["decisions"] if left]
-    assert left and all(complete >= 2 for complete, _ in left)
-    # Confidences are those that were drawn, not those of a tiny model's tokens, which are small.
-    assert all(quality > 0.5 for _, quality in left)
-    undecided = cells["undecided"]
-    assert not undecided["left"] and undecided["decisions"]
-
-    more = await benches.run(
-        "moa-latency",
-        engines,
-        *few,
-        "--questions",
-        "2",
-        "--ways",
-        "tree + overlap",
-        "--resume",
-        rounds=False,
-    )
-    assert more["cells"][: len(cells)] == found["cells"]
-    assert [cell["way"] for cell in more["cells"][len(cells) :]] == ["tree + overlap"] * (
-        len(more["cells"]) - len(cells)
-    )
-
-
-async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
-    sizes = ["small", "medium", "large"]
-    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
-    few = ["--equal", "40", "--questions", "1", "--proposers", "2", "--first", "2", "8"]
-    found = await benches.run("staircases", engines, *few, rounds=False)
-    rows = {row["way"]: row for row in found["rows"]}
-    assert len(rows) == 10
-    for kind in ("mixture", "debate"):
-        whole = rows[f"{kind} of 2: whole answers"]
-        assert whole["relative_first"] == whole["relative_rate"] == 1 and whole["rounds"] == 1
-        early = rows[f"{kind} of 2: rounds, 2"]
-        assert early["rounds"] > rows[f"{kind} of 2: rounds, 8"]["rounds"] > 1
-        assert early["first_token"] < whole["first_token"]
-    assert all(cell["tokens"] == 40 for cell in found["cells"])
 
 
 async def test_score_lists_compares_stock_and_ours(benches: Bench) -> None:

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from tests.integration.moa.faulty_proxy import FaultyProxy, start_faulty_proxy
 from tests.integration.moa.serving import connected, served
 
 
@@ -18,6 +19,18 @@ async def pair(
 ) -> AsyncGenerator[tuple[EngineClient, EngineClient]]:
     async with EngineClient(engine.url) as one, EngineClient(downstream.url) as other:
         yield one, other
+
+
+@pytest.fixture
+async def proxy(engine: LocalEngine) -> AsyncGenerator[FaultyProxy]:
+    async with start_faulty_proxy(engine.url) as started:
+        yield started
+
+
+@pytest.fixture
+async def proxied(proxy: FaultyProxy) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(proxy.url) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
 
 import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine
 from flashmoa.moa import (
-    AgentAnswer,
     AggregationPrompt,
     Debate,
-    DebatePrompt,
     Fallback,
     Limits,
     MixtureFailed,
@@ -23,52 +18,15 @@ from flashmoa.moa import (
     Model,
     Quorum,
     Staircase,
-    Steps,
 )
 from tests.integration.moa.agents import QUESTION, agent, first_letter
-from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy, start_faulty_proxy
+from tests.integration.moa.faulty_agents import PROBLEMS, check_agent, faulty
+from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = AggregationPrompt("question-first", "Weigh these answers:")
-# What the result says of an agent at the fault, without time limits in numbers.
-PROBLEMS: dict[Fault, str] = {
-    "down": "cannot be reached",
-    "hang": "it did not begin: no token came within 0.3 s",
-    "stall": "it stalled: nothing came for 0.3 s",
-    "refuse": "busy",
-    "garbage": "not JSON",
-}
-
-
-@pytest.fixture
-async def proxy(engine: LocalEngine) -> AsyncGenerator[FaultyProxy]:
-    async with start_faulty_proxy(engine.url) as started:
-        yield started
-
-
-@pytest.fixture
-async def proxied(proxy: FaultyProxy) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(proxy.url) as client:
-        yield client
-
-
-def faulty(proxied: EngineClient, fault: Fault, **sampling: Any) -> Model:
-    """Return an agent at the proxy that loses patience soon, but only with this fault."""
-    limits = Limits(first_token_seconds=0.3 if fault == "hang" else 30, stall_seconds=0.3)
-    if fault not in ("hang", "stall"):
-        limits = Limits(30, 30)
-    return replace(agent(proxied, 9, **sampling), limits=limits)
-
-
-def check_agent(record: AgentAnswer, fault: Fault) -> None:
-    """Check that an agent at the fault is left out, or cut if it does not end."""
-    if fault == "endless":
-        assert record.status == "used" and record.finish_reason == "length" and record.text
-    else:
-        assert record.status == "failed" and PROBLEMS[fault] in record.problem
-
 
 CELLS = [
     (where, fault)
@@ -228,79 +186,6 @@ async def test_answer_ends_where_its_time_is_over(
     result = await MixtureOfAgents([[slow_agent], [agent(large)]], prompt=PROMPT).answer(QUESTION)
     [record] = result.layers[0]
     assert record.status == "used" and record.finish_reason == "length" and record.text
-    await wait_until_idle(small)
-
-
-def staircase_or_debate(kind: str, debaters: list[Model], last: Model, **more: Any) -> Any:
-    if kind == "staircase":
-        return Staircase(debaters, last, prompt=PROMPT, **more)
-    prompt = DebatePrompt(heading="\n{number}. ")
-    steps = Steps() if kind == "debate staircase" else None
-    return Debate(debaters, 2, last, prompt=prompt, staircase=steps, **more)
-
-
-KINDS = ("staircase", "debate", "debate staircase")
-FAST = (("staircase", "stall"), ("debate", "hang"), ("debate staircase", "refuse"))
-KIND_CELLS = [
-    (kind, fault) if (kind, fault) in FAST else slow(kind, fault)
-    for kind in KINDS
-    for fault in FAULTS
-]
-
-
-@pytest.mark.parametrize(("kind", "fault"), KIND_CELLS)
-async def test_staircases_and_debates_answer_without_an_agent_that_fails(
-    pair: tuple[EngineClient, EngineClient],
-    proxy: FaultyProxy,
-    proxied: EngineClient,
-    kind: str,
-    fault: Fault,
-) -> None:
-    small, large = pair
-    proxy.fault = fault
-    debaters = [agent(small, 1, max_tokens=24), faulty(proxied, fault, max_tokens=24)]
-    system = staircase_or_debate(kind, debaters, agent(large, 3, max_tokens=24))
-    async with system.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    assert "".join(pieces) == result.text != "" and result.substitution is None
-    record = next(one for one in result.agents if one.name == "1.2")
-    if fault == "stall" and "staircase" in kind:
-        # What it had written was read.
-        assert record.status == "used" and PROBLEMS[fault] in record.problem
-    else:
-        check_agent(record, fault)
-
-
-@pytest.mark.parametrize(("kind", "fault"), KIND_CELLS)
-async def test_staircases_and_debates_answer_without_their_aggregator(
-    pair: tuple[EngineClient, EngineClient],
-    proxy: FaultyProxy,
-    proxied: EngineClient,
-    kind: str,
-    fault: Fault,
-) -> None:
-    small, large = pair
-    proxy.fault = fault
-    debaters = [agent(small, 1, max_tokens=24), agent(small, 2, max_tokens=24)]
-    last = faulty(proxied, fault, max_tokens=40)
-    other = Fallback([agent(large, 3, max_tokens=24)])
-    for fallback in (other, Fallback()):
-        system = staircase_or_debate(kind, debaters, last, fallback=fallback)
-        async with system.answering(QUESTION) as run:
-            pieces = [piece async for piece in run]
-            result = await run.result()
-        assert result.text
-        if fault == "endless":
-            assert result.substitution is None
-        elif fallback is other:
-            assert result.substitution.kind == "aggregator"
-            assert "".join(pieces) == result.text
-        else:
-            assert result.substitution.kind == "answer"
-            name = "1.1" if kind == "staircase" else "2.1"
-            [author] = [one for one in result.agents if one.name == name]
-            assert result.text == author.text and "".join(pieces).endswith(result.text)
     await wait_until_idle(small)
 
 

@@ -70,17 +70,26 @@ async def test_parameters_reach_the_agent_that_answers_and_no_other(
     assert all(agent["usage"]["completion_tokens"] > 3 for agent in proposers)
 
 
-async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("name", ["three", "stairs"])
+async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI, name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
     form: Any = {
         "type": "json_schema",
         "json_schema": {"name": "a", "schema": {**schema, "additionalProperties": False}},
     }
-    whole = await openai_client.chat.completions.create(
-        model="three", messages=QUESTION, response_format=form, max_tokens=40,
-        extra_body={"ignore_eos": False},
-    )  # fmt: skip
+    given: Any = {
+        "model": name, "messages": QUESTION, "response_format": form, "max_tokens": 40,
+        "extra_body": {"ignore_eos": False},
+    }  # fmt: skip
+    whole = await openai_client.chat.completions.create(**given)
     assert json.loads(whole.choices[0].message.content or "") == {"a": "b"}
+    stream: Any = await openai_client.chat.completions.create(**given, stream=True)
+    chunks = [chunk async for chunk in stream]
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert json.loads("".join(pieces)) == {"a": "b"}
+    for body in (whole, chunks[-1]):
+        in_one_request_for = extra(body).get("in_one_request_for")
+        assert in_one_request_for == (["response_format"] if name == "stairs" else None)
 
 
 @pytest.mark.parametrize("system", ["three", "stairs"])
@@ -92,18 +101,6 @@ async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI, s
     )
     assert stopped.choices[0].message.content == text[: text.index(text[3])]
     assert stopped.choices[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize("name", ["stop_regex", "response_format"])
-async def test_a_staircase_refuses_what_concerns_the_whole_answer(
-    openai_client: AsyncOpenAI, name: str
-) -> None:
-    values: dict[str, Any] = {"stop_regex": "x", "response_format": {"type": "json_object"}}
-    with pytest.raises(APIStatusError, match=f"{name} is not possible here") as refused:
-        await openai_client.chat.completions.create(
-            model="stairs", messages=QUESTION, extra_body={name: values[name]}
-        )
-    assert (refused.value.status_code, refused.value.param) == (400, name)
 
 
 async def test_content_parts_and_results_of_tools_are_read(openai_client: AsyncOpenAI) -> None:

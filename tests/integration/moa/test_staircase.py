@@ -10,6 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Fallback, MixtureFailed, Model, Staircase
+from flashmoa.moa.agents import CONTEXT_LENGTHS
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import wait_until_idle
 
@@ -74,24 +75,24 @@ async def test_appended_chunks_are_prefilled_once(
     assert computed["contiguous"] > computed["rounds"]
 
 
-async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped(
+async def test_aggregator_with_a_grammar_reads_whole_answers_and_writes_in_one_request(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
-    small = pair[0]
     numbers = "one two three four five six seven eight nine ten"
-    proposers = staircase(pair).proposers
-    last = Model(small, sampling={"temperature": 0, "regex": numbers, "max_tokens": 400})
-    async with Staircase(proposers, last, prompt=PROMPT).answering(QUESTION) as run:
+    form = {"regex": numbers, "max_tokens": 400, "ignore_eos": False}
+    async with staircase(pair).answering(QUESTION, form) as run:
         pieces = [piece async for piece in run]
         result = await run.result()
-    assert "".join(pieces) == result.text == numbers
-    assert result.dropped_words > 0
-    assert result.rounds[0].finish_reason == "length"
-    assert result.rounds[-1].finish_reason == "stop"
-    repeating = Staircase([last], last, prompt=PROMPT, drop_repeats=False)
-    result = await repeating.answer(QUESTION)
-    assert len(result.text) > len(numbers) and result.dropped_words == 0
-    await wait_until_idle(small)
+    assert len(pieces) > 1 and "".join(pieces) == result.text == numbers
+    assert result.in_one_request_for == ["regex"] and not result.rounds
+    *proposers, writer = result.agents
+    assert result.proposals == [agent.text for agent in proposers] and all(result.proposals)
+    assert writer.usage is not None and writer.usage.completion_tokens == result.tokens > 0
+    # The proposers' answers were prefilled while they were written.
+    assert writer.usage.prompt_stream is not None and writer.usage.prompt_stream.status == "hit"
+    assert 0 < result.time_to_first_token < result.seconds
+    for engine in pair:
+        await wait_until_idle(engine)
 
 
 async def test_answer_ends_before_a_stop_text_that_two_rounds_write(
@@ -129,14 +130,14 @@ async def test_failed_proposer_is_left_out(
 
 @pytest.mark.parametrize("order", ["contiguous", "rounds"])
 async def test_chunks_that_do_not_fit_are_not_read(
-    pair: tuple[EngineClient, EngineClient], order: Any
+    pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch, order: Any
 ) -> None:
     whole = await staircase(pair, order=order).answer(QUESTION)
     second = whole.rounds[1].usage
     assert second is not None and not any(round_.out_of_room for round_ in whole.rounds)
     # There is room for this answer after the second chunks, but not after the third ones.
-    limit = (await pair[1].info()).context_length - second.prompt_tokens
-    sampling = {"temperature": 0, "regex": "[a-e ]{60,90}", "max_tokens": limit}
+    monkeypatch.setitem(CONTEXT_LENGTHS, pair[1], second.prompt_tokens + 40)
+    sampling = {**SAMPLING, "max_tokens": 40}
     results = []
     for ahead in ("nothing", "text"):
         for engine in pair:
@@ -147,8 +148,7 @@ async def test_chunks_that_do_not_fit_are_not_read(
         results.append(await cut.answer(QUESTION))
     unlinked, linked = results
     assert [round_.out_of_room for round_ in linked.rounds] == [False, False, True]
-    assert linked.rounds[-1].finish_reason == "stop"
-    assert unlinked.text == linked.text and len(linked.text) >= 60
+    assert unlinked.text == linked.text and linked.tokens == 40
     await wait_until_idle(pair[1])
 
 

@@ -1,4 +1,4 @@
-"""The reference for scores: the same model in transformers, in float32."""
+"""An engine's clients, and the reference for scores: the same model in transformers, in float32."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
@@ -54,6 +55,12 @@ def reference(model: Path, tokenizer: Any) -> Logprobs:
         return math.fsum(float(row[token]) for row, token in zip(rows, candidate, strict=True))
 
     return logprobs
+
+
+@pytest.fixture
+async def http(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as connected:
+        yield connected
 
 
 @pytest.fixture

@@ -125,18 +125,37 @@ def test_a_count_that_an_engine_does_not_report_stays_unknown() -> None:
     assert row.computed is None and row.prompts["1"]["late"] is None
 
 
-def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
+def test_data_parallel_engines_take_turns_in_a_plan() -> None:
     script = write_script(QUESTION, WAYS["tree"].sizes, ScriptOptions())
     agents = {agent.name: agent for agent in plan(WAYS["tree"], script, "dp")}
     assert agents["1.4"].engine == "small_2" and agents["1.7"].engine == "small"
-    assert agents["2.2"].reads == ("1.4", "1.5", "1.6") and agents["2.2"].needs is None
-    assert plan(WAYS["full"], script, "single")[-1].needs == 2
-    names = ("all-to-all", "tree", "tree + overlap", "full")
+    assert agents["2.2"].reads == ("1.4", "1.5", "1.6") and agents["2.2"].suffice is None
+
+
+def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
+    names = ("all-to-all", "tree", "tree + overlap", "threshold 0.6", "undecided")
     ways = [WAYS[name] for name in names]
-    scripts = {way.name: [write_script(QUESTION, way.sizes, ScriptOptions())] for way in ways}
-    rows = compute(ways, scripts, dict.fromkeys(("small", "medium", "large"), Steps()), "pd")
-    dense, tree, overlap, full = (row.seconds for row in rows)
-    assert dense > tree > overlap > full
+    alike = replace(QUESTION, similarities=dict.fromkeys([(0, 1), (0, 2), (1, 2)], 0.7))
+    scripts = {way.name: [write_script(alike, way.sizes, ScriptOptions())] for way in ways}
+    times = dict.fromkeys(("small", "medium", "large"), Steps())
+    rows = compute(ways, scripts, times, "pd", {})
+    dense, tree, overlap, leaving, undecided = (row.seconds for row in rows)
+    assert dense > tree > overlap > leaving and undecided == overlap
+    assert rows[3].left == {"1 large": 1.0, "2 large": 1.0} and not rows[4].left
+    # In the end, a second layer's agent has only what it writes and the end of its prompt.
+    assert rows[1].second > rows[2].second
+    # Answers that are too different never suffice.
+    scripts = {
+        name: [
+            replace(
+                each, question=replace(alike, similarities=dict.fromkeys(alike.similarities, 0.1))
+            )
+            for each in of
+        ]
+        for name, of in scripts.items()
+    }
+    [different] = compute([WAYS["threshold 0.6"]], scripts, times, "pd", {})
+    assert different.seconds == overlap and not different.left
     printed = StringIO()
     show_computed(rows, Console(width=140, file=printed))
-    assert "full, always leaving" in printed.getvalue()
+    assert "1 large 100%, 2 large 100%" in printed.getvalue()

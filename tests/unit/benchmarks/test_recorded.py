@@ -70,6 +70,10 @@ def test_agents_have_the_lengths_of_their_sizes_answers() -> None:
     equal = write_script(QUESTION, TREE, ScriptOptions(equal=64, last=1, prompt=(5, 5)))
     assert [agent.tokens for agent in equal.agents.values()] == [64] * 8 + [1]
     assert equal.prompt == 5
+    later = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100, later=7))
+    assert {name: agent.tokens for name, agent in later.agents.items()} == first | dict.fromkeys(
+        ("2.1", "2.2", "3.1"), 7
+    )
 
 
 def test_confidences_are_drawn_anew_for_each_question_and_agent_by_the_seed() -> None:

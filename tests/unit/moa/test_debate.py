@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
-from flashmoa.moa import Debate, DebatePrompt, Model
+from flashmoa.moa import Debate, DebatePrompt, Model, Steps
 from flashmoa.moa.debate_runs import vote
 from flashmoa.moa.prompts import AnswerForms
 
@@ -77,6 +77,22 @@ def test_winner_has_the_highest_count(answers: list[str]) -> None:
         assert outcome.count == counts[outcome.winner]
         most_common = [answer for answer in answers if counts.get(answer) == outcome.count]
         assert outcome.winner == most_common[0] == answers[outcome.place]
+
+
+def test_debate_on_a_staircase_says_for_what_it_needs_one_request() -> None:
+    plain = Model(EngineClient("http://127.0.0.1:9"))
+    strict = plain.with_sampling({"regex": "[0-9]"})
+    form = {"response_format": {"type": "json_object"}, "min_tokens": 0, "stop": ["."]}
+    steps = Steps()
+    votes = Debate([plain, plain], 2, last_number, staircase=steps)
+    assert votes.needs_one_request() == []
+    assert votes.needs_one_request(form) == ["response_format"]
+    assert Debate([strict, plain], 2, plain, staircase=steps).needs_one_request() == ["regex"]
+    assert Debate([plain, plain], 2, strict, staircase=steps).needs_one_request() == ["regex"]
+    # The first round is written in one request in any case, and so is all of a usual debate.
+    alone = Debate([strict, plain], 1, last_number, staircase=steps)
+    assert alone.needs_one_request(form) == []
+    assert Debate([strict, plain], 2, last_number).needs_one_request(form) == []
 
 
 def test_debate_needs_two_debaters_and_a_round() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -124,28 +125,23 @@ def both_failures(first: Callable[[], object], second: Callable[[], object]) -> 
             yield str(failure.value)
 
 
-def test_replicas_of_different_models_refuse_each_other(group: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "more", "problem"),
+    [
+        (2, {"seed": 1}, "have not loaded the same experts"),
+        (3, {}, "--flashmoa-asyncep-replica must give one number"),
+        (2, {"on_device": 0.25}, "--flashmoa-asyncep-on-device must be the same"),
+    ],
+    ids=["other model", "other size of the group", "other part in host memory"],
+)
+def test_replicas_that_differ_refuse_each_other(
+    group: str, size: int, more: dict[str, Any], problem: str
+) -> None:
     with ExitStack() as stack:
         first = partial(start, stack, Replica(group, 0, 2))
-        second = partial(start, stack, Replica(group, 1, 2), seed=1)
+        second = partial(start, stack, Replica(group, 1, size), **more)
         for message in both_failures(first, second):
-            assert "have not loaded the same experts" in message
-
-
-def test_replicas_of_groups_of_different_sizes_refuse_each_other(group: str) -> None:
-    with ExitStack() as stack:
-        first = partial(start, stack, Replica(group, 0, 2))
-        second = partial(start, stack, Replica(group, 1, 3))
-        for message in both_failures(first, second):
-            assert "--flashmoa-asyncep-replica must give one number" in message
-
-
-def test_replicas_that_leave_other_parts_in_host_memory_refuse_each_other(group: str) -> None:
-    with ExitStack() as stack:
-        first = partial(start, stack, Replica(group, 0, 2))
-        second = partial(start, stack, Replica(group, 1, 2), on_device=0.25)
-        for message in both_failures(first, second):
-            assert "--flashmoa-asyncep-on-device must be the same" in message
+            assert problem in message
 
 
 def test_a_replica_on_a_gpu_and_one_on_a_cpu_refuse_each_other(group: str) -> None:

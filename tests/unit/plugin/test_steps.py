@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.scheduler.admission import allocatable_requests
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
-from flashmoa_sglang.scheduler.request import is_increment
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, request
+from tests.unit.plugin.fake_scheduler import new_tokens, request
+from tests.unit.plugin.step_builds import Build, scheduler, step
 
 pytestmark = pytest.mark.usefixtures("fake_release")
-
-# Up to 64 tokens take as long as one. With a decode step of 10 ms, 64 tokens add 1 ms, and each
-# further one adds 0.1 ms, as in a prefill.
-COSTS = Costs(
-    ((1, 0.01), (64, 0.01), (1064, 0.11)),
-    0.01,
-    tuple((n, *step) for n in (1, 32) for step in ((0, 0.01), (64, 0.011), (256, 0.0302))),
-)
-
-
-@dataclass
-class Build:
-    """Stands for SGLang's ``_get_new_batch_prefill_raw``: notes how it is called.
-
-    ``takes``: whether a request joins the batch.
-    """
-
-    takes: Callable[[Any], bool] = lambda _: False
-    newcomers: list[Any] = field(default_factory=list)
-    queues: list[list[Any]] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, scheduler: FakeScheduler) -> Any:
-        queue = scheduler.waiting_queue
-        self.queues.append([*queue])
-        self.settings = {
-            "mixed": scheduler.is_mixed_chunk,
-            "chunk": scheduler.chunked_prefill_size,
-            "full": scheduler.running.batch_is_full,
-            "logprobs": scheduler.running.return_logprob,
-            "rows": allocatable_requests(lambda *_: 0, scheduler),
-        }
-        joined = [req for req in queue if self.takes(req)]
-        scheduler.waiting_queue = [req for req in queue if req not in joined] + self.newcomers
-        tokens = sum(len(req.origin_input_ids) for req in joined)
-        batch = SimpleNamespace(reqs=joined, extend_num_tokens=tokens, decoding_reqs=None)
-        return (batch if joined else None), scheduler.running
-
-    def increments(self) -> list[int]:
-        """Return the lengths of the increments in the queue of the last batch."""
-        return [len(req.origin_input_ids) for req in self.queues[-1] if is_increment(req)]
-
-    def clients(self) -> list[Any]:
-        return [req for req in self.queues[-1] if not is_increment(req)]
-
-
-def scheduler(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
-    """Make a scheduler with so many requests that decode, and whose KV is published late."""
-    made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
-    made.flashmoa.costs = COSTS
-    made.flashmoa.publishes_early = False
-    made.running.batch_is_full = full
-    return made
-
-
-def step(scheduler: FakeScheduler, build: Build | None = None) -> Build:
-    """Run a step; return how its batch was built."""
-    build = build or Build()
-    next_prefill_batch(build, scheduler)
-    return build
 
 
 def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
@@ -134,89 +69,6 @@ def test_streams_fill_a_small_forward_of_clients() -> None:
     assert step(idle).increments() == []
 
 
-def test_streams_do_not_fill_a_forward_that_stops_decodes_alone() -> None:
-    """Beside decodes a forward for streams alone is never built."""
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 5000, grows=False)
-    assert step(busy).queues == []
-
-
-def test_streams_ride_along_with_decodes() -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 2500)
-    built = step(busy)
-    assert built.increments() == [62]
-    assert built.settings["chunk"] == 64 and built.settings["rows"] == 16
-    assert built.settings["mixed"] and not built.settings["full"]
-    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams
-
-
-def test_more_tokens_ride_where_a_request_ends_soon() -> None:
-    """An agent that reads its answer may ask then, and what is left stops the decodes."""
-    for written, ride in ((1, 61), (49, 125)):
-        busy = scheduler(decoding=2)
-        busy.open_stream("a", 2500)
-        busy.running.reqs.append(request(100, 50, written))
-        assert step(busy).increments() == [ride]
-
-
-def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
-    busy = scheduler(decoding=2)
-    # As many as 128 tokens are worth a forward.
-    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
-    busy.open_stream("long", 140)
-    assert step(busy).increments() == [62]
-    for number in range(299):
-        busy.open_stream(f"{number}", 9)
-    assert step(busy).increments() == [126]
-
-
-def test_nothing_rides_within_a_budget_of_one_step() -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 2500)
-    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.0)
-    assert step(busy).queues == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chunked_prefill_size": None},
-        {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
-        {"require_mlp_sync": True},
-    ],
-)
-def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 2500)
-    for name, value in change.items():
-        setattr(busy, name, value)
-    assert step(busy).queues == []
-
-
-@pytest.mark.parametrize("joins", [True, False])
-def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
-    """SGLang would mix nothing with them, and is told of them again afterwards."""
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 2500)
-    busy.running.return_logprob = busy.running.reqs[0].return_logprob = True
-    built = step(busy, Build(takes=lambda _: joins))
-    assert built.increments() == [62] and built.settings["mixed"]
-    assert not built.settings["logprobs"] and busy.running.return_logprob
-
-
-def test_streams_ride_although_no_more_requests_may_run() -> None:
-    busy = scheduler(decoding=2, full=True)
-    busy.open_stream("a", 2500)
-    busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
-    built = step(busy, Build(takes=is_increment))
-    assert built.clients() == [] and built.increments() == [62]
-    assert not built.settings["full"] and built.settings["rows"] == 16
-    assert busy.waiting_queue == waiting and busy.running.batch_is_full
-    assert busy.flashmoa.rode_along == 62
-
-
 def test_there_are_no_more_increments_than_rows() -> None:
     idle = scheduler()
     for number in range(20):
@@ -226,14 +78,6 @@ def test_there_are_no_more_increments_than_rows() -> None:
     assert step(idle).increments() == [10] * 3
 
 
-def test_only_streams_that_grow_ride() -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 30, grows=False)
-    busy.open_stream("b", 2500)
-    (increment,) = step(busy).queues[-1]
-    assert increment.flashmoa.stream == "b"
-
-
 def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
     idle = scheduler()
     idle.open_stream("a", 2500)
@@ -241,15 +85,6 @@ def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
     newcomer = request(7, 5)
     step(idle, Build(takes=lambda req: req is second, newcomers=[newcomer]))
     assert idle.waiting_queue == [first, third, newcomer]
-
-
-def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
-    busy = scheduler(decoding=2, full=True)
-    busy.open_stream("a", 2500)
-    waiting, newcomer = request(10, 5), request(7, 5)
-    busy.waiting_queue = [waiting]
-    step(busy, Build(newcomers=[newcomer]))
-    assert busy.waiting_queue == [waiting, newcomer]
 
 
 def test_an_increment_that_does_not_join_is_made_again_from_the_latest_tokens() -> None:
@@ -284,30 +119,6 @@ def test_all_is_as_before_if_no_batch_can_be_built() -> None:
     assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
     assert not busy.flashmoa.only_streams and busy.flashmoa.streams.want()
-
-
-def test_short_final_requests_ride_along_with_decodes() -> None:
-    busy = scheduler(decoding=2)
-    final = request(40, 5, stream="a", final=True)
-    busy.waiting_queue = [final]
-    built = step(busy)
-    assert built.clients() == [final] and built.settings["mixed"]
-    # A longer one stops decodes, as does any other request.
-    busy.waiting_queue = [request(400, 5, stream="a", final=True)]
-    assert not step(busy).settings["mixed"]
-    busy.waiting_queue = [final, request(40, 5)]
-    assert not step(busy).settings["mixed"]
-
-
-def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
-    busy = scheduler(decoding=2)
-    busy.last_batch = SimpleNamespace(reqs=[request(400, 5)])
-    busy.open_stream("a", 2500)
-    assert step(busy).increments() == [62]
-    final = request(40, 5, stream="b", final=True)
-    busy.waiting_queue = [final]
-    built = step(busy)
-    assert built.clients() == [final] and built.settings["mixed"]
 
 
 def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:

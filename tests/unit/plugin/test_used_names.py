@@ -12,7 +12,7 @@ from flashmoa_sglang import internals, plugin, releases
 from flashmoa_sglang.internals import used_names
 from flashmoa_sglang.internals.used_names import Use
 
-from tests.unit.plugin.used_names import names
+from tests.unit.plugin.used_names import features, names
 from tests.unit.plugin.used_names.derive import uses, walks
 from tests.unit.plugin.used_names.listed import text
 from tests.unit.plugin.used_names.walk import Walk
@@ -32,7 +32,7 @@ def test_the_list_is_read_as_it_was_written(
     monkeypatch.setattr(used_names, "LIST", tmp_path / "list")
     for feature in (internals.EVERYBODY, *internals.FEATURES):
         listed = list(used_names.used(release, feature))
-        derived = {use for where, use in uses(release) if names.feature(where) == feature}
+        derived = {use for where, use in uses(release) if features.feature(where) == feature}
         assert len(listed) == len({*listed}) and {*listed} <= derived
         # A name that is called is not listed once more for being mentioned.
         left_out = derived - {*listed}

@@ -46,9 +46,6 @@ PASSED_ON: dict[str, Any] = {
     "safety_identifier": "s",
     "service_tier": "auto",
     "user": "u",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
 }
 
 
@@ -152,7 +149,7 @@ def test_a_body_that_is_no_chat_request_is_named(content: bytes, problem: str) -
         ({"features": {}}, "features", "unknown_parameter", "there is no field 'features'"),
         ({"n": 3}, "n", "unsupported_parameter", "n is 3: a question gets one answer"),
         ({"logprobs": True}, "logprobs", "unsupported_parameter", "without log-probabilities"),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter", "send tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter", "agents pass on"),
         ({"temperature": 3}, "temperature", None, "temperature is 3: Input should be less"),
         ({"temperature": "hot"}, "temperature", None, "Input should be a valid number"),
         ({"max_tokens": 0}, "max_tokens", None, "greater than or equal to 1"),
@@ -176,6 +173,7 @@ def test_a_field_that_cannot_be_followed_is_refused(
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     neutral = {"n": 1, "logprobs": False, "top_logprobs": None, "modalities": ["text"]}
+    neutral |= {"tools": [], "tool_choice": "none", "functions": [], "function_call": "auto"}
     assert parse(**neutral, store=False).parameters == {}
 
 
@@ -223,20 +221,3 @@ def test_messages_that_agents_cannot_answer_are_refused(
 ) -> None:
     error = refusal(messages=messages)
     assert error.param == "messages" and problem in str(error)
-
-
-def test_a_parameter_that_a_model_cannot_follow_is_refused_with_its_reason() -> None:
-    chat = parse(stop=["END"])
-    chat.check_supported({"tools": "no tools"})
-    with pytest.raises(ChatRequestRefused, match="stop is not possible here: it has rounds"):
-        chat.check_supported({"stop": "it has rounds"})
-
-
-def test_values_that_ask_for_nothing_go_with_any_model() -> None:
-    neutral: dict[str, Any] = {
-        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "min_tokens": 0
-    }  # fmt: skip
-    chat = parse(**neutral)
-    chat.check_supported(dict.fromkeys(neutral, "it has rounds"))
-    with pytest.raises(ChatRequestRefused, match="response_format is not possible here"):
-        parse(response_format={"type": "json_object"}).check_supported({"response_format": "no"})

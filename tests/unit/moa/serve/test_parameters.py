@@ -31,20 +31,21 @@ EVERYWHERE: dict[str, Any] = {
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
     "logit_bias": {"7": -100}, "skip_special_tokens": True, "reasoning_effort": "low",
     "chat_template_kwargs": {"a": 1}, "verbosity": "low", "metadata": {"chat": "7"},
+    "ignore_eos": True,
 }  # fmt: skip
-OF_WHOLE_ANSWERS: dict[str, Any] = {
+OF_ONE_REQUEST: dict[str, Any] = {
     "response_format": FORM, "regex": "x", "ebnf": "root ::= 'x'", "stop_regex": "x",
-    "stop_token_ids": [7], "no_stop_trim": True, "min_tokens": 1, "ignore_eos": True,
+    "stop_token_ids": [7], "no_stop_trim": True, "min_tokens": 1,
 }  # fmt: skip
 NOWHERE: dict[str, tuple[Any, str]] = {
-    "tools": (TOOLS, "tools is not possible here: agents pass on texts, not calls of tools"),
-    "tool_choice": ("auto", "tool_choice is not possible here: agents pass on texts"),
-    "parallel_tool_calls": (True, "parallel_tool_calls is not possible here: agents pass on texts"),
+    "tools": (TOOLS, "agents pass on texts, not calls of tools; leave it out"),
+    "tool_choice": ("auto", 'tool_choice is "auto": agents pass on texts'),
+    "parallel_tool_calls": (True, "parallel_tool_calls is true: agents pass on texts"),
     "n": (2, "n is 2: a question gets one answer; send it again for another"),
     "best_of": (2, "best_of is 2: a question gets one answer"),
     "logprobs": (True, "logprobs is true: answers come without log-probabilities"),
     "top_logprobs": (2, "top_logprobs is 2: answers come without log-probabilities"),
-    "functions": ([{"name": "f"}], "it is the old name of tools"),
+    "functions": ([{"name": "f"}], "agents pass on texts"),
     "prediction": ({"type": "content"}, "answers cannot be predicted"),
     "store": (True, "store is true: nothing is stored here"),
     "web_search_options": ({}, "agents cannot search the web"),
@@ -55,6 +56,7 @@ NEUTRAL: dict[str, Any] = {
     "tools": [],
     "logprobs": False,
     "response_format": {"type": "text"},
+    "min_tokens": 0,
 }
 
 
@@ -79,8 +81,11 @@ async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_parameters_reach_the_agents_that_answer_and_no_others(kind: str) -> None:
-    given = EVERYWHERE if kind in IN_PARTS else {**EVERYWHERE, **OF_WHOLE_ANSWERS, "stop": ["#"]}
+@pytest.mark.parametrize("more", [{}, {**OF_ONE_REQUEST, "stop": ["#"]}], ids=["parts", "whole"])
+async def test_parameters_reach_the_agents_that_answer_and_no_others(
+    kind: str, more: dict[str, Any]
+) -> None:
+    given = {**EVERYWHERE, **more}
     async with serving(kind) as (engine, http):
         answer = await ask(http, **given)
     assert answer.status_code == 200, answer.text
@@ -95,18 +100,29 @@ async def test_parameters_reach_the_agents_that_answer_and_no_others(kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_what_no_agent_can_follow_is_refused_with_a_sentence(kind: str) -> None:
-    refused = dict(NOWHERE)
-    if kind in IN_PARTS:
-        in_parts = "is not possible here: this model writes its answer in several requests"
-        refused |= {name: (value, f"{name} {in_parts}") for name, value in OF_WHOLE_ANSWERS.items()}
     async with serving(kind) as (engine, http):
-        for name, (value, sentence) in refused.items():
+        for name, (value, sentence) in NOWHERE.items():
             answer = await ask(http, **{name: value})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, name)
             assert error["code"] == "unsupported_parameter" and sentence in error["message"]
         assert not engine.bodies
-        assert (await ask(http, **NEUTRAL)).status_code == 200
+        answer = await ask(http, **NEUTRAL)
+    assert answer.status_code == 200
+    assert not answer.json()["flashmoa"].get("in_one_request_for")
+
+
+@pytest.mark.parametrize("kind", sorted(IN_PARTS))
+@pytest.mark.parametrize("name", OF_ONE_REQUEST)
+async def test_what_parts_cannot_follow_is_written_in_one_request(kind: str, name: str) -> None:
+    async with serving(kind) as (engine, http):
+        answer = await ask(http, **{name: OF_ONE_REQUEST[name]})
+    assert answer.json()["flashmoa"]["in_one_request_for"] == [name]
+    assert answer.json()["choices"][0]["message"]["content"] == "It is 19."
+    [body] = [body for body in engine.bodies if body["model"] == "last"]
+    assert not body.get("continue_final_message")
+    # It has read whole answers.
+    assert "".join(message["content"] for message in body["messages"]).count("It is 18.") == 2
 
 
 @pytest.mark.parametrize("kind", sorted(IN_PARTS))

@@ -8,7 +8,7 @@ from flashmoa_sglang.internals import EVERYBODY, FEATURES
 from flashmoa_sglang.internals.used_names import Use, served
 from flashmoa_sglang.releases import TESTED
 
-from tests.unit.plugin.used_names import names
+from tests.unit.plugin.used_names import features
 from tests.unit.plugin.used_names.derive import uses
 
 _HEAD = """\
@@ -40,7 +40,7 @@ def text() -> str:
 
 
 def _lines(release: str, feature: str) -> set[str]:
-    found = {use for where, use in uses(release) if names.feature(where) == feature}
+    found = {use for where, use in uses(release) if features.feature(where) == feature}
     mentioned = {use for use in found if use == Use(use.owner, use.name)}
     # Where it is called as well, the call says all.
     called = {Use(use.owner, use.name) for use in found - mentioned}

@@ -12,10 +12,8 @@ module, ``package/*`` any class of a package.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-from flashmoa_sglang.internals import ASYNCEP, CPU, DEVICE, EVERYBODY, KV_OFF, PD
 from flashmoa_sglang.internals.used_names import Use
 from flashmoa_sglang.releases.base import Release
 
@@ -270,41 +268,11 @@ NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
 # Files with nothing that an engine needs of SGLang: their imports fail at once and say so.
 APART = ("internals/", "forkserver.py", "gguf_model.py", "tiny_model.py")
 
-# Which engines come to a place in the plugin, if not all do: the longest beginning counts.
-_FEATURE: Mapping[str, str] = {
-    "asyncep/": ASYNCEP,
-    "asyncep/__init__.py:_own_offloader": EVERYBODY,
-    "cpu/": CPU,
-    "modelled_gpu/": DEVICE,
-    "kv_free.py": KV_OFF,
-    "kv_free.py:_pool": EVERYBODY,
-    "kv_free.py:bytes_of": EVERYBODY,
-    "kv_free.py:peak_memory": EVERYBODY,
-    "messages.py:unsent": PD,
-    "scheduler/queue.py:let_go": PD,
-}
-# The same for functions and methods of any release.
-_FEATURE_IN_RELEASES: Mapping[str, str] = {
-    "_mask_on_cpu": CPU,
-    "cpu_platform": CPU,
-    "release_metadata_buffer": PD,
-    "write_location": CPU,
-}
-
 
 def stand_for(file: str, release: type[Release]) -> dict[str, str]:
     """Return what names stand for in a file of the plugin, in an engine with a release."""
     module, _, streamer = release.STREAM_OUTPUT.rpartition(".")[0].rpartition(".")
     return {**NAMES, "streamer": f"{module}:{streamer}", **IN_FILE.get(file, {})}
-
-
-def feature(where: str) -> str:
-    """Return the feature that engines have which come there, or ``EVERYBODY``."""
-    if where.startswith("releases/"):
-        parts = re.split("[:.]", where)
-        return next((its for name, its in _FEATURE_IN_RELEASES.items() if name in parts), EVERYBODY)
-    known = [beginning for beginning in _FEATURE if where.startswith(beginning)]
-    return _FEATURE[max(known, key=len)] if known else EVERYBODY
 
 
 def member(owner: str, name: str) -> str | None:

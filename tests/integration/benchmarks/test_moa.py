@@ -1,0 +1,98 @@
+"""Run the benchmarks of Mixture-of-Agents, very small, on running engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.benchmarks.conftest import Bench
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) -> None:
+    sizes = ("small", "medium", "large")
+    few = ["--questions", "1", "--timed", "1", "--tokens", "40", "--concurrency", "2"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    found = await benches.run("moa", engines, *few)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert found["questions"] == 3
+    assert set(rows["full"]["accuracy"]) == {"easy", "medium", "hard", "all"}
+    assert rows["all-to-all"]["relative"]["all"] == 1
+    assert rows["one layer"]["relative_first"] == 1
+    assert set(rows["full"]["used"]) == set(sizes)
+    for way in ("undecided", "full", "as published"):
+        assert rows[way]["deciding_on_path"] > 0
+    assert rows["tree + overlap"]["deciding_on_path"] is None
+    # There are 9 + 3 + 1 agents, and every engine of these tests reports cached tokens.
+    for way in ("tree", "tree + overlap"):
+        prompts = rows[way]["prompts"]
+        assert len(prompts) == 13 and "3.1" in prompts
+        assert None not in [one["late"] for one in prompts.values()]
+    assert all(one["streamed"] == 0 for one in rows["tree"]["prompts"].values())
+    computed = {
+        way: rows[way]["prompts"]["2.1"]["late"] + rows[way]["prompts"]["2.1"]["streamed"]
+        for way in ("appended", "staircase")
+    }
+    assert computed["appended"] < computed["staircase"]
+    assert not any(row["failed"] for row in rows.values())
+
+
+async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) -> None:
+    sizes = ["small", "medium", "large"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    few = ["--scale", "0.1", "--longest", "60", "--threshold", "0", "--widths", "2"]
+    found = await benches.run("moa-latency", engines, *few, "--questions", "1", rounds=False)
+    cells = {cell["way"]: cell for cell in found["cells"]}
+    assert len(cells) == 7
+    for cell in cells.values():
+        assert 0 < cell["least"] < cell["seconds"] and cell["first_token"] < cell["seconds"]
+        assert cell["layers"] == sorted(cell["layers"])
+    tree, overlap, full = (cells[way] for way in ("tree", "tree + overlap", "full"))
+    # Both have the lengths of the same recorded answers.
+    assert tree["written"] == overlap["written"] < cells["all-to-all"]["written"]
+    assert all(layer["streamed"] == 0 for layer in tree["prompts"].values())
+    # Short prompts of one way may all be cached by others, or come too late to be streamed.
+    linked = (overlap, cells["undecided"], full, cells["as published"])
+    streamed = {way["way"]: way["prompts"] for way in linked}
+    assert any(layer["streamed"] for way in streamed.values() for layer in way.values()), streamed
+    # Clusters are left at their second answer, whatever that is, and not at their first. Empty
+    # answers, which tiny models give, do not count.
+    assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None
+    left = [(complete, quality) for complete, quality, left, _ in full["decisions"] if left]
+    assert left and all(complete >= 2 for complete, _ in left)
+    # Confidences are those that were drawn, not those of a tiny model's tokens, which are small.
+    assert all(quality > 0.5 for _, quality in left)
+    undecided = cells["undecided"]
+    assert not undecided["left"] and undecided["decisions"]
+
+    more = await benches.run(
+        "moa-latency",
+        engines,
+        *few,
+        "--questions",
+        "2",
+        "--ways",
+        "tree + overlap",
+        "--resume",
+        rounds=False,
+    )
+    assert more["cells"][: len(cells)] == found["cells"]
+    assert [cell["way"] for cell in more["cells"][len(cells) :]] == ["tree + overlap"] * (
+        len(more["cells"]) - len(cells)
+    )
+
+
+async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
+    sizes = ["small", "medium", "large"]
+    engines = [*sizes, *(f"stock-{size}" for size in sizes)]
+    few = ["--equal", "40", "--questions", "1", "--proposers", "2", "--first", "2", "8"]
+    found = await benches.run("staircases", engines, *few, rounds=False)
+    rows = {row["way"]: row for row in found["rows"]}
+    assert len(rows) == 10
+    for kind in ("mixture", "debate"):
+        whole = rows[f"{kind} of 2: whole answers"]
+        assert whole["relative_first"] == whole["relative_rate"] == 1 and whole["rounds"] == 1
+        early = rows[f"{kind} of 2: rounds, 2"]
+        assert early["rounds"] > rows[f"{kind} of 2: rounds, 8"]["rounds"] > 1
+        assert early["first_token"] < whole["first_token"]
+    assert all(cell["tokens"] == 40 for cell in found["cells"])

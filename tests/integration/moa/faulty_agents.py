@@ -1,0 +1,36 @@
+"""Agents at a proxy that fails, and what results say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flashmoa.engine import EngineClient
+from flashmoa.moa import AgentAnswer, Limits, Model
+from tests.integration.moa.agents import agent
+from tests.integration.moa.faulty_proxy import Fault
+
+# What the result says of an agent at the fault, without time limits in numbers.
+PROBLEMS: dict[Fault, str] = {
+    "down": "cannot be reached",
+    "hang": "it did not begin: no token came within 0.3 s",
+    "stall": "it stalled: nothing came for 0.3 s",
+    "refuse": "busy",
+    "garbage": "not JSON",
+}
+
+
+def faulty(proxied: EngineClient, fault: Fault, **sampling: Any) -> Model:
+    """Return an agent at the proxy that loses patience soon, but only with this fault."""
+    limits = Limits(first_token_seconds=0.3 if fault == "hang" else 30, stall_seconds=0.3)
+    if fault not in ("hang", "stall"):
+        limits = Limits(30, 30)
+    return replace(agent(proxied, 9, **sampling), limits=limits)
+
+
+def check_agent(record: AgentAnswer, fault: Fault) -> None:
+    """Check that an agent at the fault is left out, or cut if it does not end."""
+    if fault == "endless":
+        assert record.status == "used" and record.finish_reason == "length" and record.text
+    else:
+        assert record.status == "failed" and PROBLEMS[fault] in record.problem

@@ -1,0 +1,140 @@
+"""What rides along with decode steps, with a fake scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.options import Options
+from flashmoa_sglang.scheduler.request import is_increment
+
+from tests.unit.plugin.fake_scheduler import request
+from tests.unit.plugin.step_builds import COSTS, Build, scheduler, step
+
+pytestmark = pytest.mark.usefixtures("fake_release")
+
+
+def test_streams_do_not_fill_a_forward_that_stops_decodes_alone() -> None:
+    """Beside decodes a forward for streams alone is never built."""
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5000, grows=False)
+    assert step(busy).queues == []
+
+
+def test_streams_ride_along_with_decodes() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    built = step(busy)
+    assert built.increments() == [62]
+    assert built.settings["chunk"] == 64 and built.settings["rows"] == 16
+    assert built.settings["mixed"] and not built.settings["full"]
+    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
+    assert not busy.flashmoa.only_streams
+
+
+def test_more_tokens_ride_where_a_request_ends_soon() -> None:
+    """An agent that reads its answer may ask then, and what is left stops the decodes."""
+    for written, ride in ((1, 61), (49, 125)):
+        busy = scheduler(decoding=2)
+        busy.open_stream("a", 2500)
+        busy.running.reqs.append(request(100, 50, written))
+        assert step(busy).increments() == [ride]
+
+
+def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
+    busy = scheduler(decoding=2)
+    # As many as 128 tokens are worth a forward.
+    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
+    busy.open_stream("long", 140)
+    assert step(busy).increments() == [62]
+    for number in range(299):
+        busy.open_stream(f"{number}", 9)
+    assert step(busy).increments() == [126]
+
+
+def test_nothing_rides_within_a_budget_of_one_step() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.0)
+    assert step(busy).queues == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunked_prefill_size": None},
+        {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
+        {"require_mlp_sync": True},
+    ],
+)
+def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    for name, value in change.items():
+        setattr(busy, name, value)
+    assert step(busy).queues == []
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
+    """SGLang would mix nothing with them, and is told of them again afterwards."""
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.running.return_logprob = busy.running.reqs[0].return_logprob = True
+    built = step(busy, Build(takes=lambda _: joins))
+    assert built.increments() == [62] and built.settings["mixed"]
+    assert not built.settings["logprobs"] and busy.running.return_logprob
+
+
+def test_streams_ride_although_no_more_requests_may_run() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
+    built = step(busy, Build(takes=is_increment))
+    assert built.clients() == [] and built.increments() == [62]
+    assert not built.settings["full"] and built.settings["rows"] == 16
+    assert busy.waiting_queue == waiting and busy.running.batch_is_full
+    assert busy.flashmoa.rode_along == 62
+
+
+def test_only_streams_that_grow_ride() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 30, grows=False)
+    busy.open_stream("b", 2500)
+    (increment,) = step(busy).queues[-1]
+    assert increment.flashmoa.stream == "b"
+
+
+def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    waiting, newcomer = request(10, 5), request(7, 5)
+    busy.waiting_queue = [waiting]
+    step(busy, Build(newcomers=[newcomer]))
+    assert busy.waiting_queue == [waiting, newcomer]
+
+
+def test_short_final_requests_ride_along_with_decodes() -> None:
+    busy = scheduler(decoding=2)
+    final = request(40, 5, stream="a", final=True)
+    busy.waiting_queue = [final]
+    built = step(busy)
+    assert built.clients() == [final] and built.settings["mixed"]
+    # A longer one stops decodes, as does any other request.
+    busy.waiting_queue = [request(400, 5, stream="a", final=True)]
+    assert not step(busy).settings["mixed"]
+    busy.waiting_queue = [final, request(40, 5)]
+    assert not step(busy).settings["mixed"]
+
+
+def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
+    busy = scheduler(decoding=2)
+    busy.last_batch = SimpleNamespace(reqs=[request(400, 5)])
+    busy.open_stream("a", 2500)
+    assert step(busy).increments() == [62]
+    final = request(40, 5, stream="b", final=True)
+    busy.waiting_queue = [final]
+    built = step(busy)
+    assert built.clients() == [final] and built.settings["mixed"]

@@ -11,13 +11,10 @@ Rows for which this machine is too slow are left out, and named.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import mean, median
 
@@ -28,46 +25,25 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.modelled_gpus import (
     TOLERATED_SHARE,
+    MachineTooSlow,
     check_keeps_up,
     environment_of,
     overrun_share,
     read_device,
 )
 from flashmoa.engine.tiny_models import tiny_model
+from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
 from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 
-_PACKAGE = "aiconfigurator_core"
-# Names of models in the rows whose configuration the package has by another name.
-_CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
 # Each client sends this many requests. The clients begin together, and as all requests are equal
 # they stay together, as they did on the GPUs.
 _WAVES = 3
 # A row for which this machine is too slow is played again, twice as slowly.
 _SLOWEST = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row: what was run on the GPU, and the times in seconds that were measured."""
-
-    model: str
-    gpu: str
-    tensor_parallel: int
-    clients: int
-    prompt: int
-    answer: int
-    ttft: float
-    tpot: float
-    weights: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        shape = f"{self.clients} x {self.prompt}+{self.answer}"
-        return f"{self.model.rpartition('/')[2]} {self.gpu} TP{self.tensor_parallel} {shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +101,13 @@ async def _main(arguments: argparse.Namespace) -> None:
     model = await anyio.to_thread.run_sync(
         tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)
     )
-    compared: list[Compared] = []
-    left_out: list[str] = []
-    async with AsyncExitStack() as stack:
-        engines = await stack.enter_async_context(local_engines())
-        bar = stack.enter_context(progress_bar(report.console))
-        task = bar.add_task("rows", total=len(rows))
-        for row in rows:
-            bar.update(task, description=row.name)
-            try:
-                compared += [
-                    await _play(engines, f"hash:{model}", row, slowdown)
-                    for slowdown in arguments.device_slowdown
-                ]
-            except EngineError as error:
-                report.console.print(f"{row.name} is left out: {error}", highlight=False)
-                left_out.append(row.name)
-            bar.advance(task)
+    async with local_engines() as engines:
+        compared, left_out = await play_rows(
+            rows,
+            arguments.device_slowdown,
+            lambda row, slowdown: _play(engines, f"hash:{model}", row, slowdown),
+            report.console,
+        )
     if not compared:
         raise EngineError("no row could be played: give --rows other rows, or a faster machine")
     show(compared, report.console)
@@ -156,46 +122,33 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
 
 
-def measured_rows() -> list[Row]:
-    """Return the rows of dense models that SGLang served as one engine, in bfloat16 or FP8."""
-    table = Path(str(files(_PACKAGE))) / "systems" / "silicon_sample.csv"
-    with table.open(encoding="utf-8") as file:
-        return [
-            Row(
-                each["model_path"],
-                each["system"],
-                int(each["tp_size"]),
-                int(each["batch_size"]),
-                int(each["isl"]),
-                int(each["osl"]),
-                float(each["silicon_ttft_ms"]) / 1000,
-                float(each["silicon_tpot_ms"]) / 1000,
-                each["gemm_quant_mode"] or "bfloat16",
-            )
-            for each in csv.DictReader(file)
-            if (each["backend"], each["mode"]) == ("sglang", "agg")
-            and each["model_path"] in ("Qwen/Qwen3-32B", *_CONFIGURATIONS)
-        ]
+async def play_rows(
+    rows: Sequence[Row],
+    slowdowns: Sequence[float],
+    play: Callable[[Row, float], Awaitable[Compared]],
+    console: Console,
+) -> tuple[list[Compared], list[str]]:
+    """Play each row with each slowdown. Return the results, and the names of the rows left out.
 
-
-def choose_rows(rows: Sequence[Row], model: str, count: int) -> list[Row]:
-    """Return rows of a model that are evenly spread over its GPUs, clients and lengths.
-
-    Raises: ValueError if there is none.
+    Rows for which this machine is too slow are left out. Any other error of ``play`` is raised.
     """
-    known = sorted({row.model for row in rows})
-    own = sorted(
-        (row for row in rows if row.model == model),
-        key=lambda row: (row.tensor_parallel, row.clients, row.prompt, row.answer),
-    )
-    if not own:
-        raise ValueError(f"no measured rows of {model!r}; there are rows of {', '.join(known)}")
-    count = min(count, len(own))
-    return [own[index * len(own) // count] for index in range(count)]
+    compared: list[Compared] = []
+    left_out: list[str] = []
+    with progress_bar(console) as bar:
+        task = bar.add_task("rows", total=len(rows))
+        for row in rows:
+            bar.update(task, description=row.name)
+            try:
+                compared += [await play(row, slowdown) for slowdown in slowdowns]
+            except MachineTooSlow as error:
+                console.print(f"{row.name} is left out: {error}", highlight=False)
+                left_out.append(row.name)
+            bar.advance(task)
+    return compared, left_out
 
 
 async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) -> Compared:
-    """Play a row. Raises: EngineError if this machine is too slow even for the largest slowdown."""
+    """Play a row. Raises: MachineTooSlow if this machine is, even for the largest slowdown."""
     engine = await engines.start(
         model,
         arguments=["--random-seed", "0"],
@@ -203,7 +156,7 @@ async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) ->
             **STOCK,
             **environment_of(
                 row.gpu,
-                _CONFIGURATIONS.get(row.model, row.model),
+                CONFIGURATIONS.get(row.model, row.model),
                 row.tensor_parallel,
                 slowdown,
                 row.weights,

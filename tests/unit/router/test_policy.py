@@ -22,46 +22,47 @@ CANDIDATES = st.lists(
         load=st.integers(0, 3),
         saturated=st.booleans(),
         running=st.integers(0, 2),
+        queued=st.integers(0, 3),
+        is_popular=st.booleans(),
         takes_sibling=st.booleans(),
     ),
     max_size=6,
 )
 
 
-@given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
-def test_choice_is_the_best_unsaturated_engine_unless_waiting_pays(
+@given(candidates=CANDIDATES)
+def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandidate]) -> None:
+    chosen = choose_engine(candidates, patience=0)
+    free = [one for one in candidates if not one.saturated]
+    if not free:
+        assert chosen is None
+        return
+    assert chosen in free
+    best = min((-one.matched, one.load, one.running) for one in free)
+    assert (-chosen.matched, chosen.load, chosen.running) == best
+
+
+@given(candidates=CANDIDATES, patience=st.sampled_from([1, 8]))
+def test_choice_weighs_delay_against_the_work_that_a_match_saves(
     candidates: list[EngineCandidate], patience: int
 ) -> None:
     chosen = choose_engine(candidates, patience)
+    longest = max((one.matched for one in candidates), default=0)
+    if any(one.is_popular for one in candidates if one.matched == longest):
+        patience = 1
+    prices = {one.engine: one.load + one.queued + patience * one.cost for one in candidates}
     free = [one for one in candidates if not one.saturated]
-    if not free:
-        takes = [one for one in candidates if one.takes_sibling and patience]
-        assert (chosen is None) == (not takes) and (chosen is None or chosen in takes)
-        return
-    longest = [one for one in free if one.matched == max(other.matched for other in free)]
-    best = min(longest, key=lambda one: (one.load, one.running))
-    worth_waiting = [
-        one
-        for one in candidates
-        if one.saturated
-        and one.matched > best.matched
-        and patience * (best.cost - one.cost) > one.load - best.load
-    ]
-    if patience and worth_waiting:
-        most = max(one.matched for one in worth_waiting)
-        nearest = min((one.load, one.running) for one in worth_waiting if one.matched == most)
-        first = [
-            one
-            for one in worth_waiting
-            if one.matched == most and (one.load, one.running) == nearest
-        ]
-        assert any(one.takes_sibling == (chosen is not None) for one in first)
-        assert chosen is None or chosen in first
-    else:
-        assert chosen is not None
-        assert (chosen.matched, chosen.load, chosen.running) == (
-            best.matched, best.load, best.running
-        )  # fmt: skip
+    best = min((prices[one.engine] for one in free), default=None)
+    if chosen is not None:
+        assert not chosen.saturated or chosen.takes_sibling
+        assert best is None or prices[chosen.engine] <= best
+    elif free:
+        # A saturated engine with a longer match is cheaper than all that are free.
+        least = max(one.matched for one in free if prices[one.engine] == best)
+        assert any(
+            one.saturated and one.matched > least and prices[one.engine] < (best or 0)
+            for one in candidates
+        )
 
 
 @given(
@@ -120,8 +121,32 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
             # An engine stays idle only if it would finish the request later than another one.
             idle = [name for name in names if routing.load(name) == 0]
             assert all(finish[name] > min(finish.values()) for name in idle)
-            best = max(matched.values())
-            assert best > 0 and not any(matched[name] == best for name in room)
+            assert any(matched[name] for name in names if name not in room)
+
+
+def test_a_few_tokens_that_all_prompts_share_do_not_leave_engines_idle() -> None:
+    routing = policy(4, TokenCount(), 200, patience=8.0)
+    queue = [WaitingRequest(str(n), blocks([9] * 4 + [n] * 60)) for n in range(12)]
+    placed = routing.route(queue)
+    assert [list(placed.values()).count(f"e{number}") for number in range(4)] == [3] * 4
+
+
+def test_prefix_of_more_work_than_its_own_spreads_over_engines() -> None:
+    routing = policy(4, TokenCount(), 400, patience=8.0)
+    hot = [WaitingRequest(str(n), blocks([9] * 40 + [n] * 20)) for n in range(40)]
+    placed = routing.route(hot)
+    counts = [list(placed.values()).count(f"e{number}") for number in range(4)]
+    assert len(placed) == 40 and min(counts) > 0 and max(counts) <= min(counts) + 4
+
+
+def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
+    """The work that waits for the first engine becomes more than its prefix saves."""
+    routing = policy(2, TokenCount(), 60, patience=2.0)
+    document = [9] * 40
+    assert routing.route([WaitingRequest("first", blocks([*document, 1] * 2))]) == {"first": "e0"}
+    queue = [WaitingRequest(str(n), blocks([*document, *[n] * 30])) for n in range(2, 8)]
+    placed = routing.route(queue)
+    assert "2" not in placed and "e1" in placed.values()
 
 
 def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
@@ -235,10 +260,12 @@ def test_loads_are_always_those_of_the_work_left(
             joining = dice.choice(["e0", "e1", "e2"])
             routing.join(joining, EngineTraits(measure, limit))
             alive.add(joining)
-        assert all(routing.load(engine) >= 0 for engine in alive)
+        for engine in alive:
+            unanswered = routing._engines[engine].unanswered.total
+            assert 0 <= routing.load(engine) <= routing.backlog(engine) <= unanswered
     for name in open_requests:
         routing.end(name)
-    assert all(routing.load(engine) == 0 for engine in alive)
+    assert all(routing.load(engine) == routing.backlog(engine) == 0 for engine in alive)
 
 
 def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:

@@ -89,52 +89,55 @@ order in which they are given."""
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="flashmoa router", description=_DESCRIPTION, formatter_class=raw
+        prog="flashmoa router",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an engine's URL; give it once for each engine",
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=30200, help="port to listen on (%(default)s)")
+    parser.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=32 << 20,
+        help="the largest body of a request, in bytes (32 MiB)",
     )
-    for flag, what in (
-        ("--prefill", "the prefill engine of a PD pair"),
-        ("--pd-router", "the pair's own router"),
-    ):
-        add(
-            flag,
-            action="append",
-            default=[],
-            metavar="URL",
-            help=f"{what}; give it once for each pair",
-        )
-    add(
-        "--agent-seconds",
-        type=float,
-        default=600.0,
-        help="with --prefill: the most seconds that a request waits for an answer that it reads "
-        "(%(default)g)",
+    engines = parser.add_argument_group("several engines behind one address")
+    _add_engine_options(engines)
+    _add_policy_options(engines)
+    _add_pair_options(parser.add_argument_group("PD pairs behind one address each"))
+    return parser
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    _add_urls(group, "--engine", "an engine's URL; give it once for each engine")
+    group.add_argument("--api-key", help="API key for the router's own requests to the engines")
+    group.add_argument(
+        "--model-config", type=Path, help="the model's config.json, to count work in FLOPs"
     )
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=int, default=30200, help="port to listen on (%(default)s)")
-    add(
+    group.add_argument(
+        "--tokenize",
+        choices=tuple(_TOKENIZE),
+        default="auto",
+        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
+    )
+
+
+def _add_policy_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--policy",
         choices=POLICIES,
         default=POLICIES[0],
         help="how engines are chosen (%(default)s)",
     )
-    add(
+    group.add_argument(
         "--patience",
         type=float,
         default=8.0,
         help="wait for the engine that has the prefix while the work before the request is less "
         "than this many times the work that the engine saves (%(default)g); 0: never wait",
     )
-    add(
+    group.add_argument(
         "--saturation",
         type=float,
         default=1.2,
@@ -142,27 +145,27 @@ def _make_parser() -> argparse.ArgumentParser:
         help="an engine is full when it has tokens for so many of its largest forwards to compute "
         "(%(default)g); 0: no limit",
     )
-    add("--model-config", type=Path, help="the model's config.json, to count work in FLOPs")
-    add("--api-key", help="API key for the router's own requests to the engines")
-    add(
-        "--tokenize",
-        choices=tuple(_TOKENIZE),
-        default="auto",
-        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
-    )
-    add(
-        "--max-body-bytes",
-        type=int,
-        default=32 << 20,
-        help="the largest body of a request, in bytes (32 MiB)",
-    )
-    add(
+    group.add_argument(
         "--max-waiting",
         type=int,
         default=10_000,
         help="the most requests that wait for an engine (%(default)s)",
     )
-    return parser
+
+
+def _add_pair_options(group: argparse._ArgumentGroup) -> None:
+    _add_urls(group, "--prefill", "the prefill engine of a PD pair; give it once for each pair")
+    _add_urls(group, "--pd-router", "the pair's own router; give it once for each pair")
+    group.add_argument(
+        "--agent-seconds",
+        type=float,
+        default=600.0,
+        help="the most seconds that a request waits for an answer that it reads (%(default)g)",
+    )
+
+
+def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
+    group.add_argument(flag, action="append", default=[], metavar="URL", help=about)
 
 
 def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:

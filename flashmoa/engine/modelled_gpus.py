@@ -13,6 +13,10 @@ from flashmoa.errors import EngineError
 TOLERATED_SHARE = 0.01
 
 
+class MachineTooSlow(EngineError):
+    """Raised when forwards took longer than on the modelled GPU, so that nothing was measured."""
+
+
 def environment_of(
     gpu: str,
     model: str,
@@ -62,13 +66,13 @@ def check_keeps_up(devices: Mapping[str, Mapping[str, Any]], option: str) -> Non
         devices: what the engines said of them, by the engines' names.
         option: the command's option for a slowdown.
 
-    Raises: EngineError if more than 1 % of a GPU's time was overrun; the message proposes a
+    Raises: MachineTooSlow if more than 1 % of a GPU's time was overrun; the message proposes a
         slowdown.
     """
     for name, device in devices.items():
         share = overrun_share(device)
         if share > TOLERATED_SHARE:
-            raise EngineError(
+            raise MachineTooSlow(
                 f"this machine is too slow for {device['name']}: the engine {name} computed "
                 f"{device['overruns']} of {device['forwards']} forwards too late, {share:.1%} of "
                 f"the GPU's time; at most {TOLERATED_SHARE:.0%} is a measurement. "

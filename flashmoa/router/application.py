@@ -29,16 +29,16 @@ from flashmoa.router.client_requests import (
     parse_object,
 )
 from flashmoa.router.connections import open_connections
-from flashmoa.router.dispatcher import Dispatcher, Placement
+from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engine_pool import EnginePool, merge_info
 from flashmoa.router.engines import EngineMonitor, RoutedEngine, split_place
 from flashmoa.router.errors import EngineLost, NoEngine
 from flashmoa.router.forwarding import PlacementObserver, forward
-from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
+from flashmoa.router.kv_events import EventFollower
 from flashmoa.router.metrics import RouterMetrics
 from flashmoa.router.policies import SATURATION_MARGIN, Policy
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.prompts import PromptHasher
+from flashmoa.router.prompts import PromptHasher, count_samples
 
 # An engine that shuts down finishes requests, and even takes new ones, but answers these with 503.
 _REFUSED_WHILE_DRAINING = (STREAMS, "/prefill_only")
@@ -121,23 +121,26 @@ class _Router:
             httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
             httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as probing,
         ):
-            self._monitor = EngineMonitor(
-                probing,
-                self._dispatcher,
-                config=options.model_config,
-                saturation_margin=options.saturation_margin,
-                interval=options.watch_seconds,
-            )
             self._prompts = PromptHasher(http, self._tokenizes)
             self._pool = EnginePool(self._connections, self._engines)
             async with anyio.create_task_group() as group:
+                followers = {url: EventFollower(self._dispatcher, group) for url in self._engines}
+                self._monitor = EngineMonitor(
+                    probing,
+                    self._dispatcher,
+                    config=options.model_config,
+                    saturation_margin=options.saturation_margin,
+                    interval=options.watch_seconds,
+                    on_join=lambda engine: followers[engine.url].follow(
+                        engine.places, engine.events
+                    ),
+                )
                 # The server accepts requests only after every engine was probed.
                 async with anyio.create_task_group() as first_probes:
                     for engine in self._engines.values():
                         first_probes.start_soon(self._monitor.probe, engine)
                 for engine in self._engines.values():
                     group.start_soon(self._monitor.run, engine)
-                    group.start_soon(self._follow_events, engine)
                 yield
                 group.cancel_scope.cancel()
 
@@ -145,15 +148,6 @@ class _Router:
         if self._options.tokenize is None:
             return any(engine.events for engine in self._engines.values())
         return self._options.tokenize
-
-    async def _follow_events(self, engine: RoutedEngine) -> None:
-        await engine.described.wait()
-        ranks_each = len(engine.events) // engine.ranks
-        tables = [EngineBlocks(self._dispatcher, place, ranks_each) for place in engine.places]
-        async with anyio.create_task_group() as group:
-            for rank, source in enumerate(engine.events):
-                table = tables[rank % engine.ranks]
-                group.start_soon(KvEventSubscriber(table, source).run)
 
     async def send_by_policy(self, call: ForwardedRequest) -> Response:
         """Send a request with a prompt to the engine that has its prompt stream, if it has one.
@@ -206,7 +200,10 @@ class _Router:
                 blocks = await self._prompts.blocks(body, self._pool.next_engine(), call.api_key)
                 placement = await stack.enter_async_context(self._dispatcher.place(blocks))
             self._metrics.count_prompt(placement.engine, blocks.length)
-            answer = await self._send(call, placement.engine, placement, stack.pop_all())
+            observer = PlacementObserver(
+                self._metrics, placement.engine, placement, count_samples(body)
+            )
+            answer = await self._send(call, placement.engine, observer, stack.pop_all())
         if call.path in _REFUSED_WHILE_DRAINING and answer.status_code == 503:
             engine = self._engine_at(placement.engine)
             await self._monitor.recheck(engine)
@@ -223,7 +220,7 @@ class _Router:
         self,
         call: ForwardedRequest,
         place: str,
-        placement: Placement | None = None,
+        observer: PlacementObserver | None = None,
         stack: AsyncExitStack | None = None,
     ) -> Response:
         """Forward a request to an engine; ``stack`` is closed when the answer has ended.
@@ -231,7 +228,7 @@ class _Router:
         Raises: EngineLost if the engine does not answer.
         """
         url, rank = split_place(place)
-        observer = PlacementObserver(self._metrics, place, placement)
+        observer = observer or PlacementObserver(self._metrics, place)
         async with stack or AsyncExitStack() as stack:
             try:
                 return await forward(self._connections, call.on_rank(rank), url, observer, stack)

@@ -20,11 +20,13 @@ class Placement:
 
     Attributes:
         items_left: number of its prompts that are not reported to be computed.
+        is_list: whether it has several prompts.
     """
 
     request: str
     engine: str
     items_left: int
+    is_list: bool
     _dispatcher: Dispatcher
 
     def finish_prefill(self, items: int | None = None) -> None:
@@ -106,7 +108,8 @@ class Dispatcher:
         """
         request = str(next(self._names))
         try:
-            yield Placement(request, await self._wait(request, blocks), blocks.items, self)
+            engine = await self._wait(request, blocks)
+            yield Placement(request, engine, blocks.items, blocks.items > 1, self)
         finally:
             self._queue.pop(request, None)
             self._end(request)
@@ -121,7 +124,7 @@ class Dispatcher:
         if engine in self._engines:
             self._policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
         try:
-            yield Placement(request, engine, blocks.items, self)
+            yield Placement(request, engine, blocks.items, blocks.items > 1, self)
         finally:
             self._end(request)
 

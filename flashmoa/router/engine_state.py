@@ -38,6 +38,15 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self._committed)
 
+    @property
+    def pending(self) -> int:
+        """The number of pending blocks."""
+        return len(self._pending)
+
+    def promises(self, block: int) -> int:
+        """Return the number of requests that will compute a block, or use it."""
+        return self._pending.get(block, 0)
+
     def match(self, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are committed or pending."""
         return self._index.match(hashes).get(self.engine, 0)

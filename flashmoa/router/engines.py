@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import httpx
 from flashmoa.router.blocks import BLOCK_TOKENS
 from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.event_sources import EventSource, parse_event_sources
 from flashmoa.router.flops import Measure, TokenCount, UnknownShape, true_flops
-from flashmoa.router.kv_events import EventSource, parse_event_sources
 from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ class RoutedEngine:
         ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
             chooses itself, or has one.
         events: the publishers of its KV events, one for each data-parallel rank.
-        described: set once ``events`` is known.
     """
 
     url: str
@@ -48,7 +47,6 @@ class RoutedEngine:
     saturation: int | None = None
     ranks: int = 1
     events: tuple[EventSource, ...] = ()
-    described: anyio.Event = field(default_factory=anyio.Event)
     # Held while it joins, so that its ranks do not change meanwhile.
     joining: anyio.Lock = field(default_factory=anyio.Lock)
 
@@ -69,7 +67,11 @@ def split_place(place: str) -> tuple[str, int | None]:
 class EngineMonitor:
     """Probes engines; those that are ready join the dispatcher, and the others leave it.
 
-    ``config`` is the model's, and ``interval`` the time between two probes of an engine in seconds.
+    Args:
+        config: the model's configuration.
+        interval: seconds between two probes of an engine.
+        on_join: called with each engine that has joined, also when it joins again.
+
     The other arguments are those of :class:`~flashmoa.router.application.RouterOptions`.
     """
 
@@ -81,12 +83,14 @@ class EngineMonitor:
         config: Mapping[str, Any] | None = None,
         saturation_margin: float = SATURATION_MARGIN,
         interval: float = 2.0,
+        on_join: Callable[[RoutedEngine], None] = lambda _: None,
     ) -> None:
         self._http = http
         self._dispatcher = dispatcher
         self._config = config
         self._margin = saturation_margin
         self._interval = interval
+        self._on_join = on_join
 
     async def run(self, engine: RoutedEngine) -> None:
         """Probe an engine at intervals, until cancelled."""
@@ -122,9 +126,9 @@ class EngineMonitor:
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
         engine.is_up = True
-        engine.described.set()
         for place in engine.places:
             self._dispatcher.join(place, traits)
+        self._on_join(engine)
         logger.info("%s answers; its work is counted in %s", engine.url, engine.unit)
         if not engine.events:
             text = (

@@ -21,6 +21,8 @@ from flashmoa.router.errors import EngineLost
 from flashmoa.router.metrics import RouterMetrics
 
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+# The number of an answer, of those to a list. A quotation mark in a text would be escaped.
+_INDEX = re.compile(rb'"index"\s*:\s*(\d+)')
 _EVENT_END = b"\n\n"
 # The usage of a streamed answer is within this many bytes of its end.
 _USAGE_BYTES = 4096
@@ -39,26 +41,45 @@ class AnswerObserver:
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
-    The first piece of an answer shows that a prompt is computed. A list of prompts is computed as
-    its events come, of which a streamed list of scores has one for each of its items.
+    The first piece of an answer shows that a prompt is computed. Of a streamed list of prompts,
+    each is computed when its first event comes.
 
     Args:
         placement: the request's placement, if it has one.
+        samples: number of answers to each prompt, which are numbered consecutively.
     """
 
     def __init__(
-        self, metrics: RouterMetrics, engine: str, placement: Placement | None = None
+        self,
+        metrics: RouterMetrics,
+        engine: str,
+        placement: Placement | None = None,
+        samples: int = 1,
     ) -> None:
         self._metrics = metrics
         self._engine = engine
         self._placement = placement
+        self._samples = samples
+        # The prompts of a list whose first events have come, and the beginning of the next event.
+        self._begun: set[int] = set()
+        self._partial = b""
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
         if self._placement is not None and self._placement.items_left > 0:
-            self._placement.finish_prefill(max(content.count(_EVENT_END), not self._tail))
+            self._placement.finish_prefill(self._count_computed(content, self._placement.is_list))
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
+
+    def _count_computed(self, content: bytes, is_list: bool) -> int:
+        """Return how many prompts the next piece of an answer shows to be computed."""
+        if not is_list:
+            return 1
+        before = len(self._begun)
+        *events, self._partial = (self._partial + content).split(_EVENT_END)
+        found = (_INDEX.search(event) for event in events)
+        self._begun.update(int(index[1]) // self._samples for index in found if index)
+        return len(self._begun) - before
 
     def end(self, ending: str) -> None:
         if ending == "answered" and self._placement is not None:

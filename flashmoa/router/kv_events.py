@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import httpx
 import msgspec
 import zmq
 import zmq.asyncio
+from anyio.abc import TaskGroup
 
 from flashmoa.router.blocks import PageMirror
-from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.event_sources import EventSource
 
 logger = logging.getLogger(__name__)
 
@@ -25,62 +25,6 @@ logger = logging.getLogger(__name__)
 _REPLAY_SECONDS = 5.0
 # The sequence number that ends a replay.
 _REPLAY_END = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Gives the ZMQ addresses at which one data-parallel rank publishes its events.
-
-    Attributes:
-        address: where events are published.
-        replay: where missed events can be requested; ``None`` if they cannot.
-        topic: the topic that every message begins with.
-    """
-
-    address: str
-    replay: str | None = None
-    topic: str = ""
-
-
-def parse_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
-    """Return one source for each rank of an engine, or none if the engine publishes no events.
-
-    The ranks have consecutive ports.
-
-    Args:
-        url: the engine's URL, which has the host.
-        info: the engine's ``/server_info``. Some releases give the address in ``kv_events``. The
-            address of replays is only in ``kv_events_config``, the engine's command line option.
-    """
-    config = parse_object(str(info.get("kv_events_config")))
-    published: Any = info.get("kv_events")
-    try:
-        if published is None:
-            if config.get("publisher") != "zmq":
-                return ()
-            published = {
-                "endpoint_port_base": _parse_port(config.get("endpoint", "tcp://*:5557")),
-                "topic": config.get("topic", ""),
-                "dp_size": info.get("dp_size", 1),
-            }
-        host = httpx.URL(url).host
-        port, topic = int(published["endpoint_port_base"]), str(published.get("topic") or "")
-        replay = config.get("replay_endpoint")
-        replay_port = _parse_port(replay) if replay else None
-        return tuple(
-            EventSource(
-                f"tcp://{host}:{port + rank}",
-                f"tcp://{host}:{replay_port + rank}" if replay_port is not None else None,
-                topic,
-            )
-            for rank in range(max(1, int(published.get("dp_size") or 1)))
-        )
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ()
-
-
-def _parse_port(endpoint: object) -> int:
-    return int(str(endpoint).rpartition(":")[2])
 
 
 class EngineBlocks:
@@ -112,6 +56,11 @@ class EngineBlocks:
     def reconsider(self) -> None:
         """Place waiting requests, after all events of a message were applied."""
         self._dispatcher.reconsider()
+
+    def report_all(self) -> None:
+        """Report all blocks again, to a dispatcher that has forgotten the engine meanwhile."""
+        self._dispatcher.add_blocks(self.engine, tuple(self._counts))
+        self.reconsider()
 
     def clear(self, blocks: Collection[int]) -> None:
         """Remove all blocks of a rank that has emptied its cache."""
@@ -225,6 +174,53 @@ class KvEventSubscriber:
                 tokens = [token for token, _ in tokens]
             salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
             self._blocks.add(self._mirror.add(pages, parent, tokens, size, salt))
+
+
+class EventFollower:
+    """Follows the KV events of one engine, as the engine advertises them whenever it joins.
+
+    Args:
+        tasks: the group in which events are received.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, tasks: TaskGroup) -> None:
+        self._dispatcher = dispatcher
+        self._tasks = tasks
+        self._advertised: tuple[Sequence[str], Sequence[EventSource]] = ((), ())
+        self._tables: list[EngineBlocks] = []
+        self._scope = anyio.CancelScope()
+
+    def follow(self, places: Sequence[str], sources: Sequence[EventSource]) -> None:
+        """Follow an engine that has joined, and report the blocks that it is known to have.
+
+        If it advertises what it did before, its events were followed while it was away, so its
+        cache is known; if another engine runs there now, that one's first event says so. Otherwise
+        everything begins anew.
+
+        Args:
+            places: the names of the engine's places, which it joined as.
+            sources: one for each of its ranks, which belong to the places in turns.
+        """
+        if (places, sources) == self._advertised:
+            for table in self._tables:
+                table.report_all()
+            return
+        self._advertised = (places, sources)
+        self._scope.cancel()
+        ranks_each = len(sources) // len(places)
+        self._tables = [EngineBlocks(self._dispatcher, place, ranks_each) for place in places]
+        tables = itertools.cycle(self._tables)
+        subscribers = [KvEventSubscriber(next(tables), source) for source in sources]
+        self._scope = anyio.CancelScope()
+        self._tasks.start_soon(self._receive, self._scope, subscribers)
+
+    async def _receive(
+        self, scope: anyio.CancelScope, subscribers: Sequence[KvEventSubscriber]
+    ) -> None:
+        with scope:
+            async with anyio.create_task_group() as group:
+                for subscriber in subscribers:
+                    group.start_soon(subscriber.run)
 
 
 @asynccontextmanager

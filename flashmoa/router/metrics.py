@@ -75,6 +75,8 @@ class RouterMetrics(_Metrics):
     def page(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
         self._waiting.set(self._dispatcher.waiting)
+        for gauge in (self._load, self._saturated, self._blocks):
+            gauge.clear()  # An engine that is down, or a rank that is gone, has none of these.
         for engine in self._engines:
             self._up.labels(engine.url).set(engine.is_up)
             if self._policy is None or not engine.is_up:

@@ -194,10 +194,13 @@ class CacheAware(_RequestCountingPolicy):
     def _choose(self, engines: list[str], blocks: Blocks) -> str:
         chosen = None if self._is_uneven() else self._longest_match(blocks)
         if chosen is None:
-            fewest = min(self.running.values())
-            chosen = self._random.choice([e for e in engines if self.running[e] == fewest])
+            chosen = self._least_loaded(engines)
         self._trees[chosen].commit(blocks.hashes)
         return chosen
+
+    def _least_loaded(self, engines: Sequence[str]) -> str:
+        fewest = min(self.running.values())
+        return self._random.choice([e for e in engines if self.running[e] == fewest])
 
     def _is_uneven(self) -> bool:
         most, fewest = max(self.running.values()), min(self.running.values())

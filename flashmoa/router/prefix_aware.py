@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
 from flashmoa.router.choice import EngineCandidate, choose_engine
+from flashmoa.router.engine_record import EngineRecord, PlacedRequest
 from flashmoa.router.engine_state import BlockTable, PrefillLoad
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa.router.prefix_index import PrefixIndex
-
-# Short siblings may fill an engine up to so many times its threshold.
-_SIBLINGS_FILL = 2
-
-
-@dataclass(slots=True)
-class _EngineState:
-    traits: EngineTraits
-    table: BlockTable
-    load: PrefillLoad
-    requests: set[str] = field(default_factory=set[str])
-
-    @property
-    def is_saturated(self) -> bool:
-        limit = self.traits.saturation
-        return limit is not None and self.load.tokens >= limit
-
-    @property
-    def takes_siblings(self) -> bool:
-        # So that not all of a burst's work is fixed to one engine while others get idle.
-        limit = self.traits.saturation
-        return limit is not None and self.load.tokens < _SIBLINGS_FILL * limit
-
-
-@dataclass(slots=True)
-class _PlacedRequest:
-    """A request on an engine: its first token to compute, and its prompts yet to be computed."""
-
-    engine: _EngineState
-    blocks: Blocks
-    start: int
-    items_left: int
 
 
 class PrefixAware(Policy):
@@ -86,14 +55,14 @@ class PrefixAware(Policy):
         self._placements = 0
         self._held_since: dict[str, int] = {}
         self._block_tokens = block_tokens
-        self._engines: dict[str, _EngineState] = {}
-        self._placed: dict[str, _PlacedRequest] = {}
+        self._engines: dict[str, EngineRecord] = {}
+        self._placed: dict[str, PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         if (state := self._engines.get(engine)) is None:
             table = BlockTable(traits.cache_blocks, self._index)
-            load = PrefillLoad(traits.measure)
-            self._engines[engine] = _EngineState(traits, table, load)
+            load, unanswered = PrefillLoad(traits.measure), PrefillLoad(traits.measure)
+            self._engines[engine] = EngineRecord(traits, table, load, unanswered)
         elif state.traits.measure != traits.measure:
             raise ValueError(
                 f"engine {engine!r} has joined with another measure; let it leave before it joins"
@@ -111,6 +80,10 @@ class PrefixAware(Policy):
     def load(self, engine: str) -> int:
         """Return an engine's load ``W``, in its measure."""
         return self._engines[engine].load.total
+
+    def backlog(self, engine: str) -> int:
+        """Return the load with what the engine is computing, which balances engines."""
+        return self._engines[engine].backlog
 
     def waiting_tokens(self, engine: str) -> int:
         """Return how many tokens an engine has yet to compute."""
@@ -153,11 +126,16 @@ class PrefixAware(Policy):
     ) -> list[WaitingRequest]:
         """Place requests until engines are saturated. Return those that must wait."""
         held: list[WaitingRequest] = []
+        # The work of those that wait, by the engine that has most of their prompts.
+        queued: Counter[str] = Counter()
         for waiting in queue:
-            candidates = self._candidates(waiting.blocks)
+            candidates = self._candidates(waiting.blocks, queued)
             chosen = choose_engine(candidates, self._patience_of(waiting.request))
             if chosen is None:
                 held.append(waiting)
+                if candidates:
+                    nearest = min(candidates, key=lambda one: (-one.matched, one.delay))
+                    queued[nearest.engine] += nearest.cost
                 if self.takes_requests():
                     self._held_since.setdefault(waiting.request, self._placements)
             else:
@@ -170,8 +148,8 @@ class PrefixAware(Policy):
         if all(engine.load.total for engine in self._engines.values()):
             return False
         for waiting in held:
-            chosen = choose_engine(self._candidates(waiting.blocks), patience=1.0)
-            if chosen is not None and chosen.load == 0:
+            chosen = choose_engine(self._candidates(waiting.blocks, {}), patience=1.0)
+            if chosen is not None and not self._engines[chosen.engine].load.total:
                 placed[waiting.request] = chosen.engine
                 self.admit(waiting, chosen.engine)
                 return True
@@ -181,13 +159,13 @@ class PrefixAware(Policy):
         overtaken = self._placements - self._held_since.get(request, self._placements)
         return self._patience / (1 + overtaken / self._ageing)
 
-    def _candidates(self, blocks: Blocks) -> list[EngineCandidate]:
+    def _candidates(self, blocks: Blocks, queued: Mapping[str, int]) -> list[EngineCandidate]:
         """Return the engines between which the choice is: of those without a match, only one."""
         candidates: list[EngineCandidate] = []
         found_by_engine = self._index.match(blocks.hashes)
         strangers = [
             # Between idle engines, the emptier cache decides, so that all caches are used.
-            (engine.load.total, len(engine.requests), len(engine.table), name)
+            (engine.backlog, len(engine.requests), len(engine.table), name)
             for name, engine in self._engines.items()
             if engine.table.engine not in found_by_engine and not engine.is_saturated
         ]
@@ -203,10 +181,14 @@ class PrefixAware(Policy):
                 engine=name,
                 matched=matched,
                 cost=work(matched, blocks.length),
-                load=engine.load.total,
+                load=engine.backlog,
                 saturated=engine.is_saturated,
                 running=len(engine.requests),
                 prefix_load=work(blocks.cached_tokens(committed), matched),
+                is_popular=bool(found)
+                and table.promises(blocks.hashes[found - 1]) * work(matched, blocks.length)
+                > work(0, matched),
+                queued=queued.get(name, 0) if engine.is_saturated else 0,
                 takes_sibling=bool(found)
                 and blocks.length - matched <= self._short
                 and engine.takes_siblings,
@@ -222,9 +204,10 @@ class PrefixAware(Policy):
         state, blocks = self._engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
         state.table.promise(blocks.hashes)
-        state.load.add(waiting.request, start, blocks.length, is_list=blocks.items > 1)
+        for load in (state.load, state.unanswered):
+            load.add(waiting.request, start, blocks.length, is_list=blocks.items > 1)
         state.requests.add(waiting.request)
-        self._placed[waiting.request] = _PlacedRequest(state, blocks, start, blocks.items)
+        self._placed[waiting.request] = PlacedRequest(state, blocks, start, blocks.items)
 
     def finish_prefill(self, request: str, items: int | None = None) -> None:
         placed = self._placed.get(request)
@@ -233,9 +216,11 @@ class PrefixAware(Policy):
         placed.items_left -= placed.items_left if items is None else items
         if placed.items_left > 0:
             left = (placed.blocks.length - placed.start) * placed.items_left // placed.blocks.items
-            placed.engine.load.advance(request, placed.blocks.length - left)
+            for load in (placed.engine.load, placed.engine.unanswered):
+                load.advance(request, placed.blocks.length - left)
             return
         placed.engine.load.remove(request)
+        placed.engine.unanswered.remove(request)
         placed.engine.table.commit(placed.blocks.hashes)
         placed.engine.table.release(placed.blocks.hashes)
 
@@ -245,6 +230,7 @@ class PrefixAware(Policy):
             return
         placed.engine.requests.discard(request)
         placed.engine.load.remove(request)
+        placed.engine.unanswered.remove(request)
         if placed.items_left > 0:
             placed.engine.table.release(placed.blocks.hashes)
 

@@ -220,6 +220,15 @@ def _count_prompts(body: Mapping[str, Any]) -> int:
     return 1
 
 
+def count_samples(body: Mapping[str, Any]) -> int:
+    """Return how many answers a request asks for to each of its prompts."""
+    parameters: Any = body.get("sampling_params")
+    count: object = body.get("n")
+    if count is None and isinstance(parameters, dict):
+        count = cast("dict[str, Any]", parameters).get("n")
+    return count if isinstance(count, int) and count > 0 else 1
+
+
 def _are_lists_of_token_ids(value: object) -> TypeGuard[list[list[int]]]:
     return (
         isinstance(value, list)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -26,13 +25,14 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.modelled_gpus import (
     TOLERATED_SHARE,
+    MachineTooSlow,
     check_keeps_up,
     environment_of,
     overrun_share,
     read_device,
 )
 from flashmoa.engine.tiny_models import tiny_model
-from flashmoa_bench.devices.rows import Row, choose_rows, configuration_of, measured_rows
+from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
 from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
@@ -106,23 +106,13 @@ async def _main(arguments: argparse.Namespace) -> None:
     model = await anyio.to_thread.run_sync(
         tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)
     )
-    compared: list[Compared] = []
-    left_out: list[str] = []
-    async with AsyncExitStack() as stack:
-        engines = await stack.enter_async_context(local_engines())
-        bar = stack.enter_context(progress_bar(report.console))
-        task = bar.add_task("rows", total=len(rows))
-        for row in rows:
-            bar.update(task, description=row.name)
-            try:
-                compared += [
-                    await _play(engines, f"hash:{model}", row, slowdown, arguments.apart)
-                    for slowdown in arguments.device_slowdown
-                ]
-            except EngineError as error:
-                report.console.print(f"{row.name} is left out: {error}", highlight=False)
-                left_out.append(row.name)
-            bar.advance(task)
+    async with local_engines() as engines:
+        compared, left_out = await play_rows(
+            rows,
+            arguments.device_slowdown,
+            lambda row, slowdown: _play(engines, f"hash:{model}", row, slowdown, arguments.apart),
+            report.console,
+        )
     if not compared:
         raise EngineError("no row could be played: give --rows other rows, or a faster machine")
     show(compared, report.console)
@@ -137,10 +127,35 @@ async def _main(arguments: argparse.Namespace) -> None:
     )
 
 
+async def play_rows(
+    rows: Sequence[Row],
+    slowdowns: Sequence[float],
+    play: Callable[[Row, float], Awaitable[Compared]],
+    console: Console,
+) -> tuple[list[Compared], list[str]]:
+    """Play each row with each slowdown. Return the results, and the names of the rows left out.
+
+    Rows for which this machine is too slow are left out. Any other error of ``play`` is raised.
+    """
+    compared: list[Compared] = []
+    left_out: list[str] = []
+    with progress_bar(console) as bar:
+        task = bar.add_task("rows", total=len(rows))
+        for row in rows:
+            bar.update(task, description=row.name)
+            try:
+                compared += [await play(row, slowdown) for slowdown in slowdowns]
+            except MachineTooSlow as error:
+                console.print(f"{row.name} is left out: {error}", highlight=False)
+                left_out.append(row.name)
+            bar.advance(task)
+    return compared, left_out
+
+
 async def _play(
     engines: LocalEngines, model: str, row: Row, slowdown: float, apart: bool
 ) -> Compared:
-    """Play a row. Raises: EngineError if this machine is too slow even for the largest slowdown."""
+    """Play a row. Raises: MachineTooSlow if this machine is, even for the largest slowdown."""
     engine = await engines.start(
         model,
         arguments=["--random-seed", "0"],
@@ -148,7 +163,7 @@ async def _play(
             **STOCK,
             **environment_of(
                 row.gpu,
-                configuration_of(row.model),
+                CONFIGURATIONS.get(row.model, row.model),
                 row.tensor_parallel,
                 slowdown,
                 row.weights,

@@ -1,4 +1,4 @@
-"""Read what NVIDIA measured with SGLang on GPUs, from the tables of aiconfigurator-core."""
+"""Read what NVIDIA measured on GPUs (`measured_rows`), and choose rows of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PACKAGE = "aiconfigurator_core"
 # Names of models in the rows whose configuration the package has by another name.
-_CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
+CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def measured_rows() -> list[Row]:
             )
             for each in csv.DictReader(file)
             if (each["backend"], each["mode"]) == ("sglang", "agg")
-            and each["model_path"] in ("Qwen/Qwen3-32B", *_CONFIGURATIONS)
+            and each["model_path"] in ("Qwen/Qwen3-32B", *CONFIGURATIONS)
         ]
 
 
@@ -69,8 +69,3 @@ def choose_rows(rows: Sequence[Row], model: str, count: int) -> list[Row]:
         raise ValueError(f"no measured rows of {model!r}; there are rows of {', '.join(known)}")
     count = min(count, len(own))
     return [own[index * len(own) // count] for index in range(count)]
-
-
-def configuration_of(model: str) -> str:
-    """Return the name by which the package has the configuration of a row's model."""
-    return _CONFIGURATIONS.get(model, model)

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoa_bench.devices.check import (
-    Compared,
-    show,
-    slowdown_differences,
-)
-from flashmoa_bench.devices.rows import choose_rows, measured_rows
+from flashmoa_bench.devices.check import Compared, play_rows, show, slowdown_differences
+from flashmoa_bench.devices.rows import Row, choose_rows, measured_rows
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
@@ -26,7 +22,7 @@ from flashmoa_bench.prefill import asyncep
 from rich.console import Console
 
 from flashmoa.engine import EngineError
-from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
+from flashmoa.engine.modelled_gpus import MachineTooSlow, check_keeps_up, counted_since
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -106,7 +102,7 @@ def device(overrun: float) -> dict[str, Any]:
 
 def test_a_run_that_overran_is_refused_and_a_slowdown_proposed() -> None:
     check_keeps_up({"one": device(0.1), "two": device(0.0)}, "--device-slowdown")
-    with pytest.raises(EngineError, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
+    with pytest.raises(MachineTooSlow, match=r"two computed 9 of 100 .*3\.0%.*--device-slowdown 4"):
         check_keeps_up({"one": device(0.1), "two": device(0.3)}, "--device-slowdown")
 
 
@@ -128,6 +124,24 @@ def test_rows_are_spread_over_what_was_measured() -> None:
         ValueError, match=r"no measured rows of 'GPT'; there are rows of .*Qwen3-32B"
     ):
         choose_rows(rows, "GPT", 1)
+
+
+@pytest.mark.anyio
+async def test_only_rows_for_which_the_machine_is_too_slow_are_left_out() -> None:
+    slow, good = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 2)
+    failures: dict[Row, EngineError] = {slow: MachineTooSlow("too slow")}
+
+    async def play(row: Row, slowdown: float) -> Compared:
+        if row in failures:
+            raise failures[row]
+        return Compared(row, 1.0, 0.1, slowdown, overrun=0.0)
+
+    compared, left_out = await play_rows([slow, good], [1.0, 2.0], play, Console())
+    assert [(each.row, each.slowdown) for each in compared] == [(good, 1.0), (good, 2.0)]
+    assert left_out == [slow.name]
+    failures[good] = EngineError("the engine crashed")
+    with pytest.raises(EngineError, match="crashed"):
+        await play_rows([slow, good], [1.0], play, Console())
 
 
 def test_the_table_says_the_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from flashmoa.router.application import RouterOptions, application
 from flashmoa.router.client_requests import STREAMS, make_json_response
+from flashmoa.router.event_sources import EventSource
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 
@@ -35,6 +37,7 @@ class FakeEngine:
     Attributes:
         requests: the requests that it accepted, except the router's own.
         named_ranks: the rank that each of these requests named, if any.
+        ranks: the number of data-parallel ranks that it tells.
         refuses: methods and paths that it answers as while it drains.
     """
 
@@ -44,10 +47,22 @@ class FakeEngine:
         self._streams = streams
         self._needs_key = needs_key
         self._text = text
-        self._ranks = ranks
+        self.ranks = ranks
+        self._settings: dict[str, Any] = {}
         self.requests: list[str] = []
         self.named_ranks: list[str | None] = []
         self.refuses: set[tuple[str, str]] = set()
+
+    def advertise(self, source: EventSource) -> None:
+        """Tell routers where KV events are published; the ports of further ranks follow."""
+        self._settings["kv_events_config"] = json.dumps(
+            {
+                "publisher": "zmq",
+                "endpoint": source.address,
+                "replay_endpoint": source.replay,
+                "topic": source.topic,
+            }
+        )
 
     def app(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "DELETE"]
@@ -61,8 +76,10 @@ class FakeEngine:
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return make_json_response({"error": "Unauthorized"}, 401)
         if path == "/flashmoa/info":
-            return make_json_response({"data_parallel_ranks": self._ranks})
-        if path not in ("/health/ready", "/server_info"):
+            return make_json_response({"data_parallel_ranks": self.ranks})
+        if path == "/server_info":
+            return make_json_response({**self._settings, "dp_size": self.ranks})
+        if path != "/health/ready":
             self.requests.append(f"{request.method} {path}")
             self.named_ranks.append(request.headers.get("x-data-parallel-rank"))
         if path == STREAMS:

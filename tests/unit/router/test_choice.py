@@ -16,43 +16,44 @@ CANDIDATES = st.lists(
         load=st.integers(0, 3),
         saturated=st.booleans(),
         running=st.integers(0, 2),
+        queued=st.integers(0, 3),
+        is_popular=st.booleans(),
         takes_sibling=st.booleans(),
     ),
     max_size=6,
 )
 
 
-@given(candidates=CANDIDATES, patience=st.sampled_from([0, 1, 8]))
-def test_choice_is_the_best_unsaturated_engine_unless_waiting_pays(
+@given(candidates=CANDIDATES)
+def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandidate]) -> None:
+    chosen = choose_engine(candidates, patience=0)
+    free = [one for one in candidates if not one.saturated]
+    if not free:
+        assert chosen is None
+        return
+    assert chosen in free
+    best = min((-one.matched, one.load, one.running) for one in free)
+    assert (-chosen.matched, chosen.load, chosen.running) == best
+
+
+@given(candidates=CANDIDATES, patience=st.sampled_from([1, 8]))
+def test_choice_weighs_delay_against_the_work_that_a_match_saves(
     candidates: list[EngineCandidate], patience: int
 ) -> None:
     chosen = choose_engine(candidates, patience)
+    longest = max((one.matched for one in candidates), default=0)
+    if any(one.is_popular for one in candidates if one.matched == longest):
+        patience = 1
+    prices = {one.engine: one.load + one.queued + patience * one.cost for one in candidates}
     free = [one for one in candidates if not one.saturated]
-    if not free:
-        takes = [one for one in candidates if one.takes_sibling and patience]
-        assert (chosen is None) == (not takes) and (chosen is None or chosen in takes)
-        return
-    longest = [one for one in free if one.matched == max(other.matched for other in free)]
-    best = min(longest, key=lambda one: (one.load, one.running))
-    worth_waiting = [
-        one
-        for one in candidates
-        if one.saturated
-        and one.matched > best.matched
-        and patience * (best.cost - one.cost) > one.load - best.load
-    ]
-    if patience and worth_waiting:
-        most = max(one.matched for one in worth_waiting)
-        nearest = min((one.load, one.running) for one in worth_waiting if one.matched == most)
-        first = [
-            one
-            for one in worth_waiting
-            if one.matched == most and (one.load, one.running) == nearest
-        ]
-        assert any(one.takes_sibling == (chosen is not None) for one in first)
-        assert chosen is None or chosen in first
-    else:
-        assert chosen is not None
-        assert (chosen.matched, chosen.load, chosen.running) == (
-            best.matched, best.load, best.running
-        )  # fmt: skip
+    best = min((prices[one.engine] for one in free), default=None)
+    if chosen is not None:
+        assert not chosen.saturated or chosen.takes_sibling
+        assert best is None or prices[chosen.engine] <= best
+    elif free:
+        # A saturated engine with a longer match is cheaper than all that are free.
+        least = max(one.matched for one in free if prices[one.engine] == best)
+        assert any(
+            one.saturated and one.matched > least and prices[one.engine] < (best or 0)
+            for one in candidates
+        )

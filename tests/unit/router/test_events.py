@@ -20,13 +20,9 @@ from hypothesis import strategies as st
 
 from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.event_sources import EventSource, parse_event_sources
 from flashmoa.router.flops import TokenCount
-from flashmoa.router.kv_events import (
-    EngineBlocks,
-    EventSource,
-    KvEventSubscriber,
-    parse_event_sources,
-)
+from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
 from flashmoa.router.policies import EngineTraits, WaitingRequest
 from flashmoa.router.prefix_aware import PrefixAware
 from tests.unit.router.support import PROMPTS, SIZE, blocks

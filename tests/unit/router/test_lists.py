@@ -13,21 +13,31 @@ from flashmoa.router.forwarding import PlacementObserver
 from flashmoa.router.metrics import RouterMetrics
 from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.prompts import count_samples
 
 pytestmark = pytest.mark.anyio
 # Ten prompts: 32 tokens of the first one, and 96 of the others that are not shared.
 LIST = replace(token_blocks([1] * 32), length=128, items=10)
-EVENT = b'data: {"index": 0}\n\n'
+DONE = b"data: [DONE]\n\n"
 
 
-async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> list[int]:
+def events(*indexes: int) -> bytes:
+    """Return events that each belong to the prompt with this number."""
+    return b"".join(
+        b'data: {"text": "\\"index\\": 9", "index": %d}\n\n' % index for index in indexes
+    )
+
+
+async def loads_during(
+    pieces: Iterable[bytes], ending: str = "answered", samples: int = 1
+) -> list[int]:
     """Return an engine's load before a list's answer, after each piece, and at its end."""
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits())
     metrics = RouterMetrics(dispatcher, [], policy)
     async with dispatcher.place(LIST) as placement:
-        observer = PlacementObserver(metrics, "a", placement)
+        observer = PlacementObserver(metrics, "a", placement, samples)
         loads = [policy.load("a")]
         for piece in pieces:
             observer.receive(piece)
@@ -37,9 +47,31 @@ async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> lis
 
 
 async def test_load_falls_with_each_event_of_a_streamed_answer() -> None:
-    pieces = [EVENT, EVENT * 3, EVENT[:5], EVENT[5:], EVENT * 5, b"data: [DONE]\n\n"]
+    one = events(4)
+    pieces = [events(0), events(1, 2, 3), one[:-1], one[-1:], events(*range(5, 10)), DONE]
     # Before, and after 1, 4, 4, 5 and 10 prompts of ten.
     assert await loads_during(pieces) == [128, 115, 76, 76, 64, 0, 0, 0]
+
+
+async def test_prompt_of_a_list_counts_with_its_first_event_only() -> None:
+    """Each token of an answer is an event, on routes that generate."""
+    pieces = [events(3, 3, 3), events(3) * 9, events(8, 3)]
+    assert await loads_during(pieces) == [128, 115, 115, 102, 0]
+
+
+async def test_answers_to_one_prompt_count_once() -> None:
+    pieces = [events(7), events(6), events(5)]
+    assert await loads_during(pieces, samples=2) == [128, 115, 115, 102, 0]
+
+
+@pytest.mark.parametrize(
+    ("body", "samples"),
+    [({}, 1), ({"n": 3}, 3), ({"sampling_params": {"n": 2}}, 2), ({"n": None}, 1), ({"n": "x"}, 1)],
+)
+def test_number_of_answers_to_a_prompt_is_in_the_body(
+    body: dict[str, object], samples: int
+) -> None:
+    assert count_samples(body) == samples
 
 
 async def test_whole_answer_shows_that_all_prompts_are_computed() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,11 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a tiny model."""
+    """Sizes of a tiny model.
+
+    ``labels``: number of scores that it gives a prompt in place of a next token; 0 for a model that
+    generates text.
+    """
 
     layers: int = 6
     hidden: int = 512
@@ -54,6 +58,7 @@ class Shape:
     vocabulary: int = 4096
     context: int = 32768
     experts: int = 0
+    labels: int = 0
 
 
 SHAPES = {
@@ -63,6 +68,11 @@ SHAPES = {
     "bench": Shape(layers=8),
     "moe": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, experts=8),
     "experts": Shape(hidden=256, intermediate=1024, heads=4, kv_heads=2, experts=16, layers=8),
+}
+SHAPES |= {
+    f"{name}_cross_encoder": replace(shape, labels=1)
+    for name, shape in SHAPES.items()
+    if not shape.experts
 }
 
 
@@ -95,7 +105,13 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
     """Write tokenizer, configuration and weights to the folder ``out``, all of them or none."""
     torchvision_ops.allow_mismatched_build()
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3ForSequenceClassification,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     tokenizer = train_tokenizer(texts, shape.vocabulary, shape.context)
     common: dict[str, Any] = {
@@ -123,9 +139,12 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
             decoder_sparse_step=1,
         )
         model: Any = Qwen3MoeForCausalLM(config)
+    elif shape.labels:
+        model = Qwen3ForSequenceClassification(Qwen3Config(**common, num_labels=shape.labels))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
-    silence_unprintable(model.lm_head.weight, tokenizer)
+    if not shape.labels:
+        silence_unprintable(model.lm_head.weight, tokenizer)
     scratch = out.with_name(out.name + ".partial")
     model.to(torch.float32).save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)

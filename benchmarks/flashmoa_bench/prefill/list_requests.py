@@ -13,7 +13,7 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.rounds import run_concurrently
 
 STOCK, OURS, STREAMED, SINGLE = "stock", "flashmoa", "flashmoa-streamed", "flashmoa-single"
-EMBEDDING, MIS = "embedding", "mis"
+EMBEDDING, CROSS_ENCODER, MIS = "embedding", "cross_encoder", "mis"
 _LABELS = [1000, 1001]
 
 
@@ -24,7 +24,7 @@ class ListAnswer:
     Attributes:
         seconds: until all results were there.
         first: seconds until the first result was there.
-        scores: the items' scores; ``None`` of embeddings.
+        scores: the items' scores; ``None`` of a model that gives others.
         computed: number of prompt tokens that were computed; ``None`` if the engine does not tell.
     """
 
@@ -57,7 +57,8 @@ async def ask_list(
     reply = await http.post(f"{url}/v1/score", json=request)
     seconds = clock.now() - started
     answer = reply.raise_for_status().json()
-    return ListAnswer(seconds, seconds, answer["scores"], _computed(answer["usage"]))
+    scores = None if way == CROSS_ENCODER else answer["scores"]
+    return ListAnswer(seconds, seconds, scores, _computed(answer["usage"]))
 
 
 async def _ask_one_by_one(

@@ -4,9 +4,9 @@ Each item is a prompt that begins with the query, which the engines should compu
 SGLang does so only in later forwards, so how large its forwards are decides how much it computes:
 several sizes are measured (--stock-forwards), and the fastest is what FlashMoA is compared with.
 FlashMoA gets the list in one request and, for comparison, in a request for each item. As a reranker
-by embeddings would, the last way embeds the query and each item by itself, which is less to
-compute, and knows less. With --enable-mis stock SGLang packs all items into one prompt; that needs
-FlashInfer, so give such an engine's URL.
+by embeddings would, one way embeds the query and each item by itself, which is less to compute, and
+knows less. A cross-encoder of the same size has a score in place of a next token. With --enable-mis
+stock SGLang packs all items into one prompt; that needs FlashInfer, so give such an engine's URL.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -30,6 +30,7 @@ from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.prefill.list_requests import (
+    CROSS_ENCODER,
     EMBEDDING,
     MIS,
     OURS,
@@ -45,6 +46,7 @@ ROLES = (
     Role(OURS, plugin=True),
     Role(EMBEDDING, plugin=False, arguments=("--is-embedding",), optional=True),
 )
+_CROSS_ENCODER = Role(CROSS_ENCODER, plugin=False, optional=True)
 _WITH_MIS = Role(MIS, plugin=False, arguments=("--enable-mis",), optional=True)
 _TIMEOUT_SECONDS = 600.0
 
@@ -58,7 +60,8 @@ class ListRow:
         gain: items a second over those of the fastest of the stock engines.
         bound: seconds that an engine with the plugin has measured for a forward of one prompt with
             as many tokens as the query and all items have (:func:`forward_seconds`).
-        difference: the largest difference of a score from stock SGLang's; ``None`` of embeddings.
+        difference: the largest difference of a score from stock SGLang's; ``None`` of a model
+            that gives other scores.
     """
 
     way: str
@@ -75,7 +78,7 @@ class ListRow:
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench score-lists`` and return the exit status."""
-    parser = make_parser("score_lists", __doc__, (*ROLES, _WITH_MIS))
+    parser = make_parser("score_lists", __doc__, (*ROLES, _CROSS_ENCODER, _WITH_MIS))
     parser.add_argument("--items", type=positive, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
         "--stock-forwards",
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         default=[512, 1024, 2048],
         help="tokens of the largest forward of further stock engines",
     )
-    parser.add_argument("--query", type=positive, default=512, help="tokens of the query")
+    parser.add_argument("--query", type=positive, default=64, help="tokens of the query")
     parser.add_argument("--item", type=positive, default=64, help="tokens of each item")
     anyio.run(_main, parser.parse_args(arguments))
     return 0
@@ -93,8 +96,9 @@ def main(arguments: Sequence[str]) -> int:
 async def _main(options: argparse.Namespace) -> None:
     report = Report("score_lists", options)
     tokens = options.query + 2 * max(options.items) * options.item
-    # A list in requests of their own needs a connection for each.
-    limits = httpx.Limits(max_connections=None)
+    # A list in requests of their own needs a connection for each. SGLang closes those that nobody
+    # has used for five seconds.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     timeout = clock.machine_seconds(_TIMEOUT_SECONDS)
     async with (
         report.connect(_make_roles(options), 2 * tokens) as engines,
@@ -109,7 +113,8 @@ def _make_roles(options: argparse.Namespace) -> list[Role]:
     stock, ours, embedding = ROLES
     roles = [stock, *map(_stock_with_forwards, options.stock_forwards), ours]
     if not computes_hashes(options):
-        roles.append(embedding)
+        shape = f"{options.shape}_{CROSS_ENCODER}"
+        roles += (embedding, replace(_CROSS_ENCODER, shape=shape))
     return [*roles, _WITH_MIS] if options.mis_url else roles
 
 

@@ -129,39 +129,34 @@ async def test_metrics_count_questions_agents_and_tokens(
     assert float(tokens) > 3 * 8
 
 
-async def test_bodies_as_chat_programs_send_them_are_answered(moa_url: str) -> None:
-    """LiteLLM and Open WebUI; the latter also asks for titles of chats."""
-    open_webui = {
-        "model": "three",
+async def test_open_webui_finds_the_models_and_gets_answers_and_titles(moa_url: str) -> None:
+    """The requests are those of its source, with every parameter that it sends to such servers."""
+    chat = {
         "messages": [{"role": "system", "content": "Be kind."}, *QUESTION],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": 6,
         "temperature": 0.7,
         "top_p": 0.9,
+        "min_p": 0.05,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "reasoning_effort": "low",
         "stop": ["<|end|>"],
         "logit_bias": {"5": -100},
         "seed": 0,
-    }
-    litellm = {
-        "model": "three",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}],
-        "max_completion_tokens": 6,
-        "n": 1,
-        "user": "team",
-        "metadata": {"tags": "a"},
         "response_format": {"type": "text"},
     }
-    async with httpx.AsyncClient(base_url=moa_url, timeout=60) as http:
-        answer = await http.post(
-            "/v1/chat/completions", json=open_webui, headers={"Authorization": "Bearer -"}
-        )
-        events = [
-            json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")
-        ]
-        assert events[-1]["usage"]["completion_tokens"] <= 6
-        title = {"model": "three", "messages": QUESTION, "stream": False, "max_tokens": 5}
-        for body in (litellm, title):
-            answer = await http.post("/v1/chat/completions", json=body)
+    title = {"messages": QUESTION, "stream": False, "max_completion_tokens": 5}
+    headers = {"Authorization": "Bearer -"}
+    async with httpx.AsyncClient(base_url=moa_url, timeout=60, headers=headers) as http:
+        models = (await http.get("/v1/models")).json()["data"]
+        assert {"id", "object", "owned_by"} <= models[0].keys()
+        for model in ("three", "stairs", "votes", "judged"):
+            assert model in [one["id"] for one in models]
+            answer = await http.post("/v1/chat/completions", json={"model": model, **chat})
             assert answer.status_code == 200, answer.text
+            lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+            assert 0 < json.loads(lines[-1][6:])["usage"]["completion_tokens"] <= 6
+            answer = await http.post("/v1/chat/completions", json={"model": model, **title})
             assert answer.json()["choices"][0]["message"]["role"] == "assistant"

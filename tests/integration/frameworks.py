@@ -1,0 +1,24 @@
+"""Run tests of other projects' newest clients, in an environment of their own."""
+
+from __future__ import annotations
+
+import os
+
+import anyio
+
+from tests.conftest import ROOT
+
+PYTHON = ROOT / ".venvs" / "frameworks" / "bin" / "python"
+
+
+async def run_frameworks(*files: str, **environment: str) -> None:
+    """Run files of tests/frameworks on servers of this environment, and print what they print."""
+    assert PYTHON.exists(), "its environment is missing; run `make .venvs/frameworks/.ready`"
+    # Without the conftest.py above, which needs SGLang.
+    command = [PYTHON, "-m", "pytest", "--confcutdir=tests/frameworks", "-s"]
+    command += [f"tests/frameworks/{file}" for file in files]
+    given = {**os.environ, **environment}
+    done = await anyio.run_process(command, cwd=ROOT, env=given, check=False)
+    output = done.stdout.decode()
+    print(output)
+    assert done.returncode == 0, output[-5000:] + done.stderr.decode()[-2000:]

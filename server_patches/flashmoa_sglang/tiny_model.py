@@ -61,7 +61,7 @@ class Shape:
     labels: int = 0
 
 
-SHAPES = {
+_GENERATORS = {
     "test": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2),
     "small": Shape(layers=4, hidden=384, intermediate=1024, heads=6, kv_heads=3),
     "large": Shape(),
@@ -69,9 +69,9 @@ SHAPES = {
     "moe": Shape(layers=2, hidden=128, intermediate=384, heads=4, kv_heads=2, experts=8),
     "experts": Shape(hidden=256, intermediate=1024, heads=4, kv_heads=2, experts=16, layers=8),
 }
-SHAPES |= {
+SHAPES = _GENERATORS | {
     f"{name}_cross_encoder": replace(shape, labels=1)
-    for name, shape in SHAPES.items()
+    for name, shape in _GENERATORS.items()
     if not shape.experts
 }
 
@@ -140,7 +140,9 @@ def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
         )
         model: Any = Qwen3MoeForCausalLM(config)
     elif shape.labels:
-        model = Qwen3ForSequenceClassification(Qwen3Config(**common, num_labels=shape.labels))
+        config = Qwen3Config(**common)
+        config.num_labels = shape.labels
+        model = Qwen3ForSequenceClassification(config)
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**common))
     if not shape.labels:

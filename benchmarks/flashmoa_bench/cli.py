@@ -74,6 +74,9 @@ BENCHMARKS = {
         "routing.benchmark",
         "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",
     ),
+    "router_measured": Benchmark(
+        "routing.measured", "routers before modelled engines, and what the simulation predicted"
+    ),
     "router_load": Benchmark(
         "routing.load", "requests per second through flashmoa router, before stub engines"
     ),

@@ -66,9 +66,11 @@ class TrueFlops:
     def work(self, start: int, end: int) -> int:
         if end <= start:
             return 0
-        pairs = _pairs(end) - _pairs(start)
-        window_pairs = _pairs_within(end, self.window) - _pairs_within(start, self.window)
-        return self.linear * (end - start) + self.pair * pairs + self.window_pair * window_pairs
+        work = self.linear * (end - start) + self.pair * (_pairs(end) - _pairs(start))
+        if self.window_pair:
+            near = _pairs_within(end, self.window) - _pairs_within(start, self.window)
+            work += self.window_pair * near
+        return work
 
 
 def _pairs(length: int) -> int:

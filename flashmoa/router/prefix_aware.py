@@ -161,40 +161,43 @@ class PrefixAware(Policy):
 
     def _candidates(self, blocks: Blocks, queued: Mapping[str, int]) -> list[EngineCandidate]:
         """Return the engines between which the choice is: of those without a match, only one."""
-        candidates: list[EngineCandidate] = []
-        found_by_engine = self._index.match(blocks.hashes)
+        found = self._index.match(blocks.hashes)
         strangers = [
             # Between idle engines, the emptier cache decides, so that all caches are used.
             (engine.backlog, len(engine.requests), len(engine.table), name)
             for name, engine in self._engines.items()
-            if engine.table.engine not in found_by_engine and not engine.is_saturated
+            if engine.table.engine not in found and not engine.is_saturated
         ]
         least = min(strangers, key=lambda stranger: stranger[:3])[3] if strangers else None
-        for name, engine in self._engines.items():
-            found = found_by_engine.get(engine.table.engine, 0)
-            if not found and name != least:
-                continue
-            table, work = engine.table, engine.traits.measure.work
-            committed = table.match_committed(blocks.hashes, found)
-            matched = blocks.cached_tokens(found)
-            candidate = EngineCandidate(
-                engine=name,
-                matched=matched,
-                cost=work(matched, blocks.length),
-                load=engine.backlog,
-                saturated=engine.is_saturated,
-                running=len(engine.requests),
-                prefix_load=work(blocks.cached_tokens(committed), matched),
-                is_popular=bool(found)
-                and table.promises(blocks.hashes[found - 1]) * work(matched, blocks.length)
-                > work(0, matched),
-                queued=queued.get(name, 0) if engine.is_saturated else 0,
-                takes_sibling=bool(found)
-                and blocks.length - matched <= self._short
-                and engine.takes_siblings,
-            )
-            candidates.append(candidate)
-        return candidates
+        return [
+            self._candidate(name, blocks, found.get(engine.table.engine, 0), queued)
+            for name, engine in self._engines.items()
+            if engine.table.engine in found or name == least
+        ]
+
+    def _candidate(
+        self, name: str, blocks: Blocks, found: int, queued: Mapping[str, int]
+    ) -> EngineCandidate:
+        """Return an engine that has the first ``found`` blocks of a prompt, or will have them."""
+        engine = self._engines[name]
+        table, work = engine.table, engine.traits.measure.work
+        matched = blocks.cached_tokens(found)
+        committed = table.match_committed(blocks.hashes, found)
+        cost = work(matched, blocks.length)
+        siblings = table.promises(blocks.hashes[found - 1]) if found else 0
+        is_short = found > 0 and blocks.length - matched <= self._short
+        return EngineCandidate(
+            engine=name,
+            matched=matched,
+            cost=cost,
+            load=engine.backlog,
+            saturated=engine.is_saturated,
+            running=len(engine.requests),
+            prefix_load=work(blocks.cached_tokens(committed), matched),
+            queued=queued.get(name, 0) if engine.is_saturated else 0,
+            is_popular=siblings > 0 and siblings * cost > work(0, matched),
+            takes_sibling=is_short and engine.takes_siblings,
+        )
 
     def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
         if waiting.request in self._placed:

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,35 @@ from anyio.abc import Process
 from flashmoa.engine import EngineError
 from flashmoa.engine.local import free_port
 
-OURS, STOCK = "flashmoa router", "sglang-router"
+OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
+DYNAMO = "Dynamo's rule"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 # The router ends when the benchmark ends, even if that is killed (PR_SET_PDEATHSIG).
 _END_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
 _FLASHMOA = _END_WITH_PARENT + "from flashmoa.cli import main; main()"
-# sglang-router's own command would import SGLang, which is not needed here.
-_SGLANG_ROUTER = (
+# The rule by which NVIDIA Dynamo's router chooses, in the process of ours.
+_DYNAMO = (
     _END_WITH_PARENT
     + """
-import json, sys
-from sglang_router.router import Router
-from sglang_router.router_args import RouterArgs
-arguments = json.loads(sys.argv[1])
+import json, sys, uvicorn
+from flashmoa.router.application import RouterOptions, application
+from flashmoa_bench.routing.rivals import Dynamo
+port, *engines = sys.argv[1:]
+options = RouterOptions(engines, policy=Dynamo())
+uvicorn.run(application(options), port=int(port), log_level="warning")
+"""
+)
+# sglang-router's own command would import SGLang, which is not needed here. smg, its successor, has
+# the same interface.
+_RUST_ROUTER = (
+    _END_WITH_PARENT
+    + """
+import importlib, json, sys
+package = sys.argv[1]
+Router = importlib.import_module(f"{package}.router").Router
+RouterArgs = importlib.import_module(f"{package}.router_args").RouterArgs
+arguments = json.loads(sys.argv[2])
 arguments["prefill_urls"] = [tuple(engine) for engine in arguments.get("prefill_urls", [])]
 Router.from_args(RouterArgs(
     host="127.0.0.1", log_level="warn", worker_startup_check_interval=1, **arguments
@@ -45,26 +60,44 @@ _PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
 def installed_routers() -> list[str]:
     """Return the routers that are installed here."""
-    return [OURS, *([STOCK] if find_spec("sglang_router") is not None else [])]
+    packages = {STOCK: "sglang_router", SMG: "smg"}
+    found = [name for name, package in packages.items() if find_spec(package) is not None]
+    return [OURS, *found, DYNAMO]
 
 
 @asynccontextmanager
-async def start_router(name: str, engines: Sequence[str]) -> AsyncGenerator[str]:
+async def start_router(
+    name: str, engines: Sequence[str], model_config: Mapping[str, Any] | None = None
+) -> AsyncGenerator[str]:
     """Start a router over ``engines``, and yield its URL once it answers requests.
 
     Args:
         name: one of :func:`installed_routers`.
         engines: the engines' URLs.
+        model_config: configuration of the model whose FLOPs our router counts; by default that of
+            the engines.
 
     Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
-    if name == OURS:
-        flags = [part for url in engines for part in ("--engine", url)]
-        async with _start_flashmoa(flags, 1) as [url]:
-            yield url
-    else:
-        async with _start_sglang_router(worker_urls=list(engines), policy="cache_aware") as url:
-            yield url
+    async with AsyncExitStack() as stack:
+        if name == OURS:
+            flags = [part for url in engines for part in ("--engine", url)]
+            if model_config is not None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flashmoa-model-"))
+                file = Path(folder) / "config.json"
+                file.write_text(json.dumps(model_config))
+                flags += ["--model-config", str(file)]
+            [url] = await stack.enter_async_context(_start_flashmoa(flags, 1))
+        elif name == DYNAMO:
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            command = [sys.executable, "-c", _DYNAMO, str(port), *engines]
+            await stack.enter_async_context(_running(command, [url]))
+        else:
+            package = "smg" if name == SMG else "sglang_router"
+            started = _start_rust_router(package, worker_urls=list(engines), policy="cache_aware")
+            url = await stack.enter_async_context(started)
+        yield url
 
 
 @asynccontextmanager
@@ -77,8 +110,11 @@ async def start_pd_router(prefill: str, bootstrap_port: int, decode: str) -> Asy
 
     Raises: EngineError as :func:`start_router`.
     """
-    async with _start_sglang_router(
-        pd_disaggregation=True, prefill_urls=[(prefill, bootstrap_port)], decode_urls=[decode]
+    async with _start_rust_router(
+        "sglang_router",
+        pd_disaggregation=True,
+        prefill_urls=[(prefill, bootstrap_port)],
+        decode_urls=[decode],
     ) as url:
         yield url
 
@@ -114,11 +150,11 @@ async def _start_flashmoa(flags: Sequence[str], count: int) -> AsyncGenerator[li
 
 
 @asynccontextmanager
-async def _start_sglang_router(**arguments: Any) -> AsyncGenerator[str]:
+async def _start_rust_router(package: str, **arguments: Any) -> AsyncGenerator[str]:
     port = free_port()
     given = {"port": port, "prometheus_port": free_port(), **arguments}
     url = f"http://127.0.0.1:{port}"
-    async with _running([sys.executable, "-c", _SGLANG_ROUTER, json.dumps(given)], [url]):
+    async with _running([sys.executable, "-c", _RUST_ROUTER, package, json.dumps(given)], [url]):
         yield url
 
 

@@ -1,11 +1,12 @@
 """Compare routing policies on simulated engines (MoE-Prefill §7, §8.2, Table 2), or real routers.
 
-By default engines with the shape of Qwen3-235B-A22B are simulated, and the paper's mix of
-prefill-only requests, with synthetic texts, is replayed over 2 and over 8 of them. The policies are
-random, round robin, sglang-router's cache_aware, and FlashMoA's prefix_aware: with and without the
-engines' KV events, with the paper's rule, by which no request waits for a saturated engine, and in
-two routers that get requests in turn and know nothing of each other.
-Nothing is computed and nothing is timed; the same seed gives the same figures.
+By default engines with Qwen3-30B-A3B are simulated, whose forwards take what NVIDIA measured on
+an H200, and four mixes of prefill-only requests with synthetic texts are replayed over 8 and over
+32 of them: the paper's, long documents, short reviews and one hot prefix. The policies are taking
+turns, the rules of sglang-router 0.3.2, smg 1.13 and Dynamo 1.6, and FlashMoA's: with and without
+the engines' KV events, with the paper's rule, by which no request waits for a saturated engine, and
+in two routers that get requests in turn and know nothing of each other. Nothing is computed and
+nothing is timed; the same seed gives the same figures. ``router-measured`` measures the same.
 
 With --engine and --router, running engines answer requests with one token each. Some requests are
 about a few documents, others have nothing in common. Every round begins with empty caches and goes
@@ -40,7 +41,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--concurrency",
         type=positive,
-        help="requests at a time: per simulated engine (256), over all running ones (16)",
+        help="requests at a time: per simulated engine (64), over all running ones (16)",
     )
     simulation.add_options(parser)
     live.add_options(parser)
@@ -48,5 +49,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if bool(options.engine) != bool(options.router):
         parser.error("running routers need both --engine URL and --router NAME=URL")
     if options.concurrency is None:
-        options.concurrency = 16 if options.engine else 256
+        options.concurrency = 16 if options.engine else 64
     return options

@@ -1,16 +1,16 @@
 """Simulate engines and replay requests over them; pure and deterministic.
 
 A simulated engine computes requests in order of arrival, in forwards of limited size, and chunks
-long prompts. A forward takes its work over the engine's rate, but at least the engine's floor: the
-time to transfer the weights (MoE-Prefill §6.2). Requests can share blocks as soon as these are
-scheduled, as in vLLM, and in SGLang with FlashMoA's plugin.
+long prompts. It builds the next forward when one begins, as SGLang's overlap schedule does.
+Requests can share blocks as soon as these are scheduled, as in vLLM, and in SGLang with FlashMoA's
+plugin, and engines report these blocks then.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,24 +19,26 @@ from flashmoa.router.flops import Measure
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa_bench.prefill.mix import MixRequest
 
+# Returns the seconds of a forward, given the cached and the new tokens of each of its prompts.
+ForwardTimes = Callable[[tuple[tuple[int, int], ...]], float]
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The hardware and the settings of a simulated engine.
 
     Attributes:
-        measure: measures the work of a forward.
-        rate: work per second.
-        batch_tokens, floor: most tokens and least seconds of a forward.
+        measure: measures work, for policies that balance it.
+        times: says how long forwards take.
+        batch_tokens: most tokens of a forward.
         cache_blocks: most blocks that its cache holds.
         reports: whether it reports the blocks that it stores and evicts.
     """
 
     measure: Measure
-    rate: float
+    times: ForwardTimes
     batch_tokens: int
     cache_blocks: int
-    floor: float = 0.0
     reports: bool = True
 
     def traits(self, saturation: int | None) -> EngineTraits:
@@ -91,17 +93,16 @@ class Step:
 
 
 class SimulatedEngine:
-    """Computes requests in simulated time, and counts tokens, work, seconds and forwards.
+    """Computes requests in simulated time, and counts tokens, seconds and forwards.
 
     Attributes:
         cached, prompt: tokens that were cached, and tokens of all prompts.
-        work: work of all forwards, as ``machine.measure`` measures it.
         busy: seconds of all forwards.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.cached = self.prompt = self.work = self.steps = 0
+        self.cached = self.prompt = self.steps = 0
         self.busy = 0.0
         self._cache = Cache(machine.cache_blocks)
         self._queue: deque[_Job] = deque()
@@ -109,24 +110,24 @@ class SimulatedEngine:
     def submit(self, request: MixRequest) -> None:
         self._queue.append(_Job(request))
 
-    def step(self) -> Step | None:
-        """Compute the next forward; return ``None`` if there is nothing to compute."""
+    def build(self) -> Step | None:
+        """Build the next forward; return ``None`` if there is nothing to compute."""
         if not self._queue:
             return None
-        step, room, work = Step(0.0), self.machine.batch_tokens, 0
+        step, room = Step(0.0), self.machine.batch_tokens
+        parts: list[tuple[int, int]] = []
         while room > 0 and self._queue:
             job = self._queue[0]
             if job.done == 0:
                 self._admit(job)
             tokens = min(room, job.request.blocks.length - job.done)
-            work += self.machine.measure.work(job.done, job.done + tokens)
+            parts.append((job.done, tokens))
             room -= tokens
             job.done += tokens
             self._store(job, step)
             if job.done >= job.request.blocks.length:
                 step.completed.append(self._queue.popleft().request)
-        step.seconds = max(self.machine.floor, work / self.machine.rate)
-        self.work += work
+        step.seconds = self.machine.times(tuple(parts))
         self.busy += step.seconds
         self.steps += 1
         return step
@@ -154,17 +155,17 @@ class ReplayOutcome:
         seconds: simulated time until the last prompt was computed.
         tokens: number of tokens of all prompts.
         cached: number of these that were cached and not computed.
-        work: work of all engines.
         imbalance: busy time of the busiest engine over the mean.
         steps: number of forwards of all engines.
+        waits: each request's seconds, from when it was sent to its answer.
     """
 
     seconds: float
     tokens: int
     cached: int
-    work: int
     imbalance: float
     steps: int
+    waits: Sequence[float]
 
     @property
     def throughput(self) -> float:
@@ -205,9 +206,13 @@ class _Replay:
         # The forwards in progress, with the time when each ends and the engine's name; a heap.
         self._running: list[tuple[float, str, Step]] = []
         self._idle = set(self._engines)
-        # The requests in progress; ``_unrouted`` are those that have no engine yet.
-        self._requests: dict[str, MixRequest] = {}
+        # The forwards that follow them and are built already.
+        self._next: dict[str, Step | None] = {}
+        # The requests in progress, with the time when each was sent.
+        self._requests: dict[str, tuple[MixRequest, float]] = {}
+        # Those of them that have no engine yet.
         self._unrouted: list[WaitingRequest] = []
+        self._waits: list[float] = []
         for name, machine in machines.items():
             policy.join(name, machine.traits(saturation))
 
@@ -216,7 +221,7 @@ class _Replay:
         self._advance(coming, concurrency, now)
         while self._running:
             now, name, step = heapq.heappop(self._running)
-            self._finish(name, step)
+            self._finish(name, step, now)
             self._advance(coming, concurrency, now)
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests never had an engine")
@@ -229,35 +234,45 @@ class _Replay:
             seconds=seconds,
             tokens=sum(engine.prompt for engine in engines),
             cached=sum(engine.cached for engine in engines),
-            work=sum(engine.work for engine in engines),
             imbalance=max(busy) * len(busy) / sum(busy) if any(busy) else 1.0,
             steps=sum(engine.steps for engine in engines),
+            waits=self._waits,
         )
 
     def _advance(self, coming: deque[MixRequest], concurrency: int, now: float) -> None:
         """Admit as many requests as may be in progress, route them, and start idle engines."""
+        new: list[WaitingRequest] = []
         while coming and len(self._requests) < concurrency:
             request = coming.popleft()
-            self._requests[request.name] = request
-            self._unrouted.append(WaitingRequest(request.name, request.blocks))
-        routed = self._policy.route(self._unrouted)
-        self._unrouted = [waiting for waiting in self._unrouted if waiting.request not in routed]
-        for name, engine in routed.items():
-            self._engines[engine].submit(self._requests[name])
+            self._requests[request.name] = (request, now)
+            new.append(WaitingRequest(request.name, request.blocks))
+        self._unrouted += new
+        # As the dispatcher does: while all engines are full, only a request that has come may go.
+        queue = self._unrouted if self._policy.takes_requests() else new
+        if queue and (routed := self._policy.route(queue)):
+            self._unrouted = [each for each in self._unrouted if each.request not in routed]
+            for name, engine in routed.items():
+                self._engines[engine].submit(self._requests[name][0])
         for name in sorted(self._idle):
-            if (step := self._engines[name].step()) is not None:
+            if (step := self._next.pop(name, None) or self._build(name)) is not None:
                 self._idle.discard(name)
                 heapq.heappush(self._running, (now + step.seconds, name, step))
+                self._next[name] = self._build(name)
 
-    def _finish(self, name: str, step: Step) -> None:
-        self._idle.add(name)
-        if self._engines[name].machine.reports:
+    def _build(self, name: str) -> Step | None:
+        step = self._engines[name].build()
+        if step is not None and self._engines[name].machine.reports:
             self._policy.add_blocks(name, step.stored)
             self._policy.remove_blocks(name, step.evicted)
+        return step
+
+    def _finish(self, name: str, step: Step, now: float) -> None:
+        self._idle.add(name)
         for ask in step.completed:
             self._policy.finish_prefill(ask.name)
             self._policy.end(ask.name)
-            del self._requests[ask.name]
+            _, sent = self._requests.pop(ask.name)
+            self._waits.append(now - sent)
 
 
 def best_hit_rate(prompts: Iterable[Blocks]) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from flashmoa_bench.harness.routers import installed_routers
 from flashmoa_bench.linking import stream_load
 
 from flashmoa.cli import bench
@@ -174,6 +175,23 @@ async def test_prefill_only_measures_one_engine_and_several(benches: Bench) -> N
         assert same["logprob"] is None or same["logprob"] < 1e-3
         # A cached prompt computes its last token again.
         assert mix["unique"] <= row["computed"] <= mix["tokens"]
+
+
+async def test_routers_are_measured_beside_the_prediction_and_resumed(benches: Bench) -> None:
+    few = ["--mix", "short-reviews", "--share", "0.002", "--engines", "2", "--concurrency", "4"]
+    some = ["--routers", "round_robin", "flashmoa router", "--seeds", "1", "0"]
+    roles = ["engine-1", "engine-2"]
+    first = await benches.run("router-measured", roles, *few, *some, rounds=False)
+    # All that are installed, of which two are measured already.
+    both = await benches.run("router-measured", roles, *few, "--resume", rounds=False)
+    cells = both["cells"]
+    assert cells[:4] == first["cells"]
+    found = {(cell["router"], cell["seed"]) for cell in cells}
+    assert len(found) == len(cells) == 4 + len(installed_routers()) - 1
+    for cell in cells:
+        assert 0 < cell["p50"] <= cell["p99"] <= cell["seconds"] and cell["predicted"] > 0
+        # A cached prompt computes its last token again.
+        assert cell["unique"] <= cell["computed"] <= cell["tokens"]
 
 
 async def test_an_unreachable_engine_is_reported_without_a_traceback(

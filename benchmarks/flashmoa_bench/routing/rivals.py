@@ -1,0 +1,137 @@
+"""Implement other routers' rules as policies, to simulate them (`Smg`, `Dynamo`); pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from flashmoa.router.blocks import Blocks
+from flashmoa.router.engine_state import BlockTable
+from flashmoa.router.policies import (
+    CacheAware,
+    EngineTraits,
+    Policy,
+    WaitingRequest,
+)
+from flashmoa.router.prefix_index import PrefixIndex
+
+
+class Smg(CacheAware):
+    """Implements ``cache_aware`` of smg 1.13 for HTTP engines, with its defaults.
+
+    Unlike sglang-router's, a request leaves the engine with its longest prefix only if that engine
+    itself has too many requests: more than 64 above the mean, or than two standard deviations
+    (``2 * sqrt(mean)``, at least 4) if these are fewer, and more than 1.5 times the mean. This is
+    how ``smg launch --help`` describes ``--balance-abs-threshold``. Its protection of engines with
+    a long queue, which needs their reports, is left out.
+    """
+
+    def _choose(self, engines: list[str], blocks: Blocks) -> str:
+        chosen = self._longest_match(blocks)
+        if chosen is None or self._has_too_many(chosen):
+            chosen = self._least_loaded(engines)
+        self._trees[chosen].commit(blocks.hashes)
+        return chosen
+
+    def _has_too_many(self, engine: str) -> bool:
+        mean = sum(self.running.values()) / len(self.running)
+        margin = min(self._absolute_threshold, max(4.0, 2 * math.sqrt(mean)))
+        running = self.running[engine]
+        return running > mean + margin and running > self._relative_threshold * mean
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What Dynamo's router knows of an engine: its cache, and the requests that it has booked.
+
+    Attributes:
+        used: the blocks of those requests, which are pending in this table.
+    """
+
+    cache: BlockTable
+    used: BlockTable
+    prefill_tokens: int = 0
+
+
+class Dynamo(Policy):
+    """Implements the KV router of NVIDIA Dynamo 1.6, with its defaults.
+
+    Each request goes at once to the engine with the least cost, a random one of several (``lib/
+    kv-router/src/scheduling/selector/default.rs`` in github.com/ai-dynamo/dynamo): the blocks that
+    it has yet to prefill with this request, less those of the request that it has cached, plus the
+    blocks that its requests occupy with this one. Prefills count in full until they are complete.
+    Only what engines report is cached: requests on their way do not attract others.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._cached, self._used = PrefixIndex(), PrefixIndex()
+        self._workers: dict[str, _Worker] = {}
+        # The engine of each booked request, the tokens that it prefills, and its blocks.
+        self._booked: dict[str, tuple[str, int, Sequence[int]]] = {}
+
+    def join(self, engine: str, traits: EngineTraits) -> None:
+        if engine not in self._workers:
+            cache = BlockTable(traits.cache_blocks, self._cached)
+            self._workers[engine] = _Worker(cache, BlockTable(index=self._used))
+
+    def leave(self, engine: str) -> None:
+        if (worker := self._workers.pop(engine, None)) is not None:
+            worker.cache.withdraw()
+            worker.used.withdraw()
+            self._booked = {name: at for name, at in self._booked.items() if at[0] != engine}
+
+    def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
+        placed: dict[str, str] = {}
+        for waiting in queue if self._workers else ():
+            placed[waiting.request] = engine = self._choose(waiting.blocks)
+            self.admit(waiting, engine)
+        return placed
+
+    def _choose(self, blocks: Blocks) -> str:
+        cached, used = self._cached.match(blocks.hashes), self._used.match(blocks.hashes)
+        costs: dict[str, float] = {}
+        for name, worker in self._workers.items():
+            prefill = (worker.prefill_tokens + blocks.length) / blocks.size
+            prefill -= cached.get(worker.cache.engine, 0)
+            new = len(blocks.hashes) - used.get(worker.used.engine, 0)
+            costs[name] = max(0.0, prefill) + worker.used.pending + new
+        least = min(costs.values())
+        return self._random.choice([name for name, cost in costs.items() if cost == least])
+
+    def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
+        worker, blocks = self._workers[engine], waiting.blocks
+        if cached is None:
+            cached = worker.cache.match(blocks.hashes) * blocks.size
+        tokens = max(0, blocks.length - cached)
+        worker.prefill_tokens += tokens
+        worker.used.promise(blocks.hashes)
+        self._booked[waiting.request] = (engine, tokens, blocks.hashes)
+
+    def end(self, request: str) -> None:
+        if (booked := self._booked.pop(request, None)) is None:
+            return
+        engine, tokens, hashes = booked
+        worker = self._workers[engine]
+        worker.prefill_tokens -= tokens
+        worker.used.release(hashes)
+
+    def finish_prefill(self, request: str, items: int | None = None) -> None:
+        if (booked := self._booked.get(request)) is not None and items is None:
+            engine, tokens, hashes = booked
+            self._workers[engine].prefill_tokens -= tokens
+            self._booked[request] = (engine, 0, hashes)
+
+    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        if (worker := self._workers.get(engine)) is not None:
+            worker.cache.commit(tuple(hashes))
+
+    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        if (worker := self._workers.get(engine)) is not None:
+            worker.cache.evict(hashes)
+
+    def clear_blocks(self, engine: str) -> None:
+        if (worker := self._workers.get(engine)) is not None:
+            worker.cache.clear()

@@ -36,7 +36,7 @@ class EngineCandidate:
 
     @property
     def delay(self) -> int:
-        """The work that precedes the request and does not compute its prefix."""
+        """Return the work that precedes the request and does not compute its prefix."""
         return self.load + self.queued - self.prefix_load
 
 

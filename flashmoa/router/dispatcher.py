@@ -62,12 +62,12 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """The number of requests in the queue."""
+        """Return the number of requests in the queue."""
         return len(self._queue)
 
     @property
     def engines(self) -> Collection[str]:
-        """The engines that have joined."""
+        """Return the engines that have joined."""
         return self._engines
 
     def join(self, engine: str, traits: EngineTraits) -> None:

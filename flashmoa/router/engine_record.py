@@ -32,7 +32,7 @@ class EngineRecord:
 
     @property
     def backlog(self) -> int:
-        """The work before a new request: the load, and what the engine is computing.
+        """Return the work before a new request: the load, and what the engine is computing.
 
         A request whose answer comes late, because it is long, does not count as work for so long.
         """

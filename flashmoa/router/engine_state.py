@@ -40,7 +40,7 @@ class BlockTable:
 
     @property
     def pending(self) -> int:
-        """The number of pending blocks."""
+        """Return the number of pending blocks."""
         return len(self._pending)
 
     def promises(self, block: int) -> int:

@@ -52,7 +52,7 @@ class RoutedEngine:
 
     @property
     def places(self) -> list[str]:
-        """The names under which the dispatcher knows the engine: one for each of its ranks."""
+        """Return the names by which the dispatcher knows the engine: one for each of its ranks."""
         if self.ranks == 1:
             return [self.url]
         return [f"{self.url}{_RANK_MARK}{rank}" for rank in range(self.ranks)]

@@ -88,7 +88,10 @@ class KvEventSubscriber:
         self._newest = 0.0
 
     async def run(self) -> None:
-        """Apply events until cancelled, or until a message is not a KV event."""
+        """Apply events until cancelled, or until a message is not a KV event.
+
+        Then the blocks that it has told of are forgotten, since nobody would tell of their end.
+        """
         try:
             async with _socket(zmq.SUB) as socket:
                 socket.subscribe(self._source.topic.encode())
@@ -104,6 +107,7 @@ class KvEventSubscriber:
                 "engine's --kv-events-config and restart the router"
             )
             logger.warning(text, self._blocks.engine, error)
+            self._clear()
 
     async def _receive_live(self, sequence: int, payload: bytes) -> None:
         if self._next is not None and sequence > self._next:
@@ -195,7 +199,7 @@ class EventFollower:
 
         If it advertises what it did before, its events were followed while it was away, so its
         cache is known; if another engine runs there now, that one's first event says so. Otherwise
-        everything begins anew.
+        everything starts again.
 
         Args:
             places: the names of the engine's places, which it joined as.

@@ -17,6 +17,13 @@ def agent(engine: EngineClient, seed: int = 0, **sampling: Any) -> Model:
     return Model(engine, sampling={**defaults, **sampling})
 
 
+async def read_answer(system: Any) -> tuple[str, Any]:
+    """Ask a system the question. Return what it streams, and its result."""
+    async with system.answering(QUESTION) as run:
+        pieces = [piece async for piece in run]
+        return "".join(pieces), await run.result()
+
+
 def first_letter(answer: str) -> str | None:
     return answer.strip()[:1] or None
 

@@ -19,7 +19,7 @@ from flashmoa.moa import (
     Quorum,
     Staircase,
 )
-from tests.integration.moa.agents import QUESTION, agent, first_letter
+from tests.integration.moa.agents import QUESTION, agent, first_letter, read_answer
 from tests.integration.moa.faulty_agents import PROBLEMS, check_agent, faulty
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
@@ -51,10 +51,8 @@ async def test_mixture_leaves_out_an_agent_that_fails(
     layers[layer][1] = faulty(proxied, fault)
     proxy.fault = fault
     mixture = MixtureOfAgents([*layers, [agent(large, 7)]], "4-2-1", prompt=PROMPT)
-    async with mixture.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    assert "".join(pieces) == result.text == result.final.text != ""
+    text, result = await read_answer(mixture)
+    assert text == result.text == result.final.text != ""
     assert result.substitution is None
     check_agent(result.layers[layer].pop(1), fault)
     assert all(record.status == "used" for record in result.agents)

@@ -8,7 +8,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import AggregationPrompt, Debate, DebatePrompt, Fallback, Model, Staircase, Steps
-from tests.integration.moa.agents import QUESTION, agent
+from tests.integration.moa.agents import agent, read_answer
 from tests.integration.moa.faulty_agents import PROBLEMS, check_agent, faulty
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, wait_until_idle
@@ -47,10 +47,8 @@ async def test_staircases_and_debates_answer_without_an_agent_that_fails(
     proxy.fault = fault
     debaters = [agent(small, 1, max_tokens=24), faulty(proxied, fault, max_tokens=24)]
     system = staircase_or_debate(kind, debaters, agent(large, 3, max_tokens=24))
-    async with system.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    assert "".join(pieces) == result.text != "" and result.substitution is None
+    text, result = await read_answer(system)
+    assert text == result.text != "" and result.substitution is None
     record = next(one for one in result.agents if one.name == "1.2")
     if fault == "stall" and "staircase" in kind:
         # What it had written was read.
@@ -74,18 +72,16 @@ async def test_staircases_and_debates_answer_without_their_aggregator(
     other = Fallback([agent(large, 3, max_tokens=24)])
     for fallback in (other, Fallback()):
         system = staircase_or_debate(kind, debaters, last, fallback=fallback)
-        async with system.answering(QUESTION) as run:
-            pieces = [piece async for piece in run]
-            result = await run.result()
+        text, result = await read_answer(system)
         assert result.text
         if fault == "endless":
             assert result.substitution is None
         elif fallback is other:
             assert result.substitution.kind == "aggregator"
-            assert "".join(pieces) == result.text
+            assert text == result.text
         else:
             assert result.substitution.kind == "answer"
             name = "1.1" if kind == "staircase" else "2.1"
             [author] = [one for one in result.agents if one.name == name]
-            assert result.text == author.text and "".join(pieces).endswith(result.text)
+            assert result.text == author.text and text.endswith(result.text)
     await wait_until_idle(small)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_bench.devices import check
 from flashmoa_bench.devices.check import Compared, play_rows, show, slowdown_differences
 from flashmoa_bench.devices.rows import Row, choose_rows, measured_rows
 from flashmoa_bench.harness import clock
@@ -124,6 +126,26 @@ def test_rows_are_spread_over_what_was_measured() -> None:
         ValueError, match=r"no measured rows of 'GPT'; there are rows of .*Qwen3-32B"
     ):
         choose_rows(rows, "GPT", 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("apart", [False, True])
+async def test_clients_get_out_of_step_by_first_answers_that_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    asked: list[int] = []
+
+    async def answer(_http: Any, prompt: list[int], tokens: int) -> SimpleNamespace:
+        assert len(prompt) == 64
+        asked.append(tokens)
+        now = time.perf_counter()
+        return SimpleNamespace(first=now, last=now + (99 if tokens == 8 else 7))
+
+    monkeypatch.setattr(check, "ask", answer)
+    row = Row("any", "h200_sxm", 1, clients=4, prompt=64, answer=8, ttft=1.0, tpot=1.0)
+    _, tpot = await check.load(SimpleNamespace(url="http://127.0.0.1:1"), row, apart=apart)
+    assert sorted(asked) == ([1, 3, 5, 7] if apart else []) + [8] * 12
+    assert tpot == pytest.approx(99 / 7)
 
 
 @pytest.mark.anyio

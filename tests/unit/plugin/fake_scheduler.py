@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.messages import RequestMark, StreamTokens
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler.pins import Pin
-from flashmoa_sglang.scheduler.request import RequestState
+from flashmoa_sglang.scheduler.request import RequestState, state_of
 from flashmoa_sglang.scheduler.state import SchedulerState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from flashmoa_sglang.scheduler.streams import SchedulerStreams
+
+# More than any limit in these tests.
+MANY = 1 << 20
 
 
 class Tree:
@@ -193,3 +198,11 @@ class FakeScheduler:
         streams = self.flashmoa.streams
         streams.open(stream, opening(stream), self.make_request, output)
         streams.extend(new_tokens(stream, range(tokens), grows=grows, ended=ended))
+
+
+def make_increments(
+    streams: SchedulerStreams, tokens: int = MANY, least: int = 1, room: int = MANY, most: int = 16
+) -> dict[str | None, Any]:
+    """Make increments. Return them by their streams."""
+    made = streams.make(tokens, least, room, most)
+    return {state_of(req).increment_of: req for req in made}

@@ -67,6 +67,17 @@ def test_a_mixed_forward_costs_more_than_either_part_and_less_than_both(
     assert max(parts) < mixed < sum(parts)
 
 
+def test_a_step_of_one_block_of_tokens_is_faster_than_one_with_a_token_more(
+    tables: MeasuredTables,
+) -> None:
+    for decodes in (1, 4, 7):
+        two, one, more = (
+            tables.seconds(Forward(Prefills(1, 128 - decodes + extra, 1024), decodes, 1024))
+            for extra in (-1, 0, 1)
+        )
+        assert more - one > 0.01 > 10 * abs(one - two)
+
+
 @settings(deadline=None)  # The first query loads the tables.
 @given(st.integers(1, 200), st.integers(1, 8000), st.integers(0, 64), st.integers(1, 8000))
 def test_no_measured_forward_is_faster_than_its_roofline(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress
-from flashmoa_sglang.scheduler.pins import Pin
-from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, opening, request
+from tests.unit.plugin.fake_scheduler import (
+    MANY,
+    FakeScheduler,
+    make_increments,
+    new_tokens,
+    opening,
+    request,
+)
 
 pytestmark = pytest.mark.usefixtures("fake_release")
-
-MANY = 1 << 20
 
 
 @pytest.fixture
@@ -28,14 +28,6 @@ def streams(scheduler: FakeScheduler) -> SchedulerStreams:
     return scheduler.flashmoa.streams
 
 
-def make(
-    streams: SchedulerStreams, tokens: int = MANY, least: int = 1, room: int = MANY, most: int = 16
-) -> dict[str | None, Any]:
-    """Make increments. Return them by their streams."""
-    made = streams.make(tokens, least, room, most)
-    return {state_of(req).increment_of: req for req in made}
-
-
 @pytest.mark.parametrize("tokens_first", [True, False])
 def test_tokens_may_come_before_or_after_the_opening_request(
     scheduler: FakeScheduler, streams: SchedulerStreams, tokens_first: bool
@@ -46,10 +38,10 @@ def test_tokens_may_come_before_or_after_the_opening_request(
     ]
     first, second = messages if tokens_first else reversed(messages)
     first()
-    assert not streams.want() and not make(streams)
+    assert not streams.want() and not make_increments(streams)
     second()
     assert streams.want() and streams.waiting_tokens() == 20
-    assert make(streams)["a"].origin_input_ids == [*range(20)]
+    assert make_increments(streams)["a"].origin_input_ids == [*range(20)]
     assert scheduler.waiting_queue == []
 
 
@@ -71,7 +63,7 @@ def test_a_stream_that_sglang_refuses_gets_no_increments(
     scheduler.open_stream("a", 100)
     # SGLang has told the HTTP process itself.
     assert scheduler.sent == [] and scheduler.waiting_queue == [other]
-    assert not streams.want() and not make(streams)
+    assert not streams.want() and not make_increments(streams)
 
 
 def test_an_increment_that_sglang_refuses_leaves_the_others(
@@ -80,7 +72,7 @@ def test_an_increment_that_sglang_refuses_leaves_the_others(
     for stream in "ab":
         scheduler.open_stream(stream, 30)
     scheduler.refused.add("a")
-    assert list(make(streams)) == ["b"]
+    assert list(make_increments(streams)) == ["b"]
 
 
 def test_increments_do_not_wait_in_the_queue_of_clients(
@@ -91,7 +83,7 @@ def test_increments_do_not_wait_in_the_queue_of_clients(
     # SGLang refuses requests that would wait behind them.
     scheduler.max_queued = 2
     scheduler.open_stream("a", 100)
-    assert list(make(streams)) == ["a"] and scheduler.waiting_queue == waiting
+    assert list(make_increments(streams)) == ["a"] and scheduler.waiting_queue == waiting
 
 
 def test_a_stream_has_one_increment_at_a_time(
@@ -99,36 +91,36 @@ def test_a_stream_has_one_increment_at_a_time(
 ) -> None:
     for stream in "ab":
         scheduler.open_stream(stream, 100)
-    first = make(streams, tokens=130)
+    first = make_increments(streams, tokens=130)
     assert [len(first[stream].origin_input_ids) for stream in "ab"] == [100, 30]
     streams.extend(new_tokens("a", range(100, 150)))
-    assert not streams.want() and not make(streams)
+    assert not streams.want() and not make_increments(streams)
     streams.settle(first["b"])
     assert streams.waiting_tokens() == 70
-    assert make(streams)["b"].origin_input_ids == [*range(100)]
+    assert make_increments(streams)["b"].origin_input_ids == [*range(100)]
     streams.settle(first["a"])
-    assert make(streams)["a"].origin_input_ids == [*range(150)]
+    assert make_increments(streams)["a"].origin_input_ids == [*range(150)]
 
 
 def test_an_increment_is_whole_pages(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
     scheduler.page_size = 16
     scheduler.open_stream("a", 47)
     assert streams.waiting_tokens() == 32
-    increment = make(streams)["a"]
+    increment = make_increments(streams)["a"]
     assert len(increment.origin_input_ids) == 32
     streams.settle(increment)
     assert not streams.want()
     streams.extend(new_tokens("a", [47]))
-    assert len(make(streams)["a"].origin_input_ids) == 48
+    assert len(make_increments(streams)["a"].origin_input_ids) == 48
 
 
 def test_an_increment_that_is_discarded_is_made_again(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100)
-    streams.discard(make(streams)["a"])
+    streams.discard(make_increments(streams)["a"])
     streams.extend(new_tokens("a", range(100, 150)))
-    again = make(streams)["a"]
+    again = make_increments(streams)["a"]
     assert again.origin_input_ids == [*range(150)]
     streams.settle(again)
     assert not streams.want()
@@ -138,10 +130,10 @@ def test_an_increment_whose_kv_is_not_published_before_counts_once_it_is_compute
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100)
-    increment = make(streams)["a"]
+    increment = make_increments(streams)["a"]
     assert not streams.want()
     streams.finish(increment, 0.5)
-    assert not streams.want() and not make(streams)
+    assert not streams.want() and not make_increments(streams)
     streams.extend(new_tokens("a", range(100, 110)))
     assert streams.waiting_tokens() == 10
 
@@ -150,10 +142,10 @@ def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100)
-    first = make(streams)["a"]
+    first = make_increments(streams)["a"]
     streams.settle(first)
     streams.extend(new_tokens("a", range(100, 150)))
-    second = make(streams)["a"]
+    second = make_increments(streams)["a"]
     streams.finish(first, 0.5)
     assert not streams.want()
     streams.settle(second)
@@ -166,7 +158,7 @@ def test_a_stream_whose_final_request_has_come_gets_no_more_increments(
     scheduler.open_stream("a", 100)
     streams.claim("a")
     streams.claim("unknown")
-    assert not streams.want() and not make(streams)
+    assert not streams.want() and not make_increments(streams)
     assert len(streams) == 1
 
 
@@ -175,7 +167,7 @@ def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
 ) -> None:
     scheduler.tree_cache.cached = [[*range(80)]]
     scheduler.open_stream("a", 100)
-    increment = make(streams)["a"]
+    increment = make_increments(streams)["a"]
     assert scheduler.tree_cache.locks == 1
     streams.end("a")
     assert len(streams) == 0 and scheduler.tree_cache.locks == 0
@@ -187,70 +179,20 @@ def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
     assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
 
 
-def test_what_other_requests_have_computed_is_pinned_and_not_computed_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.tree_cache.cached = [[*range(80), 7]]
-    scheduler.open_stream("a", 100)
-    # With what is cached, 20 tokens are enough.
-    assert len(make(streams, tokens=20)["a"].origin_input_ids) == 100
-    assert scheduler.tree_cache.locks == 1 and "a" in scheduler.flashmoa.pins
-    streams.report()
-    assert scheduler.sent[-1] == StreamProgress((("a", 80, 0, 0.0),))
-
-
-def test_a_stream_that_takes_the_room_of_a_cached_one_is_matched_as_well(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.tree_cache.cached = [[*range(990)]]
-    for stream in "abc":
-        scheduler.open_stream(stream, 1000)
-    made = make(streams, tokens=100)
-    assert [len(req.origin_input_ids) for req in made.values()] == [1000] * 3
-
-
-def test_a_stream_that_has_hardly_grown_is_not_matched_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100)
-    streams.settle(make(streams)["a"])
-    scheduler.tree_cache.cached = [[*range(1000)]]
-    streams.extend(new_tokens("a", range(100, 150)))
-    streams.settle(make(streams)["a"])
-    assert scheduler.tree_cache.locks == 0
-    streams.extend(new_tokens("a", range(150, 300)))
-    assert not make(streams)
-    assert scheduler.tree_cache.locks == 1
-
-
-@pytest.mark.parametrize("children", [{}, {100: "another request's"}])
-def test_a_stream_is_matched_again_only_if_the_tree_goes_on_behind_its_pin(
-    scheduler: FakeScheduler, streams: SchedulerStreams, children: dict[int, str]
-) -> None:
-    scheduler.open_stream("a", 100)
-    streams.settle(make(streams)["a"])
-    scheduler.flashmoa.pins.replace("a", Pin(SimpleNamespace(children=children), None))
-    scheduler.tree_cache.cached = [[*range(200)]]
-    streams.extend(new_tokens("a", range(100, 300)))
-    make(streams)
-    streams.report()
-    assert (StreamProgress((("a", 200, 0, 0.0),)) in scheduler.sent) == bool(children)
-
-
 def test_kv_that_is_lost_is_computed_again(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     for stream in "ab":
         scheduler.open_stream(stream, 100)
-    for increment in make(streams).values():
+    for increment in make_increments(streams).values():
         streams.settle(increment)
     streams.lose("a")
     streams.lose("unknown")
-    increments = make(streams)
+    increments = make_increments(streams)
     assert list(increments) == ["a"]
     streams.settle(increments["a"])
     streams.lose()
-    assert sorted(map(str, make(streams))) == ["a", "b"]
+    assert sorted(map(str, make_increments(streams))) == ["a", "b"]
 
 
 def test_streams_that_do_not_grow_yet_do_not_ride(
@@ -268,9 +210,9 @@ def test_the_end_of_a_stream_is_computed_even_if_it_is_short(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 5)
-    assert not make(streams, least=50)
+    assert not make_increments(streams, least=50)
     streams.extend(new_tokens("a", [], ended=True))
-    assert len(make(streams, least=50)["a"].origin_input_ids) == 5
+    assert len(make_increments(streams, least=50)["a"].origin_input_ids) == 5
 
 
 def test_no_more_increments_are_made_than_there_are_rows(
@@ -278,9 +220,9 @@ def test_no_more_increments_are_made_than_there_are_rows(
 ) -> None:
     for stream in "abcd":
         scheduler.open_stream(stream, 100)
-    assert len(make(streams, most=3)) == 3
-    assert not make(streams, most=0)
-    assert len(make(streams, most=3)) == 1
+    assert len(make_increments(streams, most=3)) == 3
+    assert not make_increments(streams, most=0)
+    assert len(make_increments(streams, most=3)) == 1
 
 
 def test_streams_without_room_are_named_once_and_again_when_there_is_some(
@@ -290,10 +232,10 @@ def test_streams_without_room_are_named_once_and_again_when_there_is_some(
         scheduler.open_stream(stream, 100)
     scheduler.sent.clear()
     for room in (-50, 0, 3):
-        assert not make(streams, least=8, room=room)
+        assert not make_increments(streams, least=8, room=room)
         streams.report()
     assert scheduler.sent == [StreamProgress((), (("a", True), ("b", True)))]
-    assert len(make(streams, room=50)) == 1
+    assert len(make_increments(streams, room=50)) == 1
     streams.report()
     assert scheduler.sent[1:] == [StreamProgress((), (("a", False), ("b", False)))]
 
@@ -305,7 +247,7 @@ def test_each_increment_is_reported_once(
     scheduler.sent.clear()
     streams.report()
     assert scheduler.sent == []
-    increment = make(streams)["a"]
+    increment = make_increments(streams)["a"]
     increment.cached_tokens = 30
     streams.settle(increment)
     streams.report()

@@ -1,14 +1,12 @@
-"""Test how KV events are applied: pages, gaps, replays and ranks, and where they are published."""
+"""Test how KV events are applied: pages, gaps, replays and ranks."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
 
 import anyio
 import msgspec
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.blocks import PageMirror, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.event_sources import EventSource, parse_event_sources
+from flashmoa.router.event_sources import EventSource
 from flashmoa.router.flops import TokenCount
 from flashmoa.router.kv_events import EngineBlocks, KvEventSubscriber
 from flashmoa.router.policies import EngineTraits, WaitingRequest
@@ -148,6 +146,10 @@ class Publisher:
     def restart(self) -> None:
         self._kept.clear()
 
+    async def publish_other(self) -> None:
+        """Publish a message that is no KV event."""
+        await self._live.send_multipart([b"kv"])
+
     async def run(self) -> None:
         while True:
             client, _, first = await self._replay.recv_multipart()
@@ -210,43 +212,20 @@ async def test_missed_events_are_replayed() -> None:
         group.cancel_scope.cancel()
 
 
-DESCRIPTION = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv"}
-CONFIG = {"publisher": "zmq", "endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7100"}
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        ({}, ()),
-        ({"kv_events": None, "kv_events_config": None}, ()),
-        ({"kv_events_config": "no JSON"}, ()),
-        ({"kv_events_config": json.dumps({"publisher": "null"})}, ()),
-        ({"kv_events_config": json.dumps({"publisher": "zmq", "endpoint": "ipc://x"})}, ()),
-        (
-            {"kv_events": DESCRIPTION | {"dp_size": 2}},
-            (
-                EventSource("tcp://host:5557", None, "kv"),
-                EventSource("tcp://host:5558", None, "kv"),
-            ),
-        ),
-        # Some releases have only the configuration.
-        (
-            {"kv_events_config": json.dumps(CONFIG), "dp_size": 2},
-            (
-                EventSource("tcp://host:7000", "tcp://host:7100"),
-                EventSource("tcp://host:7001", "tcp://host:7101"),
-            ),
-        ),
-        (
-            {"kv_events": DESCRIPTION, "kv_events_config": json.dumps(CONFIG)},
-            (EventSource("tcp://host:5557", "tcp://host:7100", "kv"),),
-        ),
-    ],
-)
-def test_event_sources_of_server_info(
-    info: dict[str, Any], expected: tuple[EventSource, ...]
-) -> None:
-    assert parse_event_sources("http://host:30000", info) == expected
+async def test_blocks_are_forgotten_if_events_are_followed_no_longer() -> None:
+    policy, dispatcher = one_engine()
+    table = EngineBlocks(dispatcher, "a")
+    async with publishing() as (publisher, source), anyio.create_task_group() as group:
+        await publisher.publish(0, batch(STORED, written=1.0))
+        group.start_soon(KvEventSubscriber(table, source).run)
+        with anyio.fail_after(20):
+            while policy.cached_blocks("a") != 2:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            while policy.cached_blocks("a"):
+                await publisher.publish_other()
+                await anyio.sleep(0.005)
+    table.report_all()
+    assert policy.cached_blocks("a") == 0
 
 
 async def test_a_message_of_many_events_places_waiting_requests_once() -> None:

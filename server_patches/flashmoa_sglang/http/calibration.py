@@ -13,7 +13,7 @@ import random
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang.costs import STEP_SIZES, Costs
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs
 from flashmoa_sglang.http.timed_requests import MEASURED_ANSWER, TimedRequests
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
@@ -28,8 +28,8 @@ _SIZES = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _AGREE = 1.1
 _DECODE_STEPS = 8
-# The numbers of requests that decode in measured steps, and the fewest tokens that ride along.
-_DECODES, _FEWEST_RIDING = (1, 8, 32), 16
+# The numbers of requests that decode in measured steps.
+_DECODES = (1, 8, 32)
 _MIXED_ROUNDS = 2
 # Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
@@ -100,12 +100,11 @@ async def _measure_mixed(
     most = min(bounds, default=1)
     longest = _LONG_SECONDS * Options.from_environment().device_slowdown
     for decodes in (number for number in _DECODES if number <= most):
+        rides = [size - decodes for size in sizes if size - decodes >= FEWEST_RIDING]
         for _ in range(_MIXED_ROUNDS):
             await _until_idle(engine)
             async with timed.decoding(decodes):
-                for riding in (size - decodes for size in sizes):
-                    if riding < _FEWEST_RIDING:
-                        continue
+                for riding in rides:
                     ids = dice.choices(range(engine.vocabulary), k=riding)
                     forward = await timed.time_forward(ids, rides=True)
                     if forward.decodes != decodes:

@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def packs_items(self) -> bool:
-        """Whether SGLang's /v1/score packs the items of a list into one prompt."""
+        """Return whether SGLang's /v1/score packs the items of a list into one prompt."""
         return RELEASE.packs_items(self._arguments)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from flashmoa_sglang.costs import STEP_SIZES
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
 
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
@@ -82,14 +82,14 @@ def choose_increments(
         return []
     fewest = max(min(fewest, tokens - tokens % page), min(_LEAST_INCREMENT, least))
     chosen: list[tuple[int, int]] = []
+    whole_step = tokens
 
     def order(position: int) -> tuple[bool, float, int]:
         stream = streams[position]
-        lasts = stream.new > room
+        lasts = stream.new > whole_step
         size = 0.0 if lasts and not stream.output else stream.new + stream.output
         return lasts, size, position
 
-    room = tokens
     for position in sorted(range(len(streams)), key=order):
         if tokens < page:
             break
@@ -159,7 +159,7 @@ def possible_rides(
     below = decoding - decoding % STEP_SIZES[-1]
     steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
     rides = sorted({step - decoding - (step - decoding) % page for step in steps})
-    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= _LEAST_INCREMENT)
+    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= FEWEST_RIDING)
     return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
 
 

@@ -234,7 +234,7 @@ class SchedulerStreams:
         end = min(len(stream.tokens), stream.prefilled + room)
         if end - stream.prefilled < _WORTH_MATCHING or not can_pin(self._scheduler):
             return 0
-        # Otherwise the whole prompt would be compared for each increment.
+        # Matching compares the whole prompt, so it is not done where it can find nothing.
         if self._pins.hold_all(stream.id):
             return 0
         key = RELEASE.key_of(stream.tokens[:end], stream.opener)

@@ -171,7 +171,7 @@ async def _play(
         },
     )
     try:
-        ttft, tpot = await _load(engine, row, apart)
+        ttft, tpot = await load(engine, row, apart=apart)
         device = await read_device(engine.url)
     finally:
         await engine.stop()
@@ -183,10 +183,10 @@ async def _play(
     return Compared(row, ttft / slowdown, tpot / slowdown, slowdown, overrun)
 
 
-async def _load(engine: LocalEngine, row: Row, apart: bool) -> tuple[float, float]:
-    """Return the mean TTFT and TPOT of a row's clients, in seconds.
+async def load(engine: LocalEngine, row: Row, *, apart: bool) -> tuple[float, float]:
+    """Send a row's requests. Return their mean TTFT and TPOT in seconds.
 
-    ``apart``: each client's first answer ends at another length, and does not count.
+    Args: apart: each client's first answer ends at another length, and does not count.
     """
     firsts: list[float] = []
     betweens: list[float] = []

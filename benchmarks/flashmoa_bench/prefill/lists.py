@@ -96,8 +96,8 @@ def main(arguments: Sequence[str]) -> int:
 async def _main(options: argparse.Namespace) -> None:
     report = Report("score_lists", options)
     tokens = options.query + 2 * max(options.items) * options.item
-    # A list in requests of their own needs a connection for each. SGLang closes those that nobody
-    # has used for five seconds.
+    # With a request for each item, a list needs as many connections. SGLang closes a connection
+    # that was idle for five seconds.
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     timeout = clock.machine_seconds(_TIMEOUT_SECONDS)
     async with (

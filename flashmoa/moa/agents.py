@@ -129,7 +129,7 @@ class Model:
 
 
 def note_attempt(engine: EngineClient) -> None:
-    """Note that an engine is asked. If it was silent before, nobody else asks it meanwhile."""
+    """Note that an engine is asked; one that was silent gets no other request meanwhile."""
     if engine in SILENT_UNTIL:
         note_silence(engine)
 

@@ -97,8 +97,8 @@ def ends_at_text(parameters: Mapping[str, Any]) -> bool:
 def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
     """Return the names of the parameters because of which one request must write the whole answer.
 
-    A request that continues an answer begins its grammar and its ``min_tokens`` anew, and does not
-    know that the answer has ended at a token.
+    A request that continues an answer applies its grammar and its ``min_tokens`` from its own first
+    token on, and does not know that the answer has ended at a token.
     """
     values = {name: parameters.get(name) for name in _OF_ONE_REQUEST}
     return [name for name, value in values.items() if value and value != {"type": "text"}]

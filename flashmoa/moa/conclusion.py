@@ -140,7 +140,8 @@ class Conclusion:
         if not self._fallback.best_answer or has_grammar(self._sampling):
             raise error
         best = best_answer(answers)
-        logger.warning("The last aggregator failed; %s's answer is the result", best.name)
+        text = "The last aggregator failed; %s's answer is the result: %s"
+        logger.warning(text, best.name, problem)
         self.substitution = Substitution("answer", best.name, problem)
         self.result, self.finish_reason = best.text, best.finish_reason
         self._write(_BREAK + best.text if self.text.written else best.text)

@@ -54,11 +54,12 @@ class Whole:
 
 
 def prompt(task: str, earlier: list[str]) -> list[Any]:
-    asked = UserMessage(content=task, source="user")
+    """Return a prompt that begins with what is known long before the earlier texts."""
     if not earlier:
-        return [asked]
+        return [UserMessage(content=task, source="user")]
     numbered = "\n\n".join(f"{number}. {text}" for number, text in enumerate(earlier, 1))
-    return [SystemMessage(content=f"Make one answer of these.\n{numbered}"), asked]
+    asked = UserMessage(content=f"Make one answer of these.\n{numbered}", source="user")
+    return [SystemMessage(content=task), asked]
 
 
 class Worker(RoutedAgent):
@@ -126,18 +127,20 @@ async def mixture(client: Client, task: str, promises: bool, reader: Client | No
 async def test_a_program_with_promises_answers_as_without(
     clients: Callable[..., Client], downstream: LocalEngine, guide: str
 ) -> None:
-    """The reader has an engine of its own, in which streams need not wait for decodes."""
+    """The reader has an engine of its own, in which streams need not wait for decodes.
+
+    The task is longer than the fewest tokens that any engine holds worth a forward of their own.
+    """
     client, reader = clients(max_tokens=96), clients(base_url=downstream.url)
     answers: list[Any] = []
     for promises in (False, True):
         await client.engine.flush_cache()
         await reader.engine.flush_cache()
-        answers.append(await mixture(client, guide[:600], promises=promises, reader=reader))
+        answers.append(await mixture(client, guide[:2000], promises=promises, reader=reader))
     plain, linked = answers
     assert linked.content == plain.content
     assert isinstance(linked.usage, EngineUsage)
     assert linked.usage.prompt_tokens == plain.usage.prompt_tokens
-    # Most of its three upstream texts was prefilled before the call.
     assert linked.usage.streamed_tokens
     await wait_until_idle(client.engine)
     await wait_until_idle(reader.engine)

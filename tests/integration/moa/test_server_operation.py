@@ -136,7 +136,8 @@ async def test_open_webui_finds_the_models_and_gets_answers_and_titles(moa_url: 
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": 6,
-        "temperature": 0.7,
+        # Sampling, the tiny model now and then writes nothing but white space, which no answer is.
+        "temperature": 0,
         "top_p": 0.9,
         "min_p": 0.05,
         "frequency_penalty": 0.1,

@@ -22,13 +22,35 @@ class EngineRecord:
     Attributes:
         load: what it has not reported as computed, or answered.
         unanswered: what it has not answered.
+        requests: the ids of the requests that it has.
     """
 
     traits: EngineTraits
     table: BlockTable
-    load: PrefillLoad
-    unanswered: PrefillLoad
+    load: PrefillLoad = field(init=False)
+    unanswered: PrefillLoad = field(init=False)
     requests: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.load = PrefillLoad(self.traits.measure)
+        self.unanswered = PrefillLoad(self.traits.measure)
+
+    def add(self, request: str, start: int, blocks: Blocks) -> None:
+        """Add a request whose tokens from ``start`` on are to be computed."""
+        self.requests.add(request)
+        for load in (self.load, self.unanswered):
+            load.add(request, start, blocks.length, is_list=blocks.items > 1)
+
+    def answer(self, request: str, until: int | None = None) -> None:
+        """Note that tokens of a request before ``until`` are answered, or by default all of them.
+
+        What an engine answers, it has computed, though it may not have reported it.
+        """
+        for load in (self.load, self.unanswered):
+            if until is None:
+                load.remove(request)
+            else:
+                load.advance(request, until)
 
     @property
     def backlog(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
 from flashmoa.router.choice import EngineCandidate, choose_engine
 from flashmoa.router.engine_record import EngineRecord, PlacedRequest
-from flashmoa.router.engine_state import BlockTable, PrefillLoad
+from flashmoa.router.engine_state import BlockTable
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa.router.prefix_index import PrefixIndex
 
@@ -61,8 +61,7 @@ class PrefixAware(Policy):
     def join(self, engine: str, traits: EngineTraits) -> None:
         if (state := self._engines.get(engine)) is None:
             table = BlockTable(traits.cache_blocks, self._index)
-            load, unanswered = PrefillLoad(traits.measure), PrefillLoad(traits.measure)
-            self._engines[engine] = EngineRecord(traits, table, load, unanswered)
+            self._engines[engine] = EngineRecord(traits, table)
         elif state.traits.measure != traits.measure:
             raise ValueError(
                 f"engine {engine!r} has joined with another measure; let it leave before it joins"
@@ -207,9 +206,7 @@ class PrefixAware(Policy):
         state, blocks = self._engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
         state.table.promise(blocks.hashes)
-        for load in (state.load, state.unanswered):
-            load.add(waiting.request, start, blocks.length, is_list=blocks.items > 1)
-        state.requests.add(waiting.request)
+        state.add(waiting.request, start, blocks)
         self._placed[waiting.request] = PlacedRequest(state, blocks, start, blocks.items)
 
     def finish_prefill(self, request: str, items: int | None = None) -> None:
@@ -219,11 +216,9 @@ class PrefixAware(Policy):
         placed.items_left -= placed.items_left if items is None else items
         if placed.items_left > 0:
             left = (placed.blocks.length - placed.start) * placed.items_left // placed.blocks.items
-            for load in (placed.engine.load, placed.engine.unanswered):
-                load.advance(request, placed.blocks.length - left)
+            placed.engine.answer(request, placed.blocks.length - left)
             return
-        placed.engine.load.remove(request)
-        placed.engine.unanswered.remove(request)
+        placed.engine.answer(request)
         placed.engine.table.commit(placed.blocks.hashes)
         placed.engine.table.release(placed.blocks.hashes)
 
@@ -232,8 +227,7 @@ class PrefixAware(Policy):
         if (placed := self._placed.pop(request, None)) is None:
             return
         placed.engine.requests.discard(request)
-        placed.engine.load.remove(request)
-        placed.engine.unanswered.remove(request)
+        placed.engine.answer(request)
         if placed.items_left > 0:
             placed.engine.table.release(placed.blocks.hashes)
 

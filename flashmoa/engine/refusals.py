@@ -66,7 +66,14 @@ def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
     code, message = _code_and_message(response)
     if code in _BY_CODE:
         return _BY_CODE[code](message, status, code)
-    if code is None and status in (404, 405):
+    if code == "model_not_found":
+        return errors.RequestRefused(
+            f"{url} does not serve this model ({message}); give the name of one that "
+            f"{url}/v1/models lists as the model",
+            status,
+            code,
+        )
+    if code in (None, "unknown_url") and status in (404, 405):
         return errors.PluginMissing(
             f"{url} does not have {response.request.url.path}: it runs without the "
             f"flashmoa-sglang plugin, or it is not an engine. `flashmoa doctor --engine {url}` "
@@ -100,12 +107,15 @@ def _by_status(status: int) -> type[errors.RequestRefused]:
 def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
     """Return an error's code, or ``None`` if it has none, and its message.
 
-    SGLang's errors are ``{"error": {"message"}}``, ``{"message"}``, or plain text.
+    SGLang's errors are ``{"error": {"message"}}``, ``{"message"}``, or plain text. For a model that
+    is not served, OpenAI's and smg's code is ``model_not_found``, and vLLM names the parameter.
     """
     try:
         body: Any = response.json()
         problem: Any = body.get("error", body)
         code, message = problem.get("code"), str(problem["message"])
+        if response.status_code == 404 and problem.get("param") == "model":
+            code = "model_not_found"
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, response.text[:500]
     return (None if code is None or problem is body else str(code)), message

@@ -208,6 +208,31 @@ async def replicas(engines: LocalEngines, experts_model: Path) -> AsyncGenerator
     assert replicas.sockets() == []
 
 
+async def check_memory(engine: LocalEngine, on_device: float) -> None:
+    """Check where one of two replicas has its experts."""
+    others = (EXPERTS.layers - 1) * LAYER_BYTES
+    async with EngineClient(engine.url, timeout=60) as client:
+        memory = (await client.info()).kv[0].experts
+    assert memory is not None and memory.misses == 0
+    assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
+    assert memory.share == memory.at_peers == others // 2 * on_device
+    assert memory.on_host == others * (1 - on_device)
+
+
+async def long_answer(engine: LocalEngine, prompt: str, begun: Callable[[], Any]) -> str:
+    """Return an answer after whose first part ``begun`` is awaited."""
+    parts: list[str] = []
+    async with EngineClient(engine.url, timeout=60) as client:
+        await client.flush_cache()
+        sampling = {**GREEDY, "max_new_tokens": LONG}
+        async with client.generate(text=prompt, sampling=sampling) as deltas:
+            async for delta in deltas:
+                if not parts:
+                    await begun()
+                parts.append(delta.text)
+    return "".join(parts)
+
+
 @pytest.mark.parametrize("on_device", [1, 0.25])
 async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     replicas: Replicas,
@@ -231,14 +256,8 @@ async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     async with anyio.create_task_group() as group:
         group.start_soon(check_answers, first)
         group.start_soon(check_answers, second)
-    others = (EXPERTS.layers - 1) * LAYER_BYTES
     for engine in (first, second):
-        async with EngineClient(engine.url, timeout=60) as client:
-            memory = (await client.info()).kv[0].experts
-        assert memory is not None and memory.misses == 0
-        assert (memory.resident, memory.in_slots) == (LAYER_BYTES, 2 * LAYER_BYTES)
-        assert memory.share == memory.at_peers == others // 2 * on_device
-        assert memory.on_host == others * (1 - on_device)
+        await check_memory(engine, on_device)
 
     # A replica that is stopped does not delay the other.
     os.killpg(second.pid, signal.SIGSTOP)
@@ -249,16 +268,7 @@ async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     await check_answers(second)
 
     # A replica can be killed while the other one decodes.
-    async with EngineClient(first.url, timeout=60) as client:
-        await client.flush_cache()
-        sampling = {**GREEDY, "max_new_tokens": LONG}
-        parts: list[str] = []
-        async with client.generate(text=reference.prompts[0], sampling=sampling) as deltas:
-            async for delta in deltas:
-                if not parts:
-                    await second.stop()
-                parts.append(delta.text)
-    assert "".join(parts) == reference.long
+    assert await long_answer(first, reference.prompts[0], second.stop) == reference.long
     await check_answers(first)
     assert replicas.listening_ranks() == ["0"]
 

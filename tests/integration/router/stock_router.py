@@ -1,4 +1,4 @@
-"""Run the stock sglang-router, which users may have had before FlashMoA."""
+"""Run sglang-router or its successor smg, which users may have had before FlashMoA."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import httpx
 
 from flashmoa.engine.local import free_port
 
-# The stock router imports SGLang for traces if it can, which fails on a CPU without the plugin.
+STOCK_ROUTERS = ("sglang_router", "smg")
+# sglang-router imports SGLang for traces if it can, which fails on a CPU without the plugin.
 _LAUNCH = """
-import sys
+import importlib, sys
 sys.modules["sglang"] = None
-from sglang_router.launch_router import main
-main()
+importlib.import_module(sys.argv.pop(1) + ".launch_router").main()
 """
 
 
 @asynccontextmanager
-async def start_stock_router(*arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
-    """Start a stock router; yield a client of it once it has found its engines."""
+async def start_stock_router(package: str, *arguments: str) -> AsyncGenerator[httpx.AsyncClient]:
+    """Start one of the stock routers; yield a client of it once it has found its engines."""
     port = free_port()
     process = await anyio.open_process(
         [
-            sys.executable, "-c", _LAUNCH, "--host", "127.0.0.1", "--port", str(port),
+            sys.executable, "-c", _LAUNCH, package, "--host", "127.0.0.1", "--port", str(port),
             "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1",
             *arguments,
         ],

@@ -63,6 +63,19 @@ def test_the_status_decides_for_sglangs_own_refusals(
         assert type(error) is kind and str(error) == "No."
 
 
+@pytest.mark.parametrize("answer", [{"code": "model_not_found"}, {"code": 404, "param": "model"}])
+def test_a_model_that_is_not_served_is_no_missing_plugin(answer: dict[str, Any]) -> None:
+    error = refused(404, {"error": {"message": "No such model.", **answer}})
+    assert type(error) is errors.RequestRefused and error.code == "model_not_found"
+    assert "No such model." in str(error) and f"{URL}/v1/models" in str(error)
+
+
+@pytest.mark.parametrize("code", [None, "unknown_url", 404])
+def test_a_route_that_is_missing_is_a_missing_plugin(code: object) -> None:
+    error = refused(404, {"error": {"message": "No such route.", "code": code}})
+    assert type(error) is errors.PluginMissing
+
+
 def exceptions() -> set[type[BaseException]]:
     """Return every exception of every module that can be imported here."""
     found: set[type[BaseException]] = set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.releases import RELEASE
@@ -23,7 +22,7 @@ from flashmoa_sglang.scheduler.policy import (
     ride_tokens,
     stream_chunk,
 )
-from flashmoa_sglang.scheduler.queue import largest_riding, look_after_queue, waits_for_saturation
+from flashmoa_sglang.scheduler.queue import look_after_queue, waits_for_saturation
 from flashmoa_sglang.scheduler.request import (
     expected_output_left,
     is_increment,
@@ -50,14 +49,12 @@ class Step:
         only_streams: whether waiting requests of clients stay in the queue, because they cannot
             start in this step.
         mixed: whether decodes run in the same forward.
-        largest_job: below which size the jobs of streams ride along; see ``largest_riding``.
     """
 
     streams: int = 0
     least: int = 1
     only_streams: bool = False
     mixed: bool = False
-    largest_job: float = inf
 
 
 def next_prefill_batch(
@@ -138,14 +135,13 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
         return Step(chunk, least, only_streams=True)
     if rides:
-        largest = largest_riding(scheduler, decoding, rides)
-        waiting = state.streams.waiting_tokens(riding_below=largest)
+        waiting = state.streams.waiting_tokens(growing=True)
         # When a request ends, the request of an agent that reads it may come.
         steps = min(map(expected_output_left, running.reqs))
         fewest = fewest_tokens(len(state.streams), least) - decoding
         ride = ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
         if ride:
-            return Step(ride, least, only_streams=True, mixed=True, largest_job=largest)
+            return Step(ride, least, only_streams=True, mixed=True)
     return Step() if scheduler.waiting_queue else None
 
 
@@ -247,7 +243,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
         step.least,
         room_for_streams(scheduler, running),
         min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
-        riding_below=step.largest_job if step.mixed else None,
+        growing=step.mixed,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
@@ -189,24 +188,6 @@ def ride_tokens(
     if not best or seconds(best, added) >= waiting * rate:
         return 0
     return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
-
-
-def largest_riding_job(waiting: Sequence[float], decoding: int, cost: float) -> float:
-    """Return below which size the jobs of streams ride along, where the shortest job goes first.
-
-    A ride delays all requests that decode or wait. The prefill that it saves would delay those that
-    decode beside it and those that wait behind it, which are the longer ones only. So the tokens of
-    a long job do not ride while many shorter ones wait, unless riding costs little.
-
-    Args:
-        waiting: sizes of the jobs that wait.
-        decoding: number of requests that decode.
-        cost: seconds that a token of the cheapest ride adds, over those that it saves.
-    """
-    longer = cost * (decoding + len(waiting)) - decoding
-    if longer < 0:
-        return inf
-    return sorted([*waiting, 0.0], reverse=True)[min(int(longer), len(waiting))]
 
 
 def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:

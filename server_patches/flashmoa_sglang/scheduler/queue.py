@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http import HTTPStatus
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.policy import (
-    IDLE_SLEEP,
-    IDLE_STEP,
-    Job,
-    largest_riding_job,
-    shortest_first,
-)
+from flashmoa_sglang.scheduler.policy import IDLE_SLEEP, IDLE_STEP, Job, shortest_first
 from flashmoa_sglang.scheduler.request import is_increment, state_of, total_tokens
 
 if TYPE_CHECKING:
@@ -90,49 +83,20 @@ def let_go(scheduler: Any, req: Any) -> None:
         RELEASE.release_metadata_buffer(scheduler, req)
 
 
-def largest_riding(scheduler: Any, decoding: int, rides: Sequence[tuple[int, float]]) -> float:
-    """Return below which size the jobs of streams ride along with the decode step.
-
-    Args:
-        decoding: number of requests that decode.
-        rides: see :func:`~flashmoa_sglang.scheduler.policy.possible_rides`.
-    """
-    state: SchedulerState = scheduler.flashmoa
-    if state.options.schedule != "sjf":
-        return inf
-    costs = state.costs
-    cost = min(seconds / tokens for tokens, seconds in rides) / costs.per_token_at_best
-    queue = scheduler.waiting_queue
-    sizes = [_uncached(req) + costs.decode_weight * _output(req) for req in queue]
-    return largest_riding_job(sizes, decoding, cost)
-
-
 def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
     req_state = state_of(req)
     if req_state.queued_at is None:
         req_state.queued_at = state.work
     if matched:
         req_state.uncached = RELEASE.uncached_tokens(policy.tree_cache, req)
+    expected = req_state.mark.expected_output if req_state.mark is not None else None
+    output = req.sampling_params.max_new_tokens if expected is None else expected
     return Job(
-        uncached=_uncached(req),
-        output=_output(req),
+        uncached=total_tokens(req) if req_state.uncached is None else req_state.uncached,
+        output=max(0, (output or 0) - len(req.output_ids)),
         queued_at=req_state.queued_at,
         priority=policy.priority_sign * req.priority if policy.enable_priority_scheduling else 0,
     )
-
-
-def _uncached(req: Any) -> int:
-    """Return how many tokens of a request were not cached when that was looked up last."""
-    uncached = state_of(req).uncached
-    return total_tokens(req) if uncached is None else uncached
-
-
-def _output(req: Any) -> int:
-    """Return how many more tokens a request is expected to decode."""
-    mark = state_of(req).mark
-    expected = mark.expected_output if mark is not None else None
-    output = req.sampling_params.max_new_tokens if expected is None else expected
-    return max(0, (output or 0) - len(req.output_ids))
 
 
 def take_request(

@@ -75,11 +75,6 @@ class SchedulerState:
         self.rode_along = 0
         self._reported = CountUpdate(0, 0)
 
-    @property
-    def job_weight(self) -> float:
-        """As how many prefill tokens a decode step counts in the size of a job; 0 without SJF."""
-        return self.costs.decode_weight if self.options.schedule == "sjf" else 0.0
-
     def report_counts(self, scheduler: Any) -> None:
         """Tell the HTTP process what ``/metrics`` and the states of streams show, if it changed."""
         self.streams.report()

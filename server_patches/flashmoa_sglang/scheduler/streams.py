@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
@@ -95,17 +95,10 @@ class SchedulerStreams:
         page = self._scheduler.page_size
         return any(stream.growth(page) for stream in self._open.values())
 
-    def waiting_tokens(self, *, riding_below: float | None = None) -> int:
-        """Return how many tokens could be prefilled: of all streams, or see :meth:`make`."""
-        return sum(new for _, new in self._growing(riding_below))
-
-    def _growing(self, riding_below: float | None) -> Iterator[tuple[SchedulerStream, int]]:
-        """Yield the streams that could be prefilled further, and by how many tokens."""
-        page, weight = self._scheduler.page_size, self._scheduler.flashmoa.job_weight
-        for stream in self._open.values():
-            new = stream.growth(page) if stream.grows or riding_below is None else 0
-            if new and (riding_below is None or new + stream.output * weight < riding_below):
-                yield stream, new
+    def waiting_tokens(self, *, growing: bool = False) -> int:
+        """Return how many tokens could be prefilled of all streams, or only of those that grow."""
+        page = self._scheduler.page_size
+        return sum(s.growth(page) for s in self._open.values() if s.grows or not growing)
 
     # What the HTTP process and SGLang say.
 
@@ -190,7 +183,7 @@ class SchedulerStreams:
     # Increments.
 
     def make(
-        self, tokens: int, least: int, room: int, most: int, *, riding_below: float | None = None
+        self, tokens: int, least: int, room: int, most: int, *, growing: bool = False
     ) -> list[Any]:
         """Make increments for the batch that is built next, and return them.
 
@@ -199,16 +192,21 @@ class SchedulerStreams:
             least: the fewest new tokens of all streams for which increments are made.
             room: number of KV slots that streams may take.
             most: the most increments.
-            riding_below: they ride, for streams that grow and whose jobs are smaller than this.
+            growing: whether to make them only for streams that grow.
         """
-        page, weight = self._scheduler.page_size, self._scheduler.flashmoa.job_weight
+        page, state = self._scheduler.page_size, self._scheduler.flashmoa
         fewest = fewest_tokens(len(self._open), least)
+        weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
             return Growth(stream.prefilled, new, stream.ended, stream.output * weight)
 
-        growing = list(self._growing(riding_below))
-        streams, sizes = [stream for stream, _ in growing], [size(*each) for each in growing]
+        streams: list[SchedulerStream] = []
+        sizes: list[Growth] = []
+        for stream in self._open.values():
+            if (stream.grows or not growing) and (new := stream.growth(page)):
+                streams.append(stream)
+                sizes.append(size(stream, new))
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
         # that turn out to be computed already leave their place in the batch to others.
         matched: set[int] = set()

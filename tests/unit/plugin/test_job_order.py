@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduler.policy import Job, largest_riding_job, shortest_first
+from flashmoa_sglang.scheduler.policy import Job, shortest_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,21 +41,3 @@ def test_a_job_is_overtaken_for_no_longer_than_it_takes(
 def test_shorter_jobs_run_first_and_equal_ones_in_their_order() -> None:
     assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
     assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]
-
-
-@given(
-    waiting=st.lists(st.floats(0, 1e4), max_size=12),
-    decoding=st.integers(1, 8),
-    cost=st.floats(0, 0.99),
-    job=st.floats(0, 2e4),
-)
-def test_a_job_rides_if_enough_of_the_requests_run_beside_or_after_it(
-    waiting: list[float], decoding: int, cost: float, job: float
-) -> None:
-    helped = decoding + sum(size > job for size in waiting)
-    rides = job < largest_riding_job(waiting, decoding, cost)
-    assert rides == (helped > cost * (decoding + len(waiting)))
-
-
-def test_all_jobs_ride_if_nothing_waits() -> None:
-    assert largest_riding_job([], 1, 0.99) == inf

@@ -43,25 +43,6 @@ def test_more_tokens_ride_where_a_request_ends_soon() -> None:
         assert step(busy).increments() == [ride]
 
 
-@pytest.mark.parametrize(("waiting", "rides"), [(2, True), (40, False)])
-def test_a_long_job_does_not_ride_while_many_short_ones_wait(waiting: int, rides: bool) -> None:
-    """Where the shortest job goes first, they all wait for the ride, and for nothing it saves."""
-    busy = scheduler(decoding=2, full=True)
-    busy.flashmoa.options = Options(intra_turn="off", schedule="sjf")
-    busy.waiting_queue = [request(100, 50) for _ in range(waiting)]
-    busy.open_stream("long", 6000)
-    assert bool(step(busy).increments()) == rides
-    busy.open_stream("short", 2500)
-    assert step(busy).increments()
-
-
-def test_a_long_job_rides_in_order_of_arrival() -> None:
-    busy = scheduler(decoding=2, full=True)
-    busy.waiting_queue = [request(100, 50) for _ in range(40)]
-    busy.open_stream("long", 6000)
-    assert step(busy).increments()
-
-
 def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     busy = scheduler(decoding=2)
     # As many as 128 tokens are worth a forward.

@@ -78,12 +78,11 @@ class Ranks(RuleBasedStateMachine):
         least=st.integers(1, 10),
         room=st.integers(-5, 40),
         most=st.integers(0, 3),
-        below=st.none() | st.floats(0, 60),
+        growing=st.booleans(),
     )
-    def make(self, tokens: int, least: int, room: int, most: int, below: float | None) -> None:
+    def make(self, tokens: int, least: int, room: int, most: int, growing: bool) -> None:
         made = [
-            streams.make(tokens, least, room, most, riding_below=below)
-            for streams in self.streams()
+            streams.make(tokens, least, room, most, growing=growing) for streams in self.streams()
         ]
         self.note(made)
         assert len(made[0]) <= most

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
@@ -201,11 +199,11 @@ def test_streams_that_do_not_grow_yet_do_not_ride(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100, grows=False)
-    assert streams.want() and streams.waiting_tokens(riding_below=inf) == 0
-    assert not streams.make(MANY, 1, MANY, 16, riding_below=inf)
+    assert streams.want() and streams.waiting_tokens(growing=True) == 0
+    assert not streams.make(MANY, 1, MANY, 16, growing=True)
     streams.extend(new_tokens("a", [100]))
-    assert streams.waiting_tokens(riding_below=inf) == 101
-    assert streams.make(MANY, 1, MANY, 16, riding_below=inf)
+    assert streams.waiting_tokens(growing=True) == 101
+    assert streams.make(MANY, 1, MANY, 16, growing=True)
 
 
 def test_the_end_of_a_stream_is_computed_even_if_it_is_short(
@@ -258,14 +256,3 @@ def test_each_increment_is_reported_once(
     for _ in range(2):
         streams.report()
     assert scheduler.sent == [StreamProgress((("a", 100, 70, 0.5),))]
-
-
-def test_the_jobs_of_riding_streams_are_smaller_than_a_limit(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    """A job's size is what is left of its prompt and, with shortest job first, its answer."""
-    scheduler.open_stream("a", 100)
-    scheduler.open_stream("b", 50)
-    assert streams.waiting_tokens(riding_below=100) == 50
-    (increment,) = streams.make(MANY, 1, MANY, 16, riding_below=100)
-    assert len(increment.origin_input_ids) == 50

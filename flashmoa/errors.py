@@ -68,6 +68,11 @@ class RequestRefused(EngineError):
         self.status = status
         self.code = code
 
+    @property
+    def blames_request(self) -> bool:
+        """Whether other engines would refuse the request, too, as its parameters are wrong."""
+        return self.status in (400, 422)
+
 
 class MalformedRequest(RequestRefused):
     """Raised when the body is not valid for the route (400)."""

@@ -207,7 +207,7 @@ class AgentCall(Answer):
         An engine that separates thought would take a continued answer for thought, and one with a
         grammar begins it anew.
         """
-        is_refused = isinstance(error, RequestRefused) and error.status in (400, 422)
+        is_refused = isinstance(error, RequestRefused) and error.blames_request
         begins_anew = self._engine_splits or has_grammar(parameters)
         can_continue = not self.written or not begins_anew
         return isinstance(error, Exception) and not is_refused and can_continue

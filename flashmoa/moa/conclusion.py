@@ -113,7 +113,8 @@ class Conclusion:
 
         An engine that refuses the client's own parameters is right, and the client can mend them.
         """
-        if isinstance(error, RequestRefused) and can_be_refused(self._sampling):
+        is_refused = isinstance(error, RequestRefused) and error.blames_request
+        if is_refused and can_be_refused(self._sampling):
             raise error
         problem = str(error) or type(error).__name__
         answers = best_layer(await self._answers())

@@ -50,6 +50,9 @@ class ScriptedEngine:
                 if body.get("temperature", 1) < 0:
                     await send(client, 400, {"error": {"message": "too cold", "code": "bad"}})
                     return
+                if body["model"] == "down":
+                    await send(client, 503, {"error": {"message": "full", "code": "full"}})
+                    return
                 await self._answer(client, self._scripts[body["model"]], body)
 
     async def _answer(self, client: SocketStream, script: Script, body: dict[str, Any]) -> None:

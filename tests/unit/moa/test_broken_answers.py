@@ -127,6 +127,15 @@ async def test_a_refusal_of_the_clients_parameters_is_the_answer(kind: str) -> N
         assert (await own.answer("?")).substitution is not None
 
 
+@KINDS
+async def test_an_engine_that_is_down_has_a_substitute_whatever_the_client_sends(kind: str) -> None:
+    """A refusal with 503 does not come from the client's parameters."""
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, Model(client, "whole"), Model(client, "down"))
+        result = await asked.answer("?", {"max_tokens": 4})
+        assert result.substitution is not None and result.text == "It is 18."
+
+
 async def test_an_answer_of_another_form_is_no_substitute() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
         mixture = system("mixture", Model(client, "whole"), Model(client, "cut"))

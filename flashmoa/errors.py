@@ -70,7 +70,7 @@ class RequestRefused(EngineError):
 
     @property
     def blames_request(self) -> bool:
-        """Whether other engines would refuse the request, too, as its parameters are wrong."""
+        """Return whether its parameters are wrong, so that other engines would refuse it, too."""
         return self.status in (400, 422)
 
 

@@ -68,8 +68,8 @@ def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
         return _BY_CODE[code](message, status, code)
     if code == "model_not_found":
         return errors.RequestRefused(
-            f"{url} does not serve this model ({message}); give the name of one that "
-            f"{url}/v1/models lists as the model",
+            f"{url} does not serve this model ({message}); give one of the names that "
+            f"{url}/v1/models lists",
             status,
             code,
         )

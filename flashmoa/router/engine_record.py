@@ -41,16 +41,18 @@ class EngineRecord:
         for load in (self.load, self.unanswered):
             load.add(request, start, blocks.length, is_list=blocks.items > 1)
 
-    def answer(self, request: str, until: int | None = None) -> None:
-        """Note that tokens of a request before ``until`` are answered, or by default all of them.
+    def answer(self, request: str, until: int) -> None:
+        """Note that a request's tokens before ``until`` are answered.
 
         What an engine answers, it has computed, though it may not have reported it.
         """
         for load in (self.load, self.unanswered):
-            if until is None:
-                load.remove(request)
-            else:
-                load.advance(request, until)
+            load.advance(request, until)
+
+    def end(self, request: str, blocks: Blocks) -> None:
+        """Forget a request that has ended, however much of it was answered."""
+        self.requests.discard(request)
+        self.answer(request, blocks.length)
 
     @property
     def backlog(self) -> int:

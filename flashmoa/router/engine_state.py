@@ -163,7 +163,10 @@ class PrefillLoad:
             self.advance(request, start + computed)
 
     def advance(self, request: str, position: int) -> None:
-        """Subtract a request's tokens before ``position``, unless they were subtracted before."""
+        """Subtract a request's tokens before ``position``, unless they were subtracted before.
+
+        A position behind the request's end subtracts all that is left. Repeating this is harmless.
+        """
         start, end = self._left.get(request, (0, 0))
         position = min(position, end)
         if start >= position:
@@ -175,8 +178,3 @@ class PrefillLoad:
         else:
             del self._left[request]
             self._lists.pop(request, None)
-
-    def remove(self, request: str) -> None:
-        """Subtract what is left of a request; harmless to repeat."""
-        if request in self._left:
-            self.advance(request, self._left[request][1])

@@ -214,20 +214,18 @@ class PrefixAware(Policy):
         if placed is None or placed.items_left <= 0:
             return
         placed.items_left -= placed.items_left if items is None else items
-        if placed.items_left > 0:
-            left = (placed.blocks.length - placed.start) * placed.items_left // placed.blocks.items
-            placed.engine.answer(request, placed.blocks.length - left)
-            return
-        placed.engine.answer(request)
-        placed.engine.table.commit(placed.blocks.hashes)
-        placed.engine.table.release(placed.blocks.hashes)
+        blocks, items = placed.blocks, max(0, placed.items_left)
+        left = (blocks.length - placed.start) * items // blocks.items
+        placed.engine.answer(request, blocks.length - left)
+        if not items:
+            placed.engine.table.commit(blocks.hashes)
+            placed.engine.table.release(blocks.hashes)
 
     def end(self, request: str) -> None:
         self._held_since.pop(request, None)
         if (placed := self._placed.pop(request, None)) is None:
             return
-        placed.engine.requests.discard(request)
-        placed.engine.answer(request)
+        placed.engine.end(request, placed.blocks)
         if placed.items_left > 0:
             placed.engine.table.release(placed.blocks.hashes)
 

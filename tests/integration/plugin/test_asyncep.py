@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,9 @@ async def check_memory(engine: LocalEngine, on_device: float) -> None:
     assert memory.on_host == others * (1 - on_device)
 
 
-async def long_answer(engine: LocalEngine, prompt: str, begun: Callable[[], Any]) -> str:
+async def long_answer(
+    engine: LocalEngine, prompt: str, begun: Callable[[], Awaitable[None]]
+) -> str:
     """Return an answer after whose first part ``begun`` is awaited."""
     parts: list[str] = []
     async with EngineClient(engine.url, timeout=60) as client:

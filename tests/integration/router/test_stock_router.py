@@ -8,25 +8,32 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from flashmoa_bench.harness import routers
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric
-from tests.integration.router.stock_router import STOCK_ROUTERS, start_stock_router
 from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
-@pytest.fixture(scope="module", params=STOCK_ROUTERS)
+@pytest.fixture(scope="module", params=[routers.STOCK, routers.SMG])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
 async def stock(
-    request: pytest.FixtureRequest, engine: LocalEngine, downstream: LocalEngine
+    name: str, engine: LocalEngine, downstream: LocalEngine
 ) -> AsyncGenerator[httpx.AsyncClient]:
-    workers = ("--worker-urls", engine.url, downstream.url)
-    async with start_stock_router(request.param, *workers) as client:
+    async with (
+        routers.start_router(name, [engine.url, downstream.url]) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -85,12 +92,13 @@ async def test_links_work_during_traffic_through_a_stock_router(
 
 
 async def test_a_request_with_a_stream_id_gets_its_answer_through_a_stock_router(
-    stock: httpx.AsyncClient, client: EngineClient, words: Words
+    name: str, stock: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     """sglang-router drops the id. smg passes it on, if perhaps not to the engine of the stream."""
     text = words(100, 2220)
     stream = await client.open_stream(text=text)
     with_hint = await generated(stock, text, prompt_stream_id=stream.id)
+    assert ("prompt_stream" in with_hint["meta_info"]) == (name == routers.SMG)
     assert with_hint["text"] == (await generated(stock, text))["text"]
     await client.delete_stream(stream.id)
     await wait_until_idle(client)

@@ -118,8 +118,11 @@ class _Router:
         timeout = httpx.Timeout(None, connect=10.0)
         async with (
             open_connections() as self._connections,
-            httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS) as http,
-            httpx.AsyncClient(timeout=10.0, headers=headers, limits=CONNECTIONS) as probing,
+            # As the requests themselves, these do not go through the environment's proxy.
+            httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS, trust_env=False) as http,
+            httpx.AsyncClient(
+                timeout=10.0, headers=headers, limits=CONNECTIONS, trust_env=False
+            ) as probing,
         ):
             self._prompts = PromptHasher(http, self._tokenizes)
             self._pool = EnginePool(self._connections, self._engines)

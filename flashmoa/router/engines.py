@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -39,6 +39,8 @@ class RoutedEngine:
         ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
             chooses itself, or has one.
         events: the publishers of its KV events, one for each data-parallel rank.
+        absence_logged: whether the log says already that it is not up.
+        checked: when the last probe after a broken connection began.
     """
 
     url: str
@@ -47,8 +49,11 @@ class RoutedEngine:
     saturation: int | None = None
     ranks: int = 1
     events: tuple[EventSource, ...] = ()
+    absence_logged: bool = False
+    checked: float = -math.inf
     # Held while it joins, so that its ranks do not change meanwhile.
     joining: anyio.Lock = field(default_factory=anyio.Lock)
+    checking: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
     def places(self) -> list[str]:
@@ -66,6 +71,9 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 class EngineMonitor:
     """Probes engines; those that are ready join the dispatcher, and the others leave it.
+
+    The work of all engines is counted in one measure, that of the first one that joins, since loads
+    in FLOPs and in tokens cannot be compared. It is chosen anew if no engine is left.
 
     Args:
         config: the model's configuration.
@@ -91,6 +99,7 @@ class EngineMonitor:
         self._margin = saturation_margin
         self._interval = interval
         self._on_join = on_join
+        self._measure: Measure = TokenCount()
 
     async def run(self, engine: RoutedEngine) -> None:
         """Probe an engine at intervals, until cancelled."""
@@ -105,10 +114,20 @@ class EngineMonitor:
         """
         if (answers := await self._answers(engine)) is not None:
             await self._update(engine, answers)
+        if not engine.is_up and not engine.absence_logged:
+            engine.absence_logged = True
+            logger.warning("%s is not ready; it gets no requests until it is", engine.url)
 
     async def recheck(self, engine: RoutedEngine) -> None:
-        """Let an engine leave whose connection has broken, unless it answers a probe."""
-        await self._update(engine, bool(await self._answers(engine)))
+        """Let an engine leave whose connection has broken, unless it answers a probe.
+
+        Requests whose connections broke before a probe began share its result.
+        """
+        broken = anyio.current_time()
+        async with engine.checking:
+            if engine.is_up and engine.checked < broken:
+                engine.checked = anyio.current_time()
+                await self._update(engine, bool(await self._answers(engine)))
 
     async def _update(self, engine: RoutedEngine, answers: bool) -> None:
         if answers and not engine.is_up:
@@ -124,8 +143,11 @@ class EngineMonitor:
                 self._let_in(engine, traits)
 
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
+        if not self._dispatcher.engines:
+            self._measure = traits.measure
+        traits = replace(traits, measure=self._measure)
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
-        engine.is_up = True
+        engine.is_up, engine.absence_logged = True, False
         for place in engine.places:
             self._dispatcher.join(place, traits)
         self._on_join(engine)
@@ -139,7 +161,7 @@ class EngineMonitor:
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
-        engine.is_up = False
+        engine.is_up, engine.absence_logged = False, True
         for place in engine.places:
             self._dispatcher.leave(place)
         text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
@@ -167,8 +189,8 @@ class EngineMonitor:
             own = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
         except httpx.HTTPError:
             return None
-        if own.status_code >= 500:
-            return None  # It has the plugin, which has not said how many ranks there are.
+        if max(own.status_code, settings.status_code) >= 500:
+            return None  # Its ranks, or its forwards and its cache, are not known yet.
         if settings.status_code in (401, 403):
             text = (
                 "%s does not tell its settings without its API key, so defaults are used; "
@@ -178,14 +200,14 @@ class EngineMonitor:
         info, plugin = (
             parse_object(answer.content) if answer.is_success else {} for answer in (settings, own)
         )
-        engine.events = parse_event_sources(engine.url, info)
+        engine.events = _find_event_sources(engine.url, info)
         # The settings are those of one data-parallel rank.
         unnamed_ranks = self._divide(engine, info, plugin)
         forward = _positive(info, "chunked_prefill_size", _BATCH_TOKENS)
         batch = unnamed_ranks * _positive(plugin, "largest_forward", forward)
         tokens = unnamed_ranks * _positive(info, "max_total_num_tokens", _CACHE_TOKENS)
         limit = int(self._margin * batch) if self._margin > 0 else None
-        return EngineTraits(self._choose_measure(info), limit, tokens // BLOCK_TOKENS)
+        return EngineTraits(await self._choose_measure(info), limit, tokens // BLOCK_TOKENS)
 
     def _divide(
         self, engine: RoutedEngine, info: Mapping[str, Any], plugin: Mapping[str, Any]
@@ -210,18 +232,26 @@ class EngineMonitor:
             logger.warning(text, engine.url, ranks)
         return ranks // engine.ranks
 
-    def _choose_measure(self, info: Mapping[str, Any]) -> Measure:
+    async def _choose_measure(self, info: Mapping[str, Any]) -> Measure:
         try:
-            config = self._config
-            if config is None:
-                path = Path(str(info.get("model_path", ""))) / "config.json"
-                config = json.loads(path.read_text())
-            return true_flops(config or {})
-        except (OSError, ValueError) as error:  # UnknownShape is a ValueError.
+            if (config := self._config) is None:
+                if not (path := info.get("model_path")):
+                    raise ValueError("the engine does not tell its model_path")
+                config = json.loads(await (anyio.Path(path) / "config.json").read_text())
+            return true_flops(config)
+        except (OSError, ValueError, TypeError) as error:  # UnknownShape is a ValueError.
             unread = f"{error}; give the model's config.json with --model-config"
             reason = error if isinstance(error, UnknownShape) else unread
             logger.info("Work is counted in tokens: %s", reason)
             return TokenCount()
+
+
+def _find_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
+    try:
+        return parse_event_sources(url, info)
+    except ValueError as error:
+        logger.warning("KV events of %s are not followed: %s", url, error)
+        return ()
 
 
 def _positive(info: Mapping[str, Any], name: str, default: int) -> int:

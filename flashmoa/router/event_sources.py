@@ -29,7 +29,7 @@ class EventSource:
 def parse_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
     """Return one source for each rank of an engine, or none if the engine publishes no events.
 
-    The ranks have consecutive ports.
+    The ranks have consecutive ports. Raises: ValueError if it cannot be read where they publish.
 
     Args:
         url: the engine's URL, which has the host.
@@ -48,6 +48,7 @@ def parse_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource,
                 "dp_size": info.get("dp_size", 1),
             }
         host = httpx.URL(url).host
+        host = f"[{host}]" if ":" in host else host
         port, topic = int(published["endpoint_port_base"]), str(published.get("topic") or "")
         replay = config.get("replay_endpoint")
         replay_port = _parse_port(replay) if replay else None
@@ -59,8 +60,11 @@ def parse_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource,
             )
             for rank in range(max(1, int(published.get("dp_size") or 1)))
         )
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ()
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"they need a port, which {published or config!r} does not have; start the engine with "
+            """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'"""
+        ) from error
 
 
 def _parse_port(endpoint: object) -> int:

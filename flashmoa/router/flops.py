@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, cast
 
 from flashmoa.errors import FlashMoAError
 
@@ -93,9 +93,12 @@ def true_flops(config: Mapping[str, Any]) -> TrueFlops:
 
     Supports decoder-only transformers: dense or mixture of experts, with grouped-query or latent
     (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, if the config
-    describes another model.
+    describes another model; ValueError if it is not an object.
     """
-    fields = _Config(config.get("text_config") or config)
+    values = config.get("text_config") or config if _is_object(config) else config
+    if not _is_object(values):
+        raise ValueError(f"a model's config must be an object, not {values!r}")
+    fields = _Config(values)
     layers = fields.number("num_hidden_layers")
     full, windowed = _attention_layers(fields, layers)
     attention = _latent_attention if fields.has("kv_lora_rank") else _grouped_attention
@@ -103,6 +106,10 @@ def true_flops(config: Mapping[str, Any]) -> TrueFlops:
     active = layers * parameters + sum(_mlp_parameters(fields, layer) for layer in range(layers))
     window = fields.number("sliding_window") if windowed else 0
     return TrueFlops(2 * active, full * pair, windowed * pair, window)
+
+
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
 
 
 class _Config:
@@ -125,13 +132,20 @@ class _Config:
             f"{' or '.join(map(repr, given))}"
         )
 
+    def entries(self, name: str) -> list[Any]:
+        """Return a list, empty if it is missing. Raises: UnknownShape for another value."""
+        value = self.values.get(name)
+        if value is None or isinstance(value, list):
+            return cast("list[Any]", value or [])
+        raise UnknownShape(f"{name} in the model's config must be a list, not {value!r}")
+
     def optional(self, name: str, default: int) -> int:
         return self.number(name) if self.has(name) else default
 
 
 def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
     """Return how many layers attend to the whole prompt, and how many to a window."""
-    if kinds := config.values.get("layer_types"):
+    if kinds := [str(kind) for kind in config.entries("layer_types")]:
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
         if full + windowed != layers:
@@ -196,7 +210,7 @@ def _expert_count(config: _Config) -> int:
 def _is_sparse(config: _Config, layer: int) -> bool:
     if _expert_count(config) < 2 or layer < config.optional("first_k_dense_replace", 0):
         return False
-    if layer in (config.values.get("mlp_only_layers") or []):
+    if layer in config.entries("mlp_only_layers"):
         return False
     step = config.optional("decoder_sparse_step", 1)
     return (layer + 1) % max(1, step) == 0

@@ -231,6 +231,7 @@ class EventFollower:
 async def _socket(kind: int) -> AsyncGenerator[zmq.asyncio.Socket]:
     context = zmq.asyncio.Context()
     socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, 1)  # IPv4 goes on working.
     try:
         yield socket
     finally:

@@ -262,7 +262,7 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
         measure = true_flops(json.loads(config.read_text()))
     except UnknownShape:
         return None
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise EngineError(f"{config} is not a model's config.json: {error}") from error
     return sum(measure.work(0, length) for length in _prompt_lengths(tokens, prompt))
 

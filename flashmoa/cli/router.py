@@ -149,7 +149,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         "--max-waiting",
         type=int,
         default=10_000,
-        help="the most requests that wait for an engine (%(default)s)",
+        help="the most requests that wait for an engine (%(default)s); 0: none waits",
     )
 
 

@@ -104,7 +104,7 @@ class Dispatcher:
 
         Raises:
             NoEngine: if no engine is left.
-            QueueFull: if ``max_waiting`` requests are in the queue.
+            QueueFull: if it would have to wait, and ``max_waiting`` others do.
         """
         request = str(next(self._names))
         try:
@@ -129,11 +129,11 @@ class Dispatcher:
             self._end(request)
 
     async def _wait(self, request: str, blocks: Blocks) -> str:
-        if len(self._queue) >= self._max_waiting:
-            raise QueueFull(len(self._queue))
         entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
         # Even if all engines are full, one may take this request, but none of the others.
         self._route(None if self._policy.takes_requests() else entry)
+        if request in self._queue and len(self._queue) > self._max_waiting:
+            raise QueueFull(self._max_waiting)
         await entry.decided.wait()
         if entry.engine is None:
             raise NoEngine

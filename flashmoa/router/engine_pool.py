@@ -99,14 +99,20 @@ class EnginePool:
     async def get_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
         """Return the JSON objects at a path from those engines that answer with 200.
 
+        Engines without the plugin, which answer 404, have empty ones.
+
         Raises:
             NoEngine: if no engine answers.
             AllEnginesRefused: if no engine answers with 200.
         """
         replies = list((await self.ask_all("GET", target, headers)).values())
-        if not (accepted := [reply for reply in replies if reply.status_code == 200]):
+        if not any(reply.status_code == 200 for reply in replies):
             raise AllEnginesRefused(replies[0])
-        return [parse_object(reply.body) for reply in accepted]
+        return [
+            parse_object(reply.body) if reply.status_code == 200 else {}
+            for reply in replies
+            if reply.status_code in (200, 404)
+        ]
 
     async def ask_all(
         self,
@@ -151,7 +157,10 @@ class EnginePool:
 
 
 def merge_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge engines' ``/flashmoa/info`` into that of one engine with the abilities they share."""
+    """Merge engines' ``/flashmoa/info`` into that of one engine with the abilities they share.
+
+    Args: infos: an engine without the plugin has an empty one, and no abilities.
+    """
     capabilities = set(infos[0].get("capabilities", []))
     capabilities.intersection_update(*(info.get("capabilities", []) for info in infos))
     limits = {
@@ -160,7 +169,7 @@ def merge_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if any(info.get(name) is not None for info in infos)
     }
     return {
-        **infos[0],
+        **max(infos, key=len),
         **limits,
         "data_parallel_ranks": 1,  # The router chooses among them itself.
         "capabilities": sorted(capabilities),

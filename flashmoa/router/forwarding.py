@@ -20,6 +20,7 @@ from flashmoa.router.dispatcher import Placement
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.metrics import RouterMetrics
 
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The number of an answer, of those to a list. A quotation mark in a text would be escaped.
 _INDEX = re.compile(rb'"index"\s*:\s*(\d+)')
@@ -66,8 +67,12 @@ class PlacementObserver(AnswerObserver):
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
-        if self._placement is not None and self._placement.items_left > 0:
-            self._placement.finish_prefill(self._count_computed(content, self._placement.is_list))
+        placement = self._placement
+        if placement is not None and placement.items_left > 0:
+            # Most pieces of a list's answer complete no prompt; a round of routing would be lost.
+            computed = self._count_computed(content, placement.is_list)
+            if computed > 0:
+                placement.finish_prefill(computed)
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 
@@ -84,9 +89,15 @@ class PlacementObserver(AnswerObserver):
     def end(self, ending: str) -> None:
         if ending == "answered" and self._placement is not None:
             self._placement.finish_prefill()
-        if ending == "answered" and (cached := _CACHED_TOKENS.search(self._tail)):
-            self._metrics.count_cached(self._engine, int(cached[1]))
+        if ending == "answered" and (cached := self._usage(_CACHED_TOKENS)):
+            self._metrics.count_cached(self._engine, cached=cached, of=self._usage(_PROMPT_TOKENS))
         self._metrics.count_ending(self._engine, ending)
+
+    def _usage(self, field: re.Pattern[bytes]) -> list[int]:
+        """Return a field of the usage: of each prompt of a whole answer, or a stream's last one."""
+        found = [int(number) for number in field.findall(self._tail)]
+        is_whole = self._tail.startswith((b"{", b"["))
+        return found if is_whole else found[-1:]
 
 
 async def forward(
@@ -115,6 +126,9 @@ async def forward(
     except EngineLost as error:
         observer.end("lost")
         raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
+    except anyio.get_cancelled_exc_class():
+        observer.end("left")
+        raise
     stack.callback(answer.close)
     if content is None:
         return RelayedStream(answer, observer, stack.pop_all())
@@ -161,6 +175,7 @@ class RelayedStream(StreamingResponse):
             await self._stack.aclose()
 
     async def _read(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+        piece = _EVENT_END
         try:
             async for piece in answer.content.iter_any():
                 self._observer.receive(piece)
@@ -168,6 +183,8 @@ class RelayedStream(StreamingResponse):
             self._ending = "answered"
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
+            # The engine may have sent only the beginning of an event.
+            yield b"" if piece.endswith(_EVENT_END) else _EVENT_END
             yield _make_error_event(describe_error(error))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -52,7 +52,12 @@ class RouterMetrics(_Metrics):
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent", "engine")
         self._cached_tokens = self._counter(
-            "cached_tokens", "Prompt tokens that engines had cached", "engine"
+            "cached_tokens", "Prompt tokens that engines report as cached", "engine"
+        )
+        self._reported_tokens = self._counter(
+            "cache_reported_tokens",
+            "Prompt tokens of answers that report how many were cached",
+            "engine",
         )
         self._waiting = self._gauge("waiting", "Requests without an engine")
         self._up = self._gauge("engine_up", "Whether requests are sent to it", "engine")
@@ -65,8 +70,10 @@ class RouterMetrics(_Metrics):
     def count_prompt(self, engine: str, tokens: int) -> None:
         self._prompt_tokens.labels(engine).inc(tokens)
 
-    def count_cached(self, engine: str, tokens: int) -> None:
-        self._cached_tokens.labels(engine).inc(tokens)
+    def count_cached(self, engine: str, *, cached: Iterable[int], of: Iterable[int]) -> None:
+        """Count what an answer reports of each of its prompts: tokens cached, and in all."""
+        self._cached_tokens.labels(engine).inc(sum(cached))
+        self._reported_tokens.labels(engine).inc(sum(of))
 
     def count_ending(self, engine: str, ending: str) -> None:
         """Count a request that ended ``answered``, ``refused``, ``left`` or ``lost``."""

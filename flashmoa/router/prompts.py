@@ -140,7 +140,8 @@ def _tokenize_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if body.get("messages") is not None:
         fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
         return fields, sum(len(text or "") for text in texts)
-    if (prompt := body.get("text", body.get("prompt"))) is not None:
+    prompt = body.get("prompt") if body.get("text") is None else body["text"]
+    if prompt is not None:
         shared, texts = _as_list(prompt), []
     parts = [*map(_item_text, shared), *texts]
     if None in parts:
@@ -211,7 +212,12 @@ def _list_blocks(prompts: Sequence[Sequence[int]], salt: str) -> Blocks:
 
 
 def _count_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts in a request's list; 1 if it has no list."""
+    """Return the number of prompts in a request's list; 1 if it has no list.
+
+    The documents of a chat are part of its one prompt.
+    """
+    if body.get("messages") is not None:
+        return 1
     for name in ("items", "documents", "input", "input_ids", "text", "prompt"):
         value: object = body.get(name)
         if isinstance(value, list):

@@ -87,6 +87,19 @@ async def test_objects_with_any_fields_are_documents() -> None:
         assert scored == replace(text_blocks(text), items=2)
 
 
+async def test_documents_of_a_chat_are_part_of_its_only_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "documents": ["b" * 80, "c" * 80]}
+    async with httpx.AsyncClient() as http:
+        assert (await PromptHasher(http, lambda: False).blocks(body, "", {})).items == 1
+
+
+async def test_field_that_is_null_hides_no_prompt() -> None:
+    async with httpx.AsyncClient() as http:
+        prompts = PromptHasher(http, lambda: False)
+        found = await prompts.blocks({"text": None, "prompt": "a" * 80}, "", {})
+        assert found == text_blocks("a" * 80)
+
+
 async def test_list_of_token_prompts_has_the_blocks_of_the_first_and_the_length_of_all() -> None:
     async with httpx.AsyncClient() as http:
         prompts = PromptHasher(http, lambda: False)

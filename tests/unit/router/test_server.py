@@ -54,6 +54,17 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     assert served == [2, 3] and dispatcher.waiting == 0
 
 
+async def test_queue_of_no_length_refuses_only_requests_that_would_wait() -> None:
+    dispatcher = Dispatcher(PrefixAware(), max_waiting=0)
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT) as place:
+        assert place.engine == "a"
+        with pytest.raises(QueueFull):
+            async with dispatcher.place(token_blocks([2] * 32)):
+                pass
+    assert dispatcher.waiting == 0
+
+
 async def test_short_sibling_overtakes_the_queue_of_a_full_engine() -> None:
     dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
@@ -256,6 +267,9 @@ def test_merged_info_has_the_abilities_of_all_engines() -> None:
     other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
     expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
     assert merge_info([one, other]) == expected | {"data_parallel_ranks": 1}
+    # An engine without the plugin has no abilities, and others cannot lend it theirs.
+    assert merge_info([{}, one])["capabilities"] == []
+    assert merge_info([{}, one])["context_length"] == 100
 
 
 def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:

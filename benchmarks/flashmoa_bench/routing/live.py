@@ -91,7 +91,8 @@ async def measure(options: argparse.Namespace) -> None:
 
 async def _measure_rounds(options: argparse.Namespace, report: Report) -> list[RouterRow]:
     rows: list[RouterRow] = []
-    async with httpx.AsyncClient(timeout=clock.machine_seconds(300)) as http:
+    limits = httpx.Limits(max_connections=None)  # --concurrency may be more than httpx's 100.
+    async with httpx.AsyncClient(timeout=clock.machine_seconds(300), limits=limits) as http:
         for number in range(options.rounds):
             prompts = make_prompts(options, options.seed + number)
             # Each round begins with another router, so that none is always measured first.

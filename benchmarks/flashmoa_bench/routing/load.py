@@ -70,8 +70,8 @@ async def _measure(routers: int, connections: int, seconds: float) -> tuple[int,
             for port in ports:
                 started.append(stack.enter_context(_start(urls, port)))
                 stack.callback(started[-1].terminate)
-            for port in ports:
-                await _wait_until_ready(port)
+            for router, port in zip(started, ports, strict=True):
+                await _wait_until_ready(router, port)
             cpu -= sum(process_cpu_seconds(each.pid) for each in started)
             async with anyio.create_task_group() as clients:
                 for number in range(connections * routers):
@@ -88,7 +88,7 @@ def _start(engines: Sequence[str], port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-async def _wait_until_ready(port: int) -> None:
+async def _wait_until_ready(router: subprocess.Popen[bytes], port: int) -> None:
     async with httpx.AsyncClient() as http:
         with anyio.fail_after(60):
             while True:
@@ -96,7 +96,10 @@ async def _wait_until_ready(port: int) -> None:
                     if (await http.get(f"http://127.0.0.1:{port}/health")).is_success:
                         return
                 except httpx.TransportError:
-                    pass
+                    if (status := router.poll()) is not None:
+                        raise RuntimeError(
+                            f"a router ended with status {status}; see its log above"
+                        ) from None
                 await anyio.sleep(0.1)
 
 

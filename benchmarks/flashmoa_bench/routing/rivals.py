@@ -55,6 +55,16 @@ class _Worker:
     prefill_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Booked:
+    """A request on an engine: the tokens that it prefills, its blocks and its prompts to come."""
+
+    engine: str
+    tokens: int
+    hashes: Sequence[int]
+    items_left: int
+
+
 class Dynamo(Policy):
     """Implements the KV router of NVIDIA Dynamo 1.6, with its defaults.
 
@@ -69,8 +79,7 @@ class Dynamo(Policy):
         self._random = random.Random(seed)
         self._cached, self._used = PrefixIndex(), PrefixIndex()
         self._workers: dict[str, _Worker] = {}
-        # The engine of each booked request, the tokens that it prefills, and its blocks.
-        self._booked: dict[str, tuple[str, int, Sequence[int]]] = {}
+        self._booked: dict[str, _Booked] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         if engine not in self._workers:
@@ -81,7 +90,7 @@ class Dynamo(Policy):
         if (worker := self._workers.pop(engine, None)) is not None:
             worker.cache.withdraw()
             worker.used.withdraw()
-            self._booked = {name: at for name, at in self._booked.items() if at[0] != engine}
+            self._booked = {name: at for name, at in self._booked.items() if at.engine != engine}
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         placed: dict[str, str] = {}
@@ -108,21 +117,22 @@ class Dynamo(Policy):
         tokens = max(0, blocks.length - cached)
         worker.prefill_tokens += tokens
         worker.used.promise(blocks.hashes)
-        self._booked[waiting.request] = (engine, tokens, blocks.hashes)
+        self._booked[waiting.request] = _Booked(engine, tokens, blocks.hashes, blocks.items)
 
     def end(self, request: str) -> None:
         if (booked := self._booked.pop(request, None)) is None:
             return
-        engine, tokens, hashes = booked
-        worker = self._workers[engine]
-        worker.prefill_tokens -= tokens
-        worker.used.release(hashes)
+        worker = self._workers[booked.engine]
+        worker.prefill_tokens -= booked.tokens
+        worker.used.release(booked.hashes)
 
     def finish_prefill(self, request: str, items: int | None = None) -> None:
-        if (booked := self._booked.get(request)) is not None and items is None:
-            engine, tokens, hashes = booked
-            self._workers[engine].prefill_tokens -= tokens
-            self._booked[request] = (engine, 0, hashes)
+        if (booked := self._booked.get(request)) is None:
+            return
+        booked.items_left -= booked.items_left if items is None else items
+        if booked.items_left <= 0:
+            self._workers[booked.engine].prefill_tokens -= booked.tokens
+            booked.tokens = 0
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
         if (worker := self._workers.get(engine)) is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import (
@@ -16,7 +19,6 @@ from autogen_agentchat.messages import (
 from autogen_core import CancellationToken
 from autogen_core.models import RequestUsage
 
-from flashmoa import UpstreamCancelled
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import Message
 from flashmoa.moa.results import MixtureResult
@@ -26,7 +28,8 @@ class MoAAgent(BaseChatAgent):
     """Answers with a mixture; in a team it is an agent like any other.
 
     The mixture gets messages of other agents as user messages, and this agent's own as assistant
-    messages. The ``metadata`` of an answer counts the mixture's agents that were used, left out
+    messages. If it is asked again without a new message, its last answer is a user message. The
+    ``metadata`` of an answer counts the mixture's agents that were used, left out
     and failed. If the last aggregator failed, ``substitution`` names what took its place. The usage
     adds up the tokens of all agents.
 
@@ -80,17 +83,35 @@ class MoAAgent(BaseChatAgent):
         """
         texts = [message.to_model_text() for message in messages]
         self._conversation += [{"role": "user", "content": text} for text in texts]
-        async with self._mixture.answering([*self._system, *self._conversation]) as run:
-            cancellation_token.add_callback(run.cancel)
-            try:
-                async for piece in run:
+        send, receive = anyio.create_memory_object_stream[str](math.inf)
+        # The mixture's task group must not be open where this generator yields: a consumer that
+        # stops reading would leave it open, and be cancelled by it.
+        answering = asyncio.create_task(self._answer(send))
+        cancellation_token.link_future(answering)
+        try:
+            with receive:
+                async for piece in receive:
                     if self._sends_pieces:
                         yield ModelClientStreamingChunkEvent(content=piece, source=self.name)
-                result = await run.result()
-            except UpstreamCancelled:
-                raise asyncio.CancelledError from None
+            result = await answering
+        finally:
+            answering.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([answering])
         self._conversation.append({"role": "assistant", "content": result.text})
         yield Response(chat_message=self._make_message(result))
+
+    async def _answer(self, send: MemoryObjectSendStream[str]) -> MixtureResult:
+        """Answer the conversation, and send the answer's pieces. Raises: as :meth:`on_messages`."""
+        question = [*self._system, *self._conversation]
+        if question and question[-1]["role"] == "assistant":
+            # The agent is asked again, as in a team of its own, and goes on from what it said.
+            question[-1] = {**question[-1], "role": "user"}
+        with send:
+            async with self._mixture.answering(question) as run:
+                async for piece in run:
+                    send.send_nowait(piece)
+                return await run.result()
 
     def _make_message(self, result: MixtureResult) -> TextMessage:
         metadata = {

@@ -52,6 +52,34 @@ async def test_moa_agent_takes_part_in_a_team(engine: LocalEngine) -> None:
     await client.close()
 
 
+async def test_moa_agent_in_a_team_of_its_own_goes_on_from_its_answer(engine: LocalEngine) -> None:
+    async with EngineClient(engine.url) as direct:
+        team = RoundRobinGroupChat([MoAAgent("mixture", mixture(direct))], max_turns=2)
+        result = await team.run(task="What is there to see?")
+        first, second = [item for item in result.messages if item.source == "mixture"]
+        texts = ["What is there to see?", first.to_text()]
+        question = [{"role": "user", "content": text} for text in texts]
+        assert second.to_text() == (await mixture(direct).answer(question)).text
+
+
+async def test_consumer_that_stops_reading_goes_on_and_frees_the_engines(
+    engine: LocalEngine,
+) -> None:
+    """The consumer does not close the stream of messages either, as AutoGen's teams do not."""
+    async with EngineClient(engine.url) as direct:
+        agent = MoAAgent("mixture", mixture(direct, tokens=2000), model_client_stream=True)
+        messages = [TextMessage(content="What is there to see?", source="user")]
+
+        async def read_one() -> None:
+            async for item in agent.on_messages_stream(messages, CancellationToken()):
+                assert isinstance(item, ModelClientStreamingChunkEvent)
+                break
+
+        await read_one()
+        await anyio.sleep(0)
+        await wait_until_idle(direct)
+
+
 async def test_cancelled_moa_agent_frees_its_engines(engine: LocalEngine) -> None:
     async with EngineClient(engine.url) as direct:
         agent = MoAAgent("mixture", mixture(direct, tokens=2000))

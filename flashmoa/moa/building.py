@@ -57,6 +57,34 @@ def check_parts(config: MixtureConfig) -> None:
     check_quorums(_quorums(config, len(sizes)), sizes)
     if any(layer.quorum is not None for layer in config.layers[len(sizes) :]):
         raise ValueError("the last layer has a quorum, but no agent reads its answers; remove it")
+    if kind == "debate" and widths[0] < 2:
+        raise ValueError(f"the first layer has {widths[0]} agent; a debate needs at least two")
+    _check_effects(config, max(size for layer in sizes for size in layer), votes=votes)
+
+
+def _check_effects(config: MixtureConfig, largest: int, *, votes: bool) -> None:
+    """Check that keys change something. Raises: ValueError if one cannot.
+
+    Args: largest: how many answers are read together at most.
+    """
+    # Only an aggregator has such a prompt, and the first layer has none.
+    readers = [] if votes else config.layers[1:]
+    unread = [layer for layer in config.layers if layer not in readers]
+    given = [*([config.given()] if votes else []), *(layer.given() for layer in unread)]
+    if names := [name for keys in given for name in keys]:
+        where = "this debate ends with a vote" if votes else "agents of the first layer read none"
+        raise ValueError(f"{names[0]} is about a prompt with answers, but {where}; remove it")
+    if config.overlaps and "memory" in config.debate.model_fields_set:
+        raise ValueError(
+            "debate.memory is set, but with a staircase debaters read the round before only; "
+            "remove one of them"
+        )
+    least = config.early_exit.least_answers if config.early_exit is not None else 0
+    if least >= largest:
+        raise ValueError(
+            f"early exit needs {least} complete answers, but at most {largest} are read together, "
+            "so that none is ever left out; give a smaller min_answers, or remove early_exit"
+        )
 
 
 def _quorums(config: MixtureConfig, layers: int) -> list[Quorum | None]:

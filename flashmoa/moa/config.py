@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
 from flashmoa.moa.early_exit import EarlyExit, Rule
-from flashmoa.moa.embedding import Embedder
+from flashmoa.moa.embedding import Embedder, Embedding
 from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
 from flashmoa.moa.sampling import Sampling
 from flashmoa.moa.settings import (
@@ -122,6 +122,13 @@ class LayerConfig(PromptConfig):
     quorum: Quorum | None = None
 
 
+class _NoEmbedder:
+    """Stands for an embedder where only the numbers of early exit are checked."""
+
+    async def embed(self, text: str) -> Embedding:
+        raise NotImplementedError
+
+
 class EarlyExitConfig(_Table):
     """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL.
 
@@ -138,6 +145,21 @@ class EarlyExitConfig(_Table):
     min_answers: int = 2
     diagonal: bool = False
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _has_keys_with_an_effect(self) -> EarlyExitConfig:
+        fixed = ("tau", "rule", "threshold", "min_answers", "diagonal")
+        published = self.algorithm == "published"
+        without_effect = [
+            *((name, "algorithm = 'published' has its own") for name in fixed if published),
+            ("threshold", "rule = 'sample' has none") if self.rule == "sample" else ("", ""),
+            ("seed", "rule = 'threshold' draws no numbers") if self.rule != "sample" else ("", ""),
+        ]
+        for name, reason in without_effect:
+            if name in self.model_fields_set:
+                raise ValueError(f"{name} is set, but {reason}; remove it")
+        self.build(_NoEmbedder())
+        return self
 
     @property
     def least_answers(self) -> int:
@@ -168,6 +190,11 @@ class StaircaseConfig(_Table):
     growth: float = 2.0
     largest: int = 128
 
+    @model_validator(mode="after")
+    def _is_a_schedule(self) -> StaircaseConfig:
+        self.build()
+        return self
+
     def build(self) -> Steps:
         """Return the settings. Raises: ValueError if a number is out of its range."""
         schedule = Schedule(self.first, self.growth, self.largest)
@@ -181,7 +208,7 @@ class DebateConfig(_Table):
     the whole match if it has no group.
     """
 
-    rounds: int = 2
+    rounds: int = Field(default=2, ge=1)
     memory: Memory = "all"
     ballot: str | None = None
 

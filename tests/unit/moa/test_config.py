@@ -140,10 +140,38 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
             "limits has no key 'patience': use one of answer_seconds",
         ),
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
+        # What serving would refuse is refused when the file is read, so by check and --dry-run.
+        (
+            'kind = "debate"\ndebate = {rounds = 0}\n@2\n@1',
+            "debate.rounds: .* greater than or equal",
+        ),
+        ('kind = "debate"\n@1\n@1', "the first layer has 1 agent; a debate needs"),
+        ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "first is 0; a chunk needs"),
+        ("early_exit = {tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
+        # Keys that would change nothing.
+        (
+            'early_exit = {algorithm = "published", tau = 0.5}\n@3\n@1',
+            "tau is set, but algorithm = 'published' has its own",
+        ),
+        ("early_exit = {threshold = 0.5}\n@3\n@1", "threshold is set, but rule = 'sample'"),
+        (
+            'early_exit = {rule = "threshold", seed = 1}\n@3\n@1',
+            "seed is set, but rule = 'threshold' draws",
+        ),
+        ("early_exit = {min_answers = 3}\n@3\n@1", "needs 3 complete answers, but at most 3"),
+        (
+            'kind = "debate"\nlayout = "answers-first"\ndebate = {ballot = \'x\'}\n@2',
+            "layout is about a prompt with answers, but this debate ends with a vote",
+        ),
+        ('@2\nheading = "x"\n@1', "heading is about a prompt .* the first layer read none"),
+        (
+            'kind = "debate"\ndebate = {memory = "last"}\nstaircase = {first = 4}\n@2\n@1',
+            "debate.memory is set, but with a staircase",
+        ),
     ],
 )
 async def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
-    for count in "12":
+    for count in "123":
         layer = f'[[layers]]\nmodels = [{{engine = "http://a", repeat = {count}}}]'
         text = text.replace(f"@{count}", layer)
     with pytest.raises(ConfigError, match=problem):

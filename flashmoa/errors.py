@@ -70,8 +70,8 @@ class RequestRefused(EngineError):
 
     @property
     def blames_request(self) -> bool:
-        """Return whether its parameters are wrong, so that other engines would refuse it, too."""
-        return self.status in (400, 422)
+        """Return whether it is wrong or too large, so that other engines would refuse it, too."""
+        return self.status in (400, 413, 422)
 
 
 class MalformedRequest(RequestRefused):

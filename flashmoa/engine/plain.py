@@ -110,13 +110,6 @@ class PlainServer:
         listed = await self._call("GET", "/v1/models", _Models)
         return {model.id: model.max_model_len for model in listed.data}
 
-    async def context_length(self) -> int | None:
-        """Return the context length of its first model in tokens; ``None`` if it does not say.
-
-        Raises: EngineError if it does not answer.
-        """
-        return next(iter((await self.models()).values()), None)
-
     async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
         if transcripts.is_transcript(prompt):
             body = transcripts.decode(prompt)

@@ -21,8 +21,8 @@ _DEFAULT_ANSWER_TOKENS = 1024
 # How long an engine may take to say how many tokens a prompt has, or its context. Agents write
 # meanwhile, and without an answer nothing is cut.
 _HOUSEKEEPING_SECONDS = 5.0
-# The context length that each engine reported; None for an engine that does not report it.
-CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, int | None] = WeakKeyDictionary()
+# The context length of each model that an engine reported; None if it does not say it.
+CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, dict[str, int | None]] = WeakKeyDictionary()
 # How long an engine that did not answer is asked last.
 _SILENT_SECONDS = 60.0
 # When each engine that did not answer may be asked first again, in seconds of the monotonic clock.
@@ -99,14 +99,19 @@ class Model:
         return max(0, free - await self._count_tokens(empty_prompt))
 
     async def context_length(self) -> int | None:
-        """Return the engine's context length in tokens, ``None`` if it does not report it."""
+        """Return the model's context length in tokens, ``None`` if the engine does not report it.
+
+        Of a model that the engine does not list, it is that of the first one: SGLang answers
+        requests for any name with its one model.
+        """
         if self.engine not in CONTEXT_LENGTHS:
             try:
                 with anyio.fail_after(_HOUSEKEEPING_SECONDS):
-                    CONTEXT_LENGTHS[self.engine] = await self.engine.plain.context_length()
+                    CONTEXT_LENGTHS[self.engine] = await self.engine.plain.models()
             except (EngineError, TimeoutError):
                 return None  # An engine that does not answer now is asked again next time.
-        return CONTEXT_LENGTHS[self.engine]
+        served = CONTEXT_LENGTHS[self.engine]
+        return served.get(self.model, next(iter(served.values()), None))
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
         """Return whether a context has room for a prompt and a whole answer after it.
@@ -146,8 +151,9 @@ def note_answer(engine: EngineClient) -> None:
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens a prompt can have at most."""
-    # A token has at least one byte, and a chat template adds fewer than 256 tokens.
-    return sum(len(str(message["content"]).encode()) for message in prompt) + 256
+    # A token has at least one byte, and a chat template adds fewer than 256 tokens. Templates write
+    # other fields, too, such as the calls of tools.
+    return sum(len(str(message).encode(errors="replace")) for message in prompt) + 256
 
 
 async def room_for_answers(

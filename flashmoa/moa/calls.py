@@ -248,6 +248,8 @@ class AgentCall(Answer):
             await reader.read(self.engine, messages, {**body, **claim}, write)
         except BaseException as error:
             report.failed(error)
+            if isinstance(error, EngineUnreachable | RequestRefused) and not reader.pieces:
+                self._requests.pop()  # No engine has computed anything for it.
             raise
         finally:
             self.thought += reader.thought

@@ -14,7 +14,7 @@ from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import DebatePrompt, Question, conversation
 from flashmoa.moa.results import DebateResult
 from flashmoa.moa.sampling import needs_one_request
-from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps
+from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps, check_quorums
 from flashmoa.observe import Listener, contained, ignore
 
 
@@ -47,7 +47,7 @@ class Debate:
         fallback: what answers if the aggregator fails, or no debater answers in the last round.
         listener: called with every event. Agents are named ``ROUND.PLACE``, from 1.
 
-    Raises: ValueError if there are fewer than two debaters, or no round.
+    Raises: ValueError if there are fewer than two debaters, no round, or a quorum of more debaters.
     """
 
     def __init__(  # noqa: PLR0913 - all but three have a default
@@ -69,6 +69,7 @@ class Debate:
             raise ValueError(f"a debate needs at least two debaters; there are {len(debaters)}")
         if rounds < 1:
             raise ValueError(f"a debate needs at least one round; rounds is {rounds}")
+        check_quorums([quorum], [[len(debaters)]])
         self.debaters = debaters
         self.rounds = rounds
         self.conclusion = conclusion

@@ -49,6 +49,7 @@ class DebateRun(ABC):
         self._sampling = sampling
         # Writes the answer if an aggregator concludes.
         self._conclusion: Conclusion | None = None
+        self._voted: DebateResult | None = None
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield the pieces of the answer. Raises: as :meth:`result`."""
@@ -63,7 +64,9 @@ class DebateRun(ABC):
         """Return the result when the answer is complete. Raises: as :meth:`Debate.answer`."""
         if self._conclusion is None:
             await self._wait_for_ballots()
-            return self._vote(self._records())
+            # Reading the answer and the result asks for each ballot once.
+            self._voted = self._voted or self._vote(self._records())
+            return self._voted
         with raise_as_mixture_failed("the aggregator"):
             await self._conclusion.text
         *rounds, [aggregate, *more] = self._records()
@@ -247,6 +250,8 @@ class StaircaseDebateRun(DebateRun):
             self._layers.add(prompts, models, is_last=models is not debate.debaters)
         if isinstance(debate.conclusion, Model):
             self._ask_aggregator(debate.conclusion.with_sampling(sampling))
+        else:
+            self._layers.keep_quorum()
 
     def _ask_aggregator(self, aggregator: Model) -> None:
         prompt = self._debate.prompt.aggregation

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -106,15 +107,17 @@ class ScoredAnswers:
         return len(self._confidences)
 
     async def add(self, text: str, logprobs: Sequence[float]) -> Quality:
-        """Add an answer and return the quality of all answers so far.
+        """Add an answer and return the quality of all answers so far. Add one at a time.
 
         Args:
             logprobs: natural log-probabilities of the answer's tokens.
 
         Raises: Exception if the embedder raises it.
         """
-        new = to_features(await self.policy.embedder.embed(text))
-        self._similarities.append([frobenius_cosine(old, new) for old in self._embeddings])
+        embedding = await self.policy.embedder.embed(text)
+        # Two long answers take tens of milliseconds, in which agents' tokens would have to wait.
+        new, row = await anyio.to_thread.run_sync(_compare, embedding, self._embeddings)
+        self._similarities.append(row)
         self._embeddings.append(new)
         self._confidences.append(confidence(logprobs))
         policy = self.policy
@@ -159,6 +162,12 @@ def compute_quality(
     agreement = sum(product * similarity for product, similarity in pairs) / weight
     balance = min(1.0, max(0.0, 1 - abs(agreement - tau) / tau))
     return Quality(mean, agreement, balance, (mean * balance) ** 0.5)
+
+
+def _compare(embedding: Embedding, earlier: Sequence[Embedding]) -> tuple[Embedding, list[float]]:
+    """Return an answer's features, and its similarities to earlier answers by their features."""
+    features = to_features(embedding)
+    return features, [frobenius_cosine(other, features) for other in earlier]
 
 
 def to_features(embedding: Embedding) -> Embedding:

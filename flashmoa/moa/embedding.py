@@ -15,6 +15,7 @@ import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import anyio
@@ -60,13 +61,23 @@ class LocalEmbedder:
             raise FlashMoAError(f"LocalEmbedder needs {names}; run pip install {names}")
         self._encoder = Encoder(_find_minilm() if model is None else Path(model))
         self._one_at_a_time = anyio.CapacityLimiter(1)
+        self._encoding = Lock()
 
     async def embed(self, text: str) -> Embedding:
         """Return the hidden states, ``[tokens, hidden]``, computed in a worker thread."""
-        # A decision that is no longer needed does not wait for the thread.
-        return await anyio.to_thread.run_sync(
-            self._encoder, text, limiter=self._one_at_a_time, abandon_on_cancel=True
-        )
+        is_wanted = True
+
+        def encode() -> Embedding:
+            with self._encoding:  # An abandoned thread may still be computing.
+                return self._encoder(text) if is_wanted else np.empty((0, 0), np.float32)
+
+        try:
+            # A decision that is no longer needed does not wait for the thread.
+            return await anyio.to_thread.run_sync(
+                encode, limiter=self._one_at_a_time, abandon_on_cancel=True
+            )
+        finally:
+            is_wanted = False
 
 
 class EngineEmbedder:

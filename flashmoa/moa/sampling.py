@@ -58,10 +58,14 @@ class Sampling(BaseModel):
     verbosity: str | None = None
 
     def given_parameters(self) -> dict[str, Any]:
-        """Return the parameters that are set, the two names of ``max_tokens`` as that one."""
+        """Return the parameters that are set, the two names of ``max_tokens`` as that one.
+
+        If both are set, the smaller number satisfies both.
+        """
         given = self.model_dump(include=set(Sampling.model_fields), exclude_none=True)
-        limit = given.pop("max_completion_tokens", None)
-        return given if limit is None else {**given, "max_tokens": limit}
+        names = ("max_tokens", "max_completion_tokens")
+        limits = [given.pop(name) for name in names if name in given]
+        return {**given, "max_tokens": min(limits)} if limits else given
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -182,9 +182,7 @@ class StaircaseLayers:
             title = "" if self._steps.order == "contiguous" else prompts[0].title(number)
             sources.append(ChunkedText(flow, answer, title, self._steps.schedule))
             flow.start_soon(sources[-1].cut)
-        if self._quorum is not None:
-            read = self._writers[-1] if self._writers else self._first_calls
-            flow.start_soon(partial(self._keep_quorum, self._quorum, read))
+        self.keep_quorum()
         writers: list[StaircaseWriter] = []
         layer = len(self._writers) + 2
         for place, (prompt, model) in enumerate(zip(prompts, models, strict=True), 1):
@@ -195,6 +193,12 @@ class StaircaseLayers:
         self._chunked.append(sources)
         self._writers.append(writers)
         return writers
+
+    def keep_quorum(self) -> None:
+        """Keep the quorum of the last layer so far; a layer that is added does so itself."""
+        if self._quorum is not None:
+            agents = self._writers[-1] if self._writers else self._first_calls
+            self._inquiry.flow.start_soon(partial(self._keep_quorum, self._quorum, agents))
 
     async def _keep_quorum(
         self, quorum: Quorum, agents: Sequence[AgentCall | StaircaseWriter]
@@ -275,12 +279,13 @@ class StaircaseLayers:
         return records
 
     def _set_status(self, record: AgentAnswer, text: Text, number: int) -> None:
-        if text in self._left_out and not text.written:
+        is_read_in_chunks = number < len(self._chunked)
+        if text in self._left_out and not (text.written and is_read_in_chunks):
             record.status, record.problem = "left out", ""
             return
         if not record.problem and text.is_over and not text.written.strip():
             record.status, record.problem = "failed", "it answered nothing"
-        if number < len(self._chunked):
+        if is_read_in_chunks:
             # An agent that wrote a chunk was read, whatever came after it.
             source = self._chunked[number][record.place]
             record.problem = source.problem or record.problem

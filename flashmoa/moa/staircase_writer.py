@@ -61,6 +61,8 @@ class StaircaseWriter:
         self._repeats = RepeatFilter("")
         self._scope = anyio.CancelScope()
         self._context: int | None = None
+        # The next round's request, until it is sent.
+        self._announced: Pending | None = None
 
     @property
     def tokens(self) -> int:
@@ -117,27 +119,38 @@ class StaircaseWriter:
         self._scope.cancel()
 
     async def _write_rounds(self) -> None:
-        request: Pending | None = await self._expect(0)
-        self._context = await self._model.context_length()
-        for number, size in enumerate(self._prompt.steps.schedule):
-            if request is None or self._is_out_of_tokens:
-                break
-            request, messages = await self._await_chunks(request, number)
-            is_last = self.rounds[-1].out_of_room or self._prompt.is_last_round(number)
-            request = await self._write_chunk(request, messages, number, None if is_last else size)
+        try:
+            request: Pending | None = await self._expect(0)
+            self._context = await self._model.context_length()
+            for number, size in enumerate(self._prompt.steps.schedule):
+                if request is None or self._is_out_of_tokens:
+                    break
+                request, messages = await self._await_chunks(request, number)
+                is_last = self.rounds[-1].out_of_room or self._prompt.is_last_round(number)
+                part = None if is_last else size
+                request = await self._write_chunk(request, messages, number, part)
+        finally:
+            await self._release()
         self._write(self._stops.end())
 
     async def _expect(self, number: int) -> Pending:
         """Announce the request of a round, from 0, so that its prompt is prefilled as it grows."""
         self._model = model = self._model.with_silent_engines_last()
         messages = add_role(self._prompt.messages(number), model.role)
-        return await self._inquiry.flow.expect(
+        self._announced = await self._inquiry.flow.expect(
             messages,
             engine=model.engine,
             template_args=model.sampling.get("chat_template_kwargs"),
             name=f"{self._name}.{number + 1}",
             namespace=kv_namespace({"model": model.model, **model.sampling}) or None,
         )
+        return self._announced
+
+    async def _release(self) -> None:
+        """Release the announced request, if it will not be sent."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            await announced.release()
 
     async def _await_chunks(self, request: Pending, number: int) -> tuple[Pending, Messages]:
         """Wait for the chunks of a round and begin it.
@@ -149,7 +162,7 @@ class StaircaseWriter:
         self._prompt.raise_if_all_failed()
         self.rounds.append(StaircaseRound(time.time()))
         if number and self._context and not await self._model.fits(messages, self._context):
-            await request.release()
+            await self._release()
             self.rounds[-1].out_of_room = True
             request = await self._expect(number - 1)
             messages = await request.messages()
@@ -186,8 +199,6 @@ class StaircaseWriter:
             self._add_to_answer(self._repeats.end())
         if self._stops.found:
             round_.finished, round_.finish_reason = round_.finished or time.time(), "stop"
-            if next_request is not None:
-                await next_request.release()
             return None
         if size is not None and next_request is None:
             next_request = await self._expect(number + 1)
@@ -232,6 +243,8 @@ class StaircaseWriter:
         more = {**self._token_limit(None if thinks else size), **continuation}
         has_begun = bool(self._calls)
         self._calls.append(call)
+        if request is not None:
+            self._announced = None  # The call releases it.
         run = partial(call.run, messages, pending=request, has_begun=has_begun, **more)
         self._inquiry.flow.start_soon(run)
         self.asked.set()

@@ -169,5 +169,5 @@ def error_body(
 def _status_of_failure(error: BaseException) -> int:
     """Return 400 if an engine refused an agent's request for what the client sent, else 502."""
     causes: Sequence[BaseException | None] = (error.__cause__, error.__context__)
-    refused = [cause.status for cause in causes if isinstance(cause, RequestRefused)]
-    return 400 if any(status in (400, 413, 422) for status in refused) else 502
+    refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
+    return 400 if any(refusal.blames_request for refusal in refusals) else 502

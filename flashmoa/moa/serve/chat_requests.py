@@ -34,8 +34,8 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "answers cannot be predicted; leave it out"),
     "web_search_options": ((), "agents cannot search the web; leave it out"),
     "tools": (([],), _NO_TOOLS),
-    "tool_choice": (("none",), _NO_TOOLS),
-    "parallel_tool_calls": ((), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "function_call": (("none", "auto"), _NO_TOOLS),
 }

@@ -136,7 +136,7 @@ async def test_chunks_that_do_not_fit_are_not_read(
     second = whole.rounds[1].usage
     assert second is not None and not any(round_.out_of_room for round_ in whole.rounds)
     # There is room for this answer after the second chunks, but not after the third ones.
-    monkeypatch.setitem(CONTEXT_LENGTHS, pair[1], second.prompt_tokens + 40)
+    monkeypatch.setitem(CONTEXT_LENGTHS, pair[1], {"default": second.prompt_tokens + 40})
     sampling = {**SAMPLING, "max_tokens": 40}
     results = []
     for ahead in ("nothing", "text"):

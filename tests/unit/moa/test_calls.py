@@ -160,6 +160,19 @@ async def test_request_that_is_wrong_is_not_repeated() -> None:
     assert [body["model"] for body in engine.bodies].count("cut") == 3
 
 
+async def test_request_that_no_engine_computed_costs_nothing() -> None:
+    async with (
+        EngineClient("http://127.0.0.1:9", without_plugin="off") as nowhere,
+        scripted_engine(SCRIPTS) as (_, client),
+    ):
+        proposers = [Model(nowhere), Model(client, "down"), Model(client, "plain")]
+        mixture = MixtureOfAgents([proposers, [Model(client, "plain")]], prompt=PROMPT)
+        result = await mixture.answer("word " * 1000)
+    used = [record.usage for record in result.agents if record.status == "used"]
+    assert len(used) == 2
+    assert result.spending.prompt_tokens == sum(usage.prompt_tokens for usage in used if usage)
+
+
 async def test_spending_adds_up_all_agents_and_their_prices() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
         cheap = Model(client, "plain", price=Price(1, 10))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
-from flashmoa.moa import Debate, DebatePrompt, Model, Steps
+from flashmoa.moa import Debate, DebatePrompt, Model, Quorum, Steps
 from flashmoa.moa.debate_runs import vote
 from flashmoa.moa.prompts import AnswerForms
+from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -101,3 +103,35 @@ def test_debate_needs_two_debaters_and_a_round() -> None:
         Debate([model], 2, last_number)
     with pytest.raises(ValueError, match="at least one round; rounds is 0"):
         Debate([model, model], 0, last_number)
+    with pytest.raises(ValueError, match="needs 3 answers, but at most 2"):
+        Debate([model, model], 2, last_number, quorum=Quorum(3, 1.0))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("staircase", [None, Steps()])
+async def test_vote_waits_for_a_quorum_of_the_last_round(staircase: Steps | None) -> None:
+    scripts: dict[str, Script] = {"quick": ["It is ", "4."], "hung": ["It ", ("end", "hang")]}
+    async with scripted_engine(scripts) as (_, client):
+        debaters = [Model(client, name) for name in ("quick", "hung", "quick")]
+        debate = Debate(debaters, 2, last_number, staircase=staircase, quorum=Quorum(2, 0.0))
+        with anyio.fail_after(20):
+            result = await debate.answer("What is 2 + 2?")
+    assert result.text == "It is 4." and result.vote is not None
+    assert result.vote.ballots == ("4", None, "4")
+    assert [answer.status for answer in result.rounds[-1]] == ["used", "left out", "used"]
+
+
+@pytest.mark.anyio
+async def test_streamed_vote_asks_for_each_ballot_once() -> None:
+    asked: list[str] = []
+
+    def extract(answer: str) -> str:
+        asked.append(answer)
+        return answer
+
+    async with scripted_engine({"default": ["4"]}) as (_, client):
+        debate = Debate([Model(client)] * 2, 1, extract)
+        async with debate.answering("What is 2 + 2?") as run:
+            pieces = [piece async for piece in run]
+            result = await run.result()
+    assert pieces == [result.text] == ["4"] and asked == ["4", "4"]

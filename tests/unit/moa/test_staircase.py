@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
-from flashmoa.moa import Model, Staircase
+from flashmoa import Workflow
+from flashmoa.linking.pending_request import PendingRequest
+from flashmoa.moa import Limits, Model, Staircase
 from tests.unit.moa.scripted_engine import scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -24,3 +29,50 @@ async def test_repetitions_of_an_aggregator_that_starts_over_are_dropped() -> No
         assert result.dropped_words == 8 and not result.in_one_request_for
         result = await Staircase([model], model, drop_repeats=False).answer("Count.")
         assert len(result.text) > len(NUMBERS) and result.dropped_words == 0
+
+
+class RecordedRequests:
+    """Counts announced requests that are neither sent nor released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over: Counter[int] = Counter()
+        self.announced: list[PendingRequest[Any]] = []
+        for name in ("claim", "release"):
+            monkeypatch.setattr(
+                PendingRequest, name, self._recording(getattr(PendingRequest, name))
+            )
+        expect = Workflow.expect
+
+        async def record(*arguments: Any, **more: Any) -> PendingRequest[Any]:
+            self.announced.append(await expect(*arguments, **more))
+            return self.announced[-1]
+
+        monkeypatch.setattr(Workflow, "expect", record)
+
+    def _recording(self, method: Any) -> Any:
+        def record(pending: PendingRequest[Any]) -> Any:
+            self.over[id(pending)] += 1
+            return method(pending)
+
+        return record
+
+    @property
+    def left(self) -> int:
+        return sum(not self.over[id(pending)] for pending in self.announced)
+
+
+@pytest.mark.parametrize("ending", ["out of tokens", "failure", "stop"])
+async def test_round_that_is_not_begun_is_released(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """A part has 8 tokens, and the next round is announced with the first of them."""
+    requests = RecordedRequests(monkeypatch)
+    sampling = {"out of tokens": {"max_tokens": 8}, "stop": {"stop": "w7"}}.get(ending, {})
+    last = [f"w{number} " for number in range(8 if ending != "failure" else 3)]
+    scripts: dict[str, Any] = {"first": ["one "] * 60, "last": [*last, ("end", "cut")]}
+    async with scripted_engine(scripts) as (_, client):
+        model = Model(client, "last", sampling, limits=Limits(attempts=1))
+        async with Staircase([Model(client, "first")], model).answering("Count.") as run:
+            await run.result()
+            # Before the whole question ends, which releases everything.
+            assert requests.announced and not requests.left

@@ -74,8 +74,11 @@ def test_a_parameter_is_passed_on(name: str) -> None:
     assert parse(**{name: None}).parameters == {}
 
 
-def test_max_completion_tokens_is_the_newer_name_of_max_tokens() -> None:
-    assert parse(max_tokens=5, max_completion_tokens=7).parameters == {"max_tokens": 7}
+@pytest.mark.parametrize("limits", [(5, 7), (7, 5)])
+def test_both_names_of_max_tokens_are_kept_to(limits: tuple[int, int]) -> None:
+    older, newer = limits
+    given = parse(max_tokens=older, max_completion_tokens=newer).parameters
+    assert given == {"max_tokens": 5}
 
 
 @given(names=st.sets(st.sampled_from(sorted(SAMPLING.keys() | PASSED_ON.keys()))))
@@ -173,7 +176,8 @@ def test_a_field_that_cannot_be_followed_is_refused(
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     neutral = {"n": 1, "logprobs": False, "top_logprobs": None, "modalities": ["text"]}
-    neutral |= {"tools": [], "tool_choice": "none", "functions": [], "function_call": "auto"}
+    neutral |= {"tools": [], "tool_choice": "auto", "functions": [], "function_call": "auto"}
+    neutral |= {"parallel_tool_calls": True}
     assert parse(**neutral, store=False).parameters == {}
 
 

@@ -39,8 +39,7 @@ OF_ONE_REQUEST: dict[str, Any] = {
 }  # fmt: skip
 NOWHERE: dict[str, tuple[Any, str]] = {
     "tools": (TOOLS, "agents pass on texts, not calls of tools; leave it out"),
-    "tool_choice": ("auto", 'tool_choice is "auto": agents pass on texts'),
-    "parallel_tool_calls": (True, "parallel_tool_calls is true: agents pass on texts"),
+    "tool_choice": ("required", 'tool_choice is "required": agents pass on texts'),
     "n": (2, "n is 2: a question gets one answer; send it again for another"),
     "best_of": (2, "best_of is 2: a question gets one answer"),
     "logprobs": (True, "logprobs is true: answers come without log-probabilities"),

@@ -18,6 +18,7 @@ from anyio.abc import Process
 
 from flashmoa.engine import EngineError
 from flashmoa.engine.local import free_port
+from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
 DYNAMO = "Dynamo's rule"
@@ -48,12 +49,22 @@ package = sys.argv[1]
 Router = importlib.import_module(f"{package}.router").Router
 RouterArgs = importlib.import_module(f"{package}.router_args").RouterArgs
 arguments = json.loads(sys.argv[2])
+for name in json.loads(sys.argv[3]):
+    if hasattr(RouterArgs, name):
+        arguments[name] = round(getattr(RouterArgs, name) * float(sys.argv[4]))
 arguments["prefill_urls"] = [tuple(engine) for engine in arguments.get("prefill_urls", [])]
 Router.from_args(RouterArgs(
     host="127.0.0.1", log_level="warn", worker_startup_check_interval=1, **arguments
 )).start()
 """
 )
+# How often these routers ask engines for their load and health, and how long an engine may be silent
+# before it gets no requests. If engines take longer than the GPUs that they stand for, so do these.
+_SECONDS = (
+    "load_monitor_interval", "worker_stall_secs", "worker_wedge_secs", "worker_stale_secs",
+    "worker_warmup_secs", "health_check_interval_secs", "health_check_timeout_secs",
+    "cb_timeout_duration_secs", "cb_window_duration_secs", "eviction_interval_secs",
+)  # fmt: skip
 # Every vocabulary has these tokens. They are few, so that they take hardly any room in a cache.
 _PROBE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
 
@@ -154,7 +165,9 @@ async def _start_rust_router(package: str, **arguments: Any) -> AsyncGenerator[s
     port = free_port()
     given = {"port": port, "prometheus_port": free_port(), **arguments}
     url = f"http://127.0.0.1:{port}"
-    async with _running([sys.executable, "-c", _RUST_ROUTER, package, json.dumps(given)], [url]):
+    slowdown = str(clock.machine_seconds(1.0))
+    texts = [json.dumps(given), json.dumps(_SECONDS), slowdown]
+    async with _running([sys.executable, "-c", _RUST_ROUTER, package, *texts], [url]):
         yield url
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa.cli.ports import port_problem
 from flashmoa.engine import engine_url
+from flashmoa.router.dispatcher import MAX_WAITING
+from flashmoa.router.policies import SATURATION_MARGIN
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -140,7 +142,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--saturation",
         type=float,
-        default=1.2,
+        default=SATURATION_MARGIN,
         metavar="FORWARDS",
         help="an engine is full when it has tokens for so many of its largest forwards to compute "
         "(%(default)g); 0: no limit",
@@ -148,7 +150,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-waiting",
         type=int,
-        default=10_000,
+        default=MAX_WAITING,
         help="the most requests that wait for an engine (%(default)s); 0: none waits",
     )
 

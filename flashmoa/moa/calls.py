@@ -257,8 +257,7 @@ class AgentCall(Answer):
             self._engine_splits = self._engine_splits or reader.engine_splits
         self.finished = time.time()
         self.finish_reason = reader.finish_reason
-        usages = [request.spent() for request in self._requests]
-        self.usage = usages[0] if len(usages) == 1 else PromptUsage.total(usages)
+        self.usage = self._requests[0].spent() if len(self._requests) == 1 else self.spent()
         report.finished(self.written, self.usage, self.finish_reason)
 
     def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> CallReader:

@@ -1,9 +1,10 @@
-"""Write the answer of a run (``Conclusion``), also if the last aggregator fails."""
+"""Write the answer of a run (``Conclusion``), also if the last aggregator fails, or ``vote``."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,12 +14,14 @@ from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agents import Model
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
 from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar
 from flashmoa.moa.settings import Fallback
 
 logger = logging.getLogger(__name__)
 
+# Returns the ballot in an answer, such as its final number or letter; None if it has none.
+Extract = Callable[[str], str | None]
 # Between what a failed aggregator had written, and the answer that takes its place.
 _BREAK = "\n\n"
 
@@ -168,3 +171,25 @@ def best_answer(answers: Sequence[AgentAnswer]) -> AgentAnswer:
     probabilities, the first answer is returned.
     """
     return max(answers, key=lambda agent: (agent.finish_reason == "stop", agent.confidence or 0.0))
+
+
+def vote(answers: Sequence[str], extract: Extract) -> Vote:
+    """Return the most common ballot in answers. Empty answers have no ballot.
+
+    In a tie the ballot that comes first wins. If no answer has a ballot, ``place`` is that of the
+    first answer that is not empty.
+
+    Raises:
+        ValueError: if all answers are empty.
+        Exception: if ``extract`` raises it.
+    """
+    nonempty = [place for place, answer in enumerate(answers) if answer]
+    if not nonempty:
+        raise ValueError(f"a vote needs an answer; all {len(answers)} are empty")
+    ballots = tuple(extract(answer) if answer else None for answer in answers)
+    # If several ballots are equally common, most_common() returns the first of them.
+    common = Counter(ballot for ballot in ballots if ballot is not None).most_common(1)
+    if not common:
+        return Vote(ballots, None, 0, nonempty[0])
+    winner, count = common[0]
+    return Vote(ballots, winner, count, ballots.index(winner))

@@ -9,7 +9,8 @@ from typing import Any
 from flashmoa import Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.moa.agents import Model
-from flashmoa.moa.debate_runs import DebateRun, Extract, StaircaseDebateRun, WholeAnswerRun
+from flashmoa.moa.conclusion import Extract
+from flashmoa.moa.debate_runs import DebateRun, StaircaseDebateRun, WholeAnswerRun
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import DebatePrompt, Question, conversation
 from flashmoa.moa.results import DebateResult

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,19 +16,17 @@ from flashmoa.moa.agents import (
     room_for_answers,
 )
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.conclusion import Ask, Conclusion
+from flashmoa.moa.conclusion import Ask, Conclusion, vote
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AnswerForms, Messages, add_role
-from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Substitution, Vote
+from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Substitution
 from flashmoa.moa.settings import Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 
 if TYPE_CHECKING:
     from flashmoa.moa.debate import Debate
 
-# Returns the ballot in an answer, such as its final number or letter; None if it has none.
-Extract = Callable[[str], str | None]
 # Parameters of chat completions.
 Sampling = Mapping[str, Any] | None
 
@@ -281,25 +278,3 @@ class StaircaseDebateRun(DebateRun):
 
 async def _unlimited() -> None:
     """Return that answers may have any number of tokens, as a vote reads each by itself."""
-
-
-def vote(answers: Sequence[str], extract: Extract) -> Vote:
-    """Return the most common ballot in answers. Empty answers have no ballot.
-
-    In a tie the ballot that comes first wins. If no answer has a ballot, ``place`` is that of the
-    first answer that is not empty.
-
-    Raises:
-        ValueError: if all answers are empty.
-        Exception: if ``extract`` raises it.
-    """
-    nonempty = [place for place, answer in enumerate(answers) if answer]
-    if not nonempty:
-        raise ValueError(f"a vote needs an answer; all {len(answers)} are empty")
-    ballots = tuple(extract(answer) if answer else None for answer in answers)
-    # If several ballots are equally common, most_common() returns the first of them.
-    common = Counter(ballot for ballot in ballots if ballot is not None).most_common(1)
-    if not common:
-        return Vote(ballots, None, 0, nonempty[0])
-    winner, count = common[0]
-    return Vote(ballots, winner, count, ballots.index(winner))

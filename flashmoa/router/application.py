@@ -29,7 +29,7 @@ from flashmoa.router.client_requests import (
     parse_object,
 )
 from flashmoa.router.connections import open_connections
-from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.dispatcher import MAX_WAITING, Dispatcher
 from flashmoa.router.engine_pool import EnginePool, merge_info
 from flashmoa.router.engines import EngineMonitor, RoutedEngine, split_place
 from flashmoa.router.errors import EngineLost, NoEngine
@@ -72,7 +72,7 @@ class RouterOptions:
     saturation_margin: float = SATURATION_MARGIN
     tokenize: bool | None = None
     max_body_bytes: int = 32 << 20
-    max_waiting: int = 10_000
+    max_waiting: int = MAX_WAITING
     watch_seconds: float = 2.0
 
 

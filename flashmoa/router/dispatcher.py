@@ -13,6 +13,9 @@ from flashmoa.router.blocks import Blocks
 from flashmoa.router.errors import NoEngine, QueueFull
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 
+# The most requests in the queue, by default.
+MAX_WAITING = 10_000
+
 
 @dataclass(slots=True)
 class Placement:
@@ -53,7 +56,7 @@ class Dispatcher:
         max_waiting: the most requests in the queue.
     """
 
-    def __init__(self, policy: Policy, max_waiting: int = 10_000) -> None:
+    def __init__(self, policy: Policy, max_waiting: int = MAX_WAITING) -> None:
         self._policy = policy
         self._max_waiting = max_waiting
         self._engines: set[str] = set()

@@ -58,8 +58,8 @@ Router.from_args(RouterArgs(
 )).start()
 """
 )
-# How often these routers ask engines for their load and health, and how long an engine may be silent
-# before it gets no requests. If engines take longer than the GPUs that they stand for, so do these.
+# How often these routers ask engines for their load and health, and how long an engine may be
+# silent before it gets no requests. If engines take longer than their GPU, so do these.
 _SECONDS = (
     "load_monitor_interval", "worker_stall_secs", "worker_wedge_secs", "worker_stale_secs",
     "worker_warmup_secs", "health_check_interval_secs", "health_check_timeout_secs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import anyio
+import anyio.lowlevel
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.messages import ModelClientStreamingChunkEvent, TextMessage
@@ -76,7 +77,7 @@ async def test_consumer_that_stops_reading_goes_on_and_frees_the_engines(
                 break
 
         await read_one()
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         await wait_until_idle(direct)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model, Quorum, Steps
-from flashmoa.moa.debate_runs import vote
+from flashmoa.moa.conclusion import vote
 from flashmoa.moa.prompts import AnswerForms
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 

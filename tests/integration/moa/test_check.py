@@ -56,14 +56,26 @@ async def test_what_an_engine_has_is_found(
 
 
 async def test_answers_that_no_early_exit_judges_need_no_log_probabilities(
-    engine: LocalEngine, tmp_path: Path
+    engine: LocalEngine, plain_engine: LocalEngine, tmp_path: Path
 ) -> None:
     """No two answers can leave another one out if there are only two."""
     path = write(tmp_path, engine.url)
-    path.write_text(path.read_text().replace("repeat = 3", "repeat = 2"))
+    two = f'{{models = [{{use = "agent", engine = "{plain_engine.url}", repeat = 2}}]}}'
+    layers = path.read_text().replace("repeat = 3}]}, ", f"repeat = 3}}]}}, {two}, ")
+    path.write_text(layers.replace("early_exit", 'topology = "3x2x1"\nearly_exit'))
     texts = [text for _, text in await findings(path)]
-    assert f"{engine.url}: answers agents' requests" in texts
-    assert not any("with log-probabilities" in text for text in texts)
+    assert f"{engine.url}: answers agents' requests with log-probabilities" in texts
+    assert f"{plain_engine.url}: answers agents' requests" in texts
+
+
+async def test_early_exit_that_leaves_out_nobody_is_refused(
+    engine: LocalEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, engine.url)
+    path.write_text(path.read_text().replace("repeat = 3", "repeat = 2"))
+    for command in (["check"], ["serve", "--dry-run"]):
+        assert await anyio.to_thread.run_sync(main, [*command, str(path)]) == 1
+        assert "none is ever left out" in capsys.readouterr().err
 
 
 async def test_what_is_missing_is_named(engine: LocalEngine, tmp_path: Path) -> None:

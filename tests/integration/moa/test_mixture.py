@@ -48,7 +48,8 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
 
 
 def answers_by_layer(result: MixtureResult) -> list[list[str]]:
-    """Return the answers of each layer."""
+    """Return the answers of each layer, none of which has failed."""
+    assert [agent.problem for agent in result.agents if agent.problem] == []
     return [[answer.text for answer in layer] for layer in result.layers]
 
 

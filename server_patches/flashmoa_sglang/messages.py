@@ -90,10 +90,12 @@ class StreamTokens:
         tokens: for each stream, its id, the new tokens as the bytes of an ``array("q")``, and
             whether the stream has been appended to since it was opened.
         ended: streams that get no more tokens, so that their last ones are worth an increment.
+        unclaimed: streams whose final request was refused, so that increments go on.
     """
 
     tokens: tuple[tuple[str, bytes, bool], ...]
     ended: tuple[str, ...] = ()
+    unclaimed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from flashmoa_sglang import __version__, releases
+from flashmoa_sglang import __version__, kv_free, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.engine import Engine
@@ -32,7 +32,6 @@ from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
-from flashmoa_sglang.kv_free import KEEPS_NONE
 from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
 from flashmoa_sglang.options import Options
 
@@ -133,7 +132,8 @@ class Api:
     def _capabilities(self) -> list[str]:
         prefills = self._engine.role != "decode"
         scoring = ["scoring"] if prefills and self._scores else []
-        return ["render", *scoring, *(_OF_KV if prefills and self._engine.keeps_kv else ())]
+        keeps_kv = prefills and self._why_no_kv() is None
+        return ["render", *scoring, *(_OF_KV if keeps_kv else ())]
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._require_kv()
@@ -227,6 +227,14 @@ class Api:
         except ValueError as error:
             raise MalformedRequest(str(error)) from error
 
+    def _why_no_kv(self) -> str | None:
+        """Return why this engine keeps no KV of prompts; ``None`` if it does."""
+        if kv_free.is_on():
+            return kv_free.KEEPS_NONE
+        if not self._engine.has_radix_cache:
+            return "This engine keeps no KV of prompts (--disable-radix-cache)"
+        return None
+
     def _require_kv(self) -> None:
         """Refuse the request if this engine keeps no KV of prompts."""
         if self._engine.role == "decode":
@@ -234,9 +242,9 @@ class Api:
                 "This engine decodes for a PD pair and prefills nothing; send the request to the "
                 "pair's prefill engine."
             )
-        if not self._engine.keeps_kv:
+        if (reason := self._why_no_kv()) is not None:
             raise MalformedRequest(
-                f"{KEEPS_NONE}, so nothing can be prefilled ahead; send the whole request instead."
+                f"{reason}, so nothing can be prefilled ahead; send the whole request instead."
             )
 
 

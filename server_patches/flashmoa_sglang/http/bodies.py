@@ -9,6 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
+from flashmoa_sglang.http.client_requests import LARGEST_NUMBER
 from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.stream import Terms
 
@@ -58,7 +59,7 @@ class Target(BaseModel):
     cache_salt: StrictStr | None = None
     extra_key: StrictStr | None = None
     lora_path: StrictStr | None = None
-    priority: StrictInt | None = None
+    priority: StrictInt | None = Field(default=None, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)
 
     def terms(self, served: str) -> Terms:
         """Return the fields that SGLang needs besides the tokens.
@@ -102,7 +103,7 @@ class Prompt(_Piece, Target):
 
 class OpenStream(Prompt):
     ttl_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    expected_output_tokens: StrictInt | None = Field(default=None, ge=0)
+    expected_output_tokens: StrictInt | None = Field(default=None, ge=0, le=LARGEST_NUMBER)
 
     def terms(self, served: str) -> Terms:
         terms = super().terms(served)

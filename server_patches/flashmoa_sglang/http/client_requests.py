@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
+# Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
+LARGEST_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,11 @@ def read_hints(http_request: Any) -> Hints:
             f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
         )
     # In Python a bool is an int; in JSON it is not a number.
-    if expected is not None and (type(expected) is not int or expected < 0):
-        raise ValueError(f"{EXPECTED_OUTPUT} must be an integer of at least 0, not {expected!r}.")
+    if expected is not None and not (type(expected) is int and 0 <= expected <= LARGEST_NUMBER):
+        raise ValueError(
+            f"{EXPECTED_OUTPUT} must be an integer from 0 to {LARGEST_NUMBER}, not "
+            f"{str(expected)[:40]}."
+        )
     return Hints(stream_id, expected)
 
 
@@ -85,8 +90,9 @@ def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
 
 def _prompts(obj: Any) -> Sequence[Any]:
     """Return the prompts of a request, each as text or as token ids."""
-    # SGLang completes the prompts of requests with pictures or sound by itself.
-    if getattr(obj, "image_data", None) or getattr(obj, "audio_data", None):
+    # SGLang completes the prompts of requests with pictures, films or sound by itself.
+    others = [getattr(obj, name, None) for name in ("image_data", "video_data", "audio_data")]
+    if any(others):
         return []
     text, ids = getattr(obj, "text", None), getattr(obj, "input_ids", None)
     if text is not None:

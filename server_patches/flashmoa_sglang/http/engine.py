@@ -9,7 +9,6 @@ from contextlib import aclosing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.saturation import Saturation
 
-_RID_PREFIX = "flashmoa-"
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
 
@@ -52,7 +50,6 @@ class Engine:
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
         self._reports = KvReports(tokenizer_manager)
-        self.keeps_kv = not kv_free.is_on()
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
         # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
@@ -82,6 +79,10 @@ class Engine:
         return self._manager.model_config.vocab_size
 
     @property
+    def has_radix_cache(self) -> bool:
+        return not self._arguments.disable_radix_cache
+
+    @property
     def page_size(self) -> int:
         return self._arguments.page_size or 1
 
@@ -98,9 +99,8 @@ class Engine:
 
         Args: ranks: the reports of :meth:`kv`.
         """
-        arguments = self._arguments
-        chunk = arguments.chunked_prefill_size or 0
-        bounds = [chunk, arguments.max_prefill_tokens, *(rank.total for rank in ranks)]
+        bounds = [self._arguments.chunked_prefill_size, self._arguments.max_prefill_tokens]
+        bounds += [rank.total for rank in ranks]
         return min(bound for bound in bounds if bound and bound > 0)
 
     @property
@@ -292,7 +292,7 @@ def is_ours(obj: Any) -> bool:
 
 def new_rid() -> str:
     """Make a request id. None is a prefix of another, because SGLang aborts by prefix."""
-    return f"{_RID_PREFIX}{uuid.uuid4().hex}"
+    return f"flashmoa-{uuid.uuid4().hex}"
 
 
 def _count(update: CountUpdate) -> None:

@@ -40,6 +40,7 @@ class Handover:
         self._engine = engine
         self._streams = streams
         self._opening: list[PromptStream] = []
+        self._unclaimed: list[str] = []
         self._changed = asyncio.Event()
         self._end_grace = _END_GRACE * Options.from_environment().device_slowdown
         engine.handle(StreamProgress, self._note)
@@ -49,22 +50,32 @@ class Handover:
         self._opening.append(stream)
         self._changed.set()
 
+    def unclaim(self, stream: PromptStream) -> None:
+        """Let a stream's scheduler go on, because the stream's request was refused."""
+        self._unclaimed.append(stream.id)
+        self._changed.set()
+
     def look(self) -> None:
         """Look again for tokens to hand over, because a stream has grown or ended."""
         self._changed.set()
 
     async def run(self) -> None:
         """Open streams and hand over their tokens, until no stream is open."""
+        opening: dict[PromptStream, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while self._streams:
                 self._changed.clear()
                 for stream in self._opening:
-                    group.create_task(self._open_in_scheduler(stream))
+                    opening[stream] = group.create_task(self._open_in_scheduler(stream))
                 self._opening.clear()
+                # A scheduler may be too busy to answer for a stream that has ended meanwhile.
+                opening = {s: task for s, task in opening.items() if not _is_over(s, task)}
                 wait = self._send(time.monotonic())
                 await asyncio.sleep(_GATHERED)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), wait)
+            for task in opening.values():
+                task.cancel()
 
     async def _open_in_scheduler(self, stream: PromptStream) -> None:
         try:
@@ -96,8 +107,9 @@ class Handover:
                     stream.end_sent = True
                 else:
                     wait = min(wait or due, due)
-        if tokens or ended:
-            self._engine.hand_over(StreamTokens(tuple(tokens), tuple(ended)))
+        unclaimed, self._unclaimed = self._unclaimed, []
+        if tokens or ended or unclaimed:
+            self._engine.hand_over(StreamTokens(tuple(tokens), tuple(ended), tuple(unclaimed)))
         return wait
 
     def _note(self, progress: StreamProgress) -> None:
@@ -106,13 +118,21 @@ class Handover:
             stream = self._streams.get(id_)
             if stream is None:
                 continue
+            # Of a stream that gave way, what it had computed may be computed again.
             stream.prefilled = prefilled
+            stream.computed = min(stream.computed + computed, prefilled)
             if computed:
                 stream.increments += 1
-                stream.computed += computed
                 stream.spans.append(Span(now - seconds, now, computed))
                 metrics.count("stream_increments")
                 metrics.count("stream_tokens_prefilled", computed)
         for id_, waits in progress.waiting:
             if (stream := self._streams.get(id_)) is not None:
                 stream.waits_for_room = waits
+
+
+def _is_over(stream: PromptStream, opening: asyncio.Task[None]) -> bool:
+    """Return whether the opening of a stream is over; cancel it if the stream has ended."""
+    if stream.closed is not None:
+        opening.cancel()
+    return stream.closed is not None or opening.done()

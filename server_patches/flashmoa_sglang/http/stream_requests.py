@@ -13,6 +13,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastapi import HTTPException
+
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.http import client_requests, metrics
 from flashmoa_sglang.messages import RequestMark
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
+
+
+# The statuses with which SGLang refuses a request, and has no room for one in its queue.
+_REFUSALS = (400, 503)
 
 
 class StreamRequest:
@@ -83,6 +89,8 @@ class StreamRequest:
         if self._stream is not None and self._stream.claimed:
             # Another request has claimed it since.
             self._stream, self.status = None, "used"
+        if self._stream is not None and self._stream.closed is not None:
+            self._stream, self.status = None, self._stream.closed
         if self._stream is not None:
             self._table.claim(self._stream)
             self._claimed = True
@@ -200,17 +208,35 @@ async def _generate(
         async with aclosing(outputs):
             async for output in outputs:
                 # The output is a list if the request asks for several answers to the prompt.
-                for answer in output if isinstance(output, list) else [output]:
+                answers = output if isinstance(output, list) else [output]
+                for answer in answers:
                     request.annotate(answer)
-                request.close_stream()
+                if all(map(_is_refusal, answers)):
+                    request.give_stream_back()
+                else:
+                    request.close_stream()
                 yield output
-    except ValueError:
-        # SGLang raises this for a request that it refuses, and if the client has disconnected.
-        if http_request is None or not await http_request.is_disconnected():
+    except (ValueError, HTTPException) as error:
+        # SGLang raises these for a request that it refuses or has no room for; the former also if
+        # the client has disconnected.
+        is_refused = isinstance(error, ValueError) or error.status_code in _REFUSALS
+        if is_refused and (http_request is None or not await http_request.is_disconnected()):
             request.give_stream_back()
         raise
     finally:
         request.close_stream()
+
+
+def _is_refusal(answer: dict[str, Any]) -> bool:
+    """Return whether a scheduler has refused a request, of which a streamed answer tells."""
+    meta = answer.get("meta_info") or {}
+    reason = meta.get("finish_reason")
+    return (
+        isinstance(reason, dict)
+        and reason.get("type") == "abort"
+        and reason.get("status_code") in _REFUSALS
+        and not meta.get("completion_tokens")
+    )
 
 
 def _put_expectation(obj: Any, expected_output: int | None) -> None:

@@ -197,6 +197,7 @@ class StreamTable:
     def unclaim(self, stream: PromptStream) -> None:
         """Continue the stream as if its final request, which was refused, had not come."""
         stream.claimed = False
+        self._handover.unclaim(stream)
         self.keep_alive(stream)
 
     def close(self, stream: PromptStream, ending: Ending) -> None:

@@ -20,7 +20,7 @@ BOUNDARIES: dict[str, str] = {
     "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
     "line": r"(?<=[A-Za-z0-9])(?=\n)",
 }
-_RIGHT_CONTEXT = 2
+RIGHT_CONTEXT = 2
 _SAMPLES = 96
 # Printable characters with which vocabularies spell white space (byte-level, sentencepiece).
 _SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
@@ -100,7 +100,7 @@ def _splits(boundary: re.Pattern[str], samples: list[str], encode: Any) -> bool:
             if encode(text[:at]) + rest != encode(text):
                 return False
             # The text after the boundary's right context must not matter, either.
-            near = text[: at + _RIGHT_CONTEXT]
+            near = text[: at + RIGHT_CONTEXT]
             if encode(near)[: len(encode(text[:at]))] != encode(text[:at]):
                 return False
     return True

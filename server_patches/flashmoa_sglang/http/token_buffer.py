@@ -16,7 +16,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries, vocabulary_of
+from flashmoa_sglang.http.token_boundaries import (
+    BOUNDARIES,
+    RIGHT_CONTEXT,
+    find_boundaries,
+    vocabulary_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +165,8 @@ class TokenBuffer:
             self._lead = head.tokens + self._lead[1 if has_bos else 0 :]
         self.tokens = array("q", self._lead)
         self._prefixes = [TokenizedPrefix(0, len(self.tokens))]
+        # There is no boundary between the last prefix and this place.
+        self._searched = 0
 
     @property
     def whole_text(self) -> str:
@@ -170,8 +177,12 @@ class TokenBuffer:
         """Add text, and to ``tokens`` the tokens that have become certain."""
         self.text += text
         start = self._prefixes[-1].chars
-        boundary = self._tokenizer.last_boundary(self.text, start)
-        if boundary > start:
+        # Some languages have no boundaries for long, and are not searched again and again.
+        search_from = max(start, self._searched)
+        boundary = self._tokenizer.last_boundary(self.text, search_from)
+        # Whether the last characters are at one depends on what follows them.
+        self._searched = len(self.text) - RIGHT_CONTEXT
+        if boundary > search_from:
             self.tokens.extend(self._tokenizer.encode_between(self.text, start, boundary))
             self._prefixes.append(TokenizedPrefix(boundary, len(self.tokens)))
 
@@ -183,6 +194,7 @@ class TokenBuffer:
         self.text = self.text[: state.chars]
         del self._prefixes[state.prefixes :]
         del self.tokens[self._prefixes[-1].tokens :]
+        self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
 
     def all_tokens(self) -> list[int]:
         """Return the tokens of the text as if it ended here."""

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import available_tokens
-from flashmoa_sglang.scheduler.request import is_increment, output_left, state_of, total_tokens
+from flashmoa_sglang.scheduler.request import (
+    is_increment,
+    output_left,
+    state_of,
+    total_tokens,
+    uncached_tokens,
+)
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
@@ -136,7 +142,7 @@ def _need(scheduler: Any, req: Any) -> int:
     """
     more = output_left(req) + scheduler.page_size + 1
     if state_of(req).stream in scheduler.flashmoa.pins:
-        return RELEASE.uncached_tokens(scheduler.tree_cache, req) + more
+        return uncached_tokens(scheduler.tree_cache, req) + more
     # The request's cached prefix may be evictable now, but is not any more once the request runs.
     return total_tokens(req) + more
 

@@ -66,6 +66,8 @@ def is_shareable(req: Any) -> bool:
         and req.positional_embed_overrides is None
         and req.multimodal_inputs is None
         and not RELEASE.needs_host_load(req)
+        # SGLang keeps no KV of requests that a client marks as warm-ups of a PD pair.
+        and not getattr(req, "skip_radix_cache_insert", False)
         and req.to_finish is None
     )
 

@@ -78,9 +78,9 @@ def stream_output(
     if increments:
         state.increments_ended = True
         state.streams.report()
-        reqs = [req for req in reqs if req not in increments]
+        reqs = [req for req in reqs if not is_increment(req)]
     direct = [req for req in reqs if _has_no_text(state, req)]
-    rest = [req for req in reqs if req not in direct] if direct else reqs
+    rest = [req for req in reqs if not _has_no_text(state, req)] if direct else reqs
     if rest or not (increments or direct):
         original(streamer, rest, return_logprob, skip_req)
     if direct:

@@ -88,7 +88,8 @@ class SchedulerStreams:
         self._known_waiting: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Return the number of streams that this scheduler computes, and not another rank's."""
+        return sum(stream.opener is not None for stream in self._open.values())
 
     def want(self) -> bool:
         """Return whether some stream could be prefilled further."""
@@ -112,6 +113,8 @@ class SchedulerStreams:
         for id_ in message.ended:
             if id_ not in self._ended:
                 self._stream(id_).ended = True
+        for id_ in message.unclaimed:
+            self.claim(id_, claimed=False)
 
     def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
         """Open a stream in answer to the request that opens it.
@@ -140,10 +143,10 @@ class SchedulerStreams:
         """Return whether the agent before a stream's own writes already."""
         return id_ in self._open and self._open[id_].grows
 
-    def claim(self, id_: str) -> None:
-        """Make no more increments of a stream, because its final request has come."""
+    def claim(self, id_: str, *, claimed: bool = True) -> None:
+        """Make no more increments of a stream whose final request has come and is not refused."""
         if id_ in self._open:
-            self._open[id_].claimed = True
+            self._open[id_].claimed = claimed
 
     def end(self, id_: str) -> None:
         """Forget a stream that has ended."""
@@ -156,8 +159,9 @@ class SchedulerStreams:
     def lose(self, id_: str | None = None) -> None:
         """Note that a stream's KV may be evicted, or that of all streams was flushed."""
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
-            if stream is not None:
+            if stream is not None and stream.prefilled:
                 stream.prefilled = 0
+                self._progress.append((stream.id, 0, 0, 0.0))
 
     def keep_cached(self, room: Callable[[], int]) -> None:
         """Pin what other requests have computed of the streams that were just opened.
@@ -195,7 +199,7 @@ class SchedulerStreams:
             growing: whether to make them only for streams that grow.
         """
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
-        fewest = fewest_tokens(len(self._open), least)
+        fewest = fewest_tokens(len(self), least)
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
@@ -252,6 +256,7 @@ class SchedulerStreams:
         message = copy(stream.message)
         message.rid = f"{stream.id}-{next(self._numbers)}"
         message.input_ids = RELEASE.token_ids(stream.tokens[:end])
+        message.priority = None  # It goes after requests of clients, and preempts none.
         assert self._make is not None
         req = take_request(self._scheduler, message, self._make)
         if req is not None:

@@ -16,7 +16,7 @@ class FakeEngine:
     """An engine that notes what it is told.
 
     Attributes:
-        opened, released: ids of streams.
+        opened, released, cancelled: ids of streams; the last of those whose opening was cancelled.
         handed: the messages with tokens.
         refusal: raised when a stream is opened, if any.
         mistake: raised when tokens are handed over, if any.
@@ -30,6 +30,7 @@ class FakeEngine:
         self.draining = False
         self.opened: list[str] = []
         self.released: list[str] = []
+        self.cancelled: list[str] = []
         self.handed: list[StreamTokens] = []
         self.refusal: Exception | None = None
         self.mistake: Exception | None = None
@@ -47,7 +48,11 @@ class FakeEngine:
 
     async def open_stream(self, stream: str, _terms: object) -> None:
         self.opened.append(stream)
-        await self.opens.wait()
+        try:
+            await self.opens.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(stream)
+            raise
         if self.refusal is not None:
             raise self.refusal
 

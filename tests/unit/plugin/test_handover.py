@@ -124,6 +124,22 @@ async def test_no_end_is_handed_over_of_a_stream_whose_request_comes_at_once() -
         table.unclaim(used)
         await handed_over(engine, [used])
         assert engine.tokens_of(used.id) == [*used.ids]
+        assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
+
+
+async def test_a_stream_is_handed_over_though_one_that_has_ended_was_never_opened() -> None:
+    """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
+    engine = FakeEngine()
+    engine.opens.clear()
+    async with open_streams(engine, [10]) as (table, (first,)):
+        await handed_over(engine, [first])
+        table.close(first, "deleted")
+        with anyio.fail_after(5):
+            while engine.cancelled != [first.id]:  # noqa: ASYNC110 - there is no event for it
+                await anyio.sleep(0.001)
+        second = open_stream(table, tokens=10)
+        await handed_over(engine, [second])
+        table.close(second, "deleted")
 
 
 async def test_progress_is_noted_in_the_streams_states() -> None:
@@ -140,6 +156,11 @@ async def test_progress_is_noted_in_the_streams_states() -> None:
         assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
         assert first.spans[0].end - first.spans[0].start == pytest.approx(0.5)
         assert not first.state()["prefilling"]
+        # Its KV is evicted, and computed once more.
+        engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0),)))
+        assert first.state()["prefilling"] and (first.prefilled, first.computed) == (0, 0)
+        engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5),)))
+        assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
 
 
 async def test_streams_wait_for_room_until_the_scheduler_says_otherwise() -> None:

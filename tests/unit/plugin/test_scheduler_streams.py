@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress
+from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress, StreamTokens
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
 from tests.unit.plugin.fake_scheduler import (
@@ -177,6 +177,37 @@ def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
     streams.open("a", opening("a"), scheduler.make_request)
     assert len(streams) == 0 and not streams.want() and scheduler.waiting_queue == []
     assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
+
+
+def test_a_stream_goes_on_when_its_request_is_refused(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.claim("a")
+    streams.extend(new_tokens("a", range(100, 150)))
+    assert not streams.want()
+    streams.extend(StreamTokens((), unclaimed=("a", "ended")))
+    assert make_increments(streams)["a"].origin_input_ids == [*range(150)]
+
+
+def test_streams_of_other_ranks_take_no_room_of_this_one(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    """Every rank gets all tokens, but only one of them the request that opens the stream."""
+    scheduler.open_stream("a", 100)
+    streams.extend(new_tokens("b", range(100)))
+    assert len(streams) == 1
+
+
+def test_lost_kv_is_reported_once(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
+    scheduler.open_stream("a", 100)
+    streams.finish(make_increments(streams)["a"], 0.5)
+    streams.report()
+    for _ in range(2):
+        streams.lose("a")
+        streams.report()
+    reports = [one.increments for one in scheduler.sent if isinstance(one, StreamProgress)]
+    assert reports == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
 
 
 def test_kv_that_is_lost_is_computed_again(

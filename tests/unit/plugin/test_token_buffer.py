@@ -196,6 +196,24 @@ def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
     assert "word" not in CanonicalTokenizer(tokenizer).boundaries
 
 
+def test_text_without_boundaries_is_searched_once(
+    tokenizers: dict[str, CanonicalTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, searched = tokenizers["trained"], 0
+    search = tokenizer.last_boundary
+
+    def count_and_search(text: str, start: int) -> int:
+        nonlocal searched
+        searched += len(text) - max(start, 0)
+        return search(text, start)
+
+    monkeypatch.setattr(tokenizer, "last_boundary", count_and_search)
+    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+    for _ in range(500):
+        buffer.append("文字列に境界はない")
+    assert searched < 2 * len(buffer.text)
+
+
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:
     """Appends and the final request tokenise the new text, and not the whole."""
     tokenizer = tokenizers["trained"]

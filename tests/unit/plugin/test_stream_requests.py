@@ -1,0 +1,106 @@
+"""Final requests of prompt streams: what becomes of the stream if SGLang refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.cpu import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+from fastapi import HTTPException  # noqa: E402
+from flashmoa_sglang.http import client_requests, stream_requests  # noqa: E402
+from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
+
+from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+TOKEN = {"text": "a", "meta_info": {"finish_reason": None, "completion_tokens": 1}}
+
+
+class HttpRequest:
+    """A client's request, of a client that stays connected."""
+
+    def __init__(self, **hints: object) -> None:
+        self._json = hints
+        self.headers: dict[str, str] = {}
+
+    async def is_disconnected(self) -> bool:
+        return False
+
+
+def refusal(status: int, tokens: int = 0) -> dict[str, Any]:
+    reason = {"type": "abort", "status_code": status, "message": "no"}
+    return {"text": "", "meta_info": {"finish_reason": reason, "completion_tokens": tokens}}
+
+
+async def send(table: StreamTable, stream: str, *outcomes: Exception | dict[str, Any]) -> None:
+    """Send the final request of a stream to an engine that answers with these outcomes."""
+
+    async def answer(*_: object) -> AsyncGenerator[dict[str, Any]]:
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+
+    body = SimpleNamespace(
+        text=None, input_ids=[*range(10)], sampling_params={}, stream=True, routed_dp_rank=None,
+        cache_salt=None, extra_key=None, lora_path=None,
+    )  # fmt: skip
+    manager = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=1000), tokenizer=None, flashmoa_table=table,
+        mm_processor=None,
+    )  # fmt: skip
+    request = HttpRequest(prompt_stream_id=stream)
+    stream_requests._current.set(None)
+    with suppress(ValueError, HTTPException):
+        async for _ in stream_requests.generate_request(answer, manager, body, request):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "stays"),
+    [
+        ([ValueError("too long")], True),
+        ([HTTPException(503, "The request queue is full.")], True),
+        ([HTTPException(500, "A bug.")], False),
+        # A streamed answer tells of a refusal as its only output.
+        ([refusal(400)], True),
+        ([refusal(503)], True),
+        ([refusal(500)], False),
+        ([TOKEN, refusal(503, tokens=1)], False),
+        ([TOKEN], False),
+    ],
+)
+async def test_refused_request_does_not_use_up_its_stream(
+    outcomes: list[Exception | dict[str, Any]], stays: bool
+) -> None:
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = open_stream(table)
+    await send(table, stream.id, *outcomes)
+    assert (stream.closed, stream.claimed) == ((None, False) if stays else ("used", True))
+    if stays:
+        await send(table, stream.id, TOKEN)
+    assert stream.closed == "used"
+
+
+async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> None:
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = open_stream(table)
+    request = stream_requests.StreamRequest(table, stream.id)
+    table.close(stream, "expired")
+    body = SimpleNamespace(text=None, input_ids=[1], sampling_params={}, routed_dp_rank=None)
+    request.use(body, multimodal=False)
+    assert request.status == "expired" and not stream.claimed
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5])
+def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object) -> None:
+    with pytest.raises(ValueError, match="must be an integer from 0 to 2147483647"):
+        client_requests.read_hints(HttpRequest(expected_output_tokens=number))

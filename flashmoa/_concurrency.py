@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Work = Callable[[], Awaitable[None]]
+# How long tasks that were cancelled are waited for. Releasing something takes at most 0.3 s.
+_CLOSING_SECONDS = 5.0
 
 
 class TaskHost:
@@ -74,16 +76,20 @@ class TaskHost:
             cleanup.add_done_callback(self._cleanups.discard)
 
     async def close(self) -> None:
-        """Cancel all tasks and wait until they have ended."""
+        """Cancel all tasks and wait until they have ended, even if the caller is cancelled.
+
+        They may need what the caller closes next, to release what they hold.
+        """
         self._closed = True
         self._group = None
         group_tasks = list(self._group_tasks)
         for task in group_tasks:
             task.cancel()
-        if group_tasks:
-            await asyncio.wait(group_tasks)
-        while self._cleanups:
-            await asyncio.wait(set(self._cleanups))
+        with anyio.move_on_after(_CLOSING_SECONDS, shield=True):
+            if group_tasks:
+                await asyncio.wait(group_tasks)
+            while self._cleanups:
+                await asyncio.wait(set(self._cleanups))
 
     async def _run_group(self, first: Work) -> None:
         async with anyio.create_task_group() as group:
@@ -175,4 +181,6 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
             group.start_soon(run, index, call)
     if failures:
         raise failures[0]
+    if len(results) < len(calls):
+        raise RuntimeError("something that one of several calls awaited was cancelled elsewhere")
     return [results[index] for index in range(len(calls))]

@@ -6,15 +6,15 @@ everything before that place at once, and the draft as it is written.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.connections import check_ttl
+from flashmoa.engine.generation import check_ending
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
@@ -59,8 +59,7 @@ class Workflow:
         engine: the engine that requests are sent to by default.
         on_failure: what happens by default to a request when a text in it fails.
         ahead: how much of a prompt is prefilled before its request can be sent: ``text``: texts as
-            they are written, ``known``: only what is known beforehand, ``nothing``. The latter two
-            are for comparisons.
+            they are written; for comparisons ``known``: what is known beforehand, or ``nothing``.
         stream_ttl_seconds: how long engines keep KV that was prefilled for future requests if this
             process vanishes; by default as their clients say.
         listener: receives the workflow's events.
@@ -86,6 +85,8 @@ class Workflow:
         self._policy = FailurePolicy.of(on_failure)
         self._listener = contained(listener)
         self._texts: dict[str, Text] = {}
+        self._names: set[str] = set()
+        self._numbers: dict[str, int] = {}  # The last one that each name got.
         self._expected: list[Pending] = []
         self._requests = anyio.create_task_group()
         self._links = anyio.create_task_group()
@@ -129,6 +130,7 @@ class Workflow:
         one text with a given name.
         """
         text = Text(answer.name)
+        self._names.add(answer.name)
         self._texts[text.mark] = text
         return text
 
@@ -149,12 +151,16 @@ class Workflow:
             name: the answer's name, for events; it gets a number if another text has the name.
             on_failure: what happens to the request when a text in it fails; by default as the
                 workflow says.
-            parameters: parameters of OpenAI's chat completions, and SGLang's own.
+            parameters: parameters of OpenAI's chat completions, and SGLang's own. Calls of
+                ``tools`` are no text, and are not returned.
 
-        Errors are raised where the answer is awaited.
+        Errors are raised where the answer is awaited, also if it is cut off.
 
-        Raises: ValueError if two texts in the messages have the same name.
+        Raises: ValueError if two texts in the messages have the same name, a text is of another
+            workflow, or ``n`` is above 1.
         """
+        if (parameters.get("n") or 1) != 1:
+            raise ValueError(f"n is {parameters['n']}; an answer is one text, so ask several times")
         answer = Answer(self._unused_name(name))
         self._texts[answer.mark] = answer
         pending = self._make_pending(messages, answer.name, on_failure)
@@ -204,9 +210,9 @@ class Workflow:
                 "them into its messages"
             )
         return PendingRequest(
-            cast("list[dict[str, Any]]", messages),
+            [*map(dict, messages)],
             texts,
-            _fill,
+            replace_marks,
             policy,
             name,
             self._listener,
@@ -279,15 +285,16 @@ class Workflow:
                 if delta.text:
                     report.text_arrived()
                     answer.write(delta.text)
+        check_ending(answer.finish_reason, engine.url)
         answer.close()
         report.finished(answer.written, answer.usage, answer.finish_reason)
 
     def _unused_name(self, name: str) -> str:
         """Return the name, with a number if another text has it already."""
-        taken = {text.name for text in self._texts.values()}
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        return next(choice for choice in itertools.chain([name], numbered) if choice not in taken)
-
-
-def _fill(messages: list[dict[str, Any]], replacements: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [replace_marks(message, replacements) for message in messages]
+        number, choice = self._numbers.get(name, 1), name
+        while choice in self._names:
+            number += 1
+            choice = f"{name}-{number}"
+        self._names.add(choice)
+        self._numbers[name] = number
+        return choice

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakSet
 
+import anyio
 from agent_framework import (
     ChatResponse,
     ChatResponseUpdate,
@@ -141,9 +142,9 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         """Close every link of this client's workflows, then its connections."""
         try:
             await all_of([workflow.close for workflow in list(self.linked_workflows)])
-            await self.engine.close()
         finally:
-            await self.client.close()
+            with anyio.CancelScope(shield=True):
+                await all_of([self.engine.close, self.client.close])
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
+import anyio
 from autogen_core import CancellationToken
 from autogen_core.models import CreateResult, LLMMessage
 from autogen_core.tools import Tool, ToolSchema
@@ -291,10 +292,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
                     yield item
 
     async def close(self) -> None:
-        """Close every link of this client's teams, then its connections."""
+        """Close every link of this client's teams, all at once, then its connections."""
         try:
-            # Both at once, as each may wait for an engine that does not answer.
             await all_of([self.observers.close, self._promises.close])
-            await self.engine.close()
         finally:
-            await super().close()
+            with anyio.CancelScope(shield=True):
+                await all_of([self.engine.close, super().close])

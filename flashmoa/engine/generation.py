@@ -41,7 +41,7 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
     """Yield the events of a stream.
 
     Raises:
-        BadAnswer: if an event is not JSON.
+        BadAnswer: if an event is not a JSON object.
         RequestRefused: if an event is an error.
     """
     async with aclosing(read_event_data(response)) as events:
@@ -49,15 +49,22 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
             if data == "[DONE]":
                 continue
             try:
-                event = json.loads(data)
+                event: Any = json.loads(data)
             except json.JSONDecodeError as error:
                 raise errors.BadAnswer(
                     f"the engine sent an event that is not JSON: {data[:200]!r}. Is the URL that "
                     "of an SGLang engine?"
                 ) from error
-            if "error" in event:
-                raise _make_event_error(event["error"])
-            yield event
+            if not isinstance(event, dict):
+                raise errors.BadAnswer(
+                    f"the engine sent an event that is not a JSON object: {data[:200]!r}. Is the "
+                    "URL that of an SGLang engine?"
+                )
+            found = cast("dict[str, Any]", event)
+            # Some servers have the field in every event, and null in it if nothing is wrong.
+            if found.get("error"):
+                raise _make_event_error(found["error"])
+            yield found
 
 
 def _make_event_error(error: Any) -> errors.RequestRefused:
@@ -90,7 +97,9 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
     """Yield a :class:`Delta` for each chunk of an OpenAI chat completion."""
     async for event in events:
         choices: list[dict[str, Any]] = event.get("choices") or []
-        choice = choices[0] if choices else {}
+        # With n > 1 there are others, whose text is another one.
+        first = [one for one in choices if not one.get("index")]
+        choice: dict[str, Any] = first[0] if first else {}
         delta: dict[str, Any] = choice.get("delta") or {}
         usage: dict[str, Any] | None = event.get("usage")
         logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
@@ -103,6 +112,16 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
             logprobs=[token["logprob"] for token in logprobs.get("content") or []],
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
+        )
+
+
+def check_ending(finish_reason: str | None, url: str) -> None:
+    """Check that the answer of an engine was not cut off. Raises: BadAnswer if it was."""
+    if finish_reason == "abort":
+        raise errors.BadAnswer(f"{url} aborted its answer")
+    if finish_reason is None:
+        raise errors.BadAnswer(
+            f"{url} ended its answer without a finish reason; the answer was cut off"
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
 
-from flashmoa._concurrency import run_cancelled
+from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link
@@ -89,8 +90,13 @@ class PendingRequest(Generic[Messages]):
 
         Raises: the exception that a text failed with, unless the policy is to finalize.
         """
-        for text in self._texts:
+
+        async def read(text: Text) -> None:
             self._read_texts[text.mark] = await text.read(self._policy)
+
+        # A text that fails is no longer waited for, whatever texts are before it.
+        await all_of([partial(read, text) for text in self._texts])
+        for text in self._texts:
             if text.failure is not None:
                 self._finalize(text, text.failure)
         return self._fill(self._messages, self._read_texts)

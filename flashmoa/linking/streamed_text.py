@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
+from weakref import WeakValueDictionary
 
 import anyio
 
-from flashmoa.linking.failure_policy import Failure, FailurePolicy, classify_failure
+from flashmoa.linking.failure_policy import (
+    Failure,
+    FailurePolicy,
+    UpstreamCancelled,
+    classify_failure,
+)
 from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
+# A mark in JSON, where it cannot be replaced.
+_ESCAPED_MARK = re.compile(r"\\u27e6[^\u27e6\u27e7]*?:[0-9a-f]{16}\\u27e7")
+# All texts of this process that are in use, by their marks.
+_TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
 
 
 class Text:
@@ -35,8 +46,9 @@ class Text:
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._changed = anyio.Event()
+        _TEXTS[self.mark] = self
 
     def __str__(self) -> str:
         return self.written if self.is_complete else self.mark
@@ -154,10 +166,15 @@ class Text:
     def fail(self, error: BaseException) -> None:
         """End the text with a failure; each link that waits for it acts by its policy.
 
-        Do nothing if the text has ended.
+        If its writer was cancelled, readers get :class:`UpstreamCancelled`: they are not cancelled
+        themselves. Do nothing if the text has ended.
         """
         if self._done:
             return
+        if not isinstance(error, Exception):
+            cancelled = UpstreamCancelled(f"{self.name} was cancelled")
+            cancelled.__cause__ = error
+            error = cancelled
         self._error = error
         for link in self._links:
             link.fail_slot(self.name, classify_failure(error))
@@ -196,19 +213,37 @@ def find_marks(value: Any) -> list[str]:
     """Return the marks in the strings of a value, in order, each one once.
 
     Args:
-        value: a string, or lists, tuples and mappings of such values.
+        value: a string or a text, or lists, tuples and mappings of such values.
     """
     found = (mark for string in _strings(value) for mark in _MARK.findall(string))
     return list(dict.fromkeys(found))
 
 
 def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
-    """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`."""
-    return [texts[mark] for mark in find_marks(value) if mark in texts]
+    """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`.
+
+    Raises: ValueError if a value has the mark of another text, or one that was turned into JSON:
+        these could not be replaced, and a model would read them.
+    """
+    marks = find_marks(value)
+    for mark in marks:
+        if mark not in texts and (text := _TEXTS.get(mark)) is not None:
+            raise ValueError(
+                f"{text.name!r} is a text of another workflow; await it, and use the string"
+            )
+    for escaped in (one for string in _strings(value) for one in _ESCAPED_MARK.findall(string)):
+        if (text := _TEXTS.get(json.loads(f'"{escaped}"'))) is not None:
+            raise ValueError(
+                f"{text.name!r} was turned into JSON before it was complete; await it first, or "
+                "use json.dumps(..., ensure_ascii=False)"
+            )
+    return [texts[mark] for mark in marks if mark in texts]
 
 
 def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
     """Return a value (see :func:`find_marks`) with marks replaced; others stay."""
+    if isinstance(value, Text):
+        value = value.mark
     if isinstance(value, str):
         return _MARK.sub(lambda mark: replacements.get(mark.group(), mark.group()), value)
     if isinstance(value, Mapping):
@@ -220,8 +255,8 @@ def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
+    if isinstance(value, str | Text):
+        yield value.mark if isinstance(value, Text) else value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
             yield from _strings(item)

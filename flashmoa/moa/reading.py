@@ -9,8 +9,9 @@ from typing import Any
 import anyio
 
 from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.generation import check_ending
 from flashmoa.engine.wire import Delta
-from flashmoa.errors import BadAnswer, EngineError, EngineTimeout
+from flashmoa.errors import EngineError, EngineTimeout
 from flashmoa.moa.prompts import Message
 from flashmoa.moa.settings import Limits
 from flashmoa.moa.thinking import ThoughtSplitter
@@ -100,12 +101,7 @@ class CallReader:
                     f"it did not begin: no token came within {limits.answer_seconds:g} s"
                 )
             self.finish_reason = "length"
-        if self.finish_reason == "abort":
-            raise BadAnswer(f"{engine.url} aborted its answer")
-        if self.finish_reason is None:
-            raise BadAnswer(
-                f"{engine.url} ended its answer without a finish reason; the answer was cut off"
-            )
+        check_ending(self.finish_reason, engine.url)
         if rest := self._splitter.end():
             write(rest)
             self.logprobs += self._held_logprobs

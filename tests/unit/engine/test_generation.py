@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa.engine.generation import read_chat, read_events, read_generation
-from flashmoa.errors import RequestRefused
+from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
 pytestmark = pytest.mark.anyio
@@ -46,6 +46,19 @@ async def test_an_error_in_a_stream_is_told_in_every_form(
     with pytest.raises(RequestRefused, match=text) as refused:
         [found async for found in read_events(response)]
     assert refused.value.status == status
+
+
+async def test_an_event_without_an_error_may_say_so() -> None:
+    """Some servers have the field in every event."""
+    response = httpx.Response(200, text='data: {"error": null, "choices": []}\n\n')
+    assert [event async for event in read_events(response)] == [{"error": None, "choices": []}]
+
+
+@pytest.mark.parametrize("event", ["[1]", "null", '"text"', "3"])
+async def test_an_event_that_is_no_object_is_a_bad_answer(event: str) -> None:
+    response = httpx.Response(200, text=f"data: {event}\n\n")
+    with pytest.raises(BadAnswer, match="not a JSON object"):
+        [found async for found in read_events(response)]
 
 
 async def test_half_of_a_surrogate_pair_becomes_the_replacement_character() -> None:

@@ -23,6 +23,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from flashmoa.engine.generation import read_event_data
+from flashmoa.openai_requests import as_stream
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _tapped: WeakSet[Any] = WeakSet()
 _current_filter: ContextVar[RetryFilter | None] = ContextVar("flashmoa_retry_filter", default=None)
 # Headers that describe the bytes of the stream and are wrong for the response made from it.
 _BODY_HEADERS = ("content-type", "content-length", "content-encoding", "transfer-encoding")
+# Fields of a chunk's choice that OpenAI's client puts together, and the one that it makes of them.
+_JOINED_FIELDS = frozenset(("index", "delta", "logprobs", "finish_reason", "message"))
 
 
 class RetryFilter:
@@ -124,39 +127,6 @@ def tap(http: Any) -> None:
             return await send_untapped(request, **options)
 
     http.send = send
-
-
-def read_chat_body(request: _Request) -> dict[str, Any] | None:
-    """Return the body of a request for a chat completion; ``None`` for other requests."""
-    if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
-        return None
-    try:
-        body: object = json.loads(request.content)
-    except ValueError:
-        return None
-    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
-
-
-def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
-    """Return a request with another JSON body, in the format of OpenAI's client."""
-    headers = request.headers.copy()
-    headers.pop("content-length", None)
-    return type(request)(
-        request.method,
-        request.url,
-        headers=headers,
-        content=json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(),
-        extensions=request.extensions,
-    )
-
-
-def as_stream(request: _Request) -> _Request | None:
-    """Return a request for a chat completion as one for a stream; ``None`` for other requests."""
-    body = read_chat_body(request)
-    if body is None or body.get("stream"):
-        return None
-    options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
-    return with_body(request, {**body, "stream": True, "stream_options": options})
 
 
 class TappedRequest:
@@ -259,6 +229,8 @@ class _Completion:
 
     def __init__(self) -> None:
         self._state = ChatCompletionStreamState[Any]()
+        # The servers' own fields of each choice, by its index.
+        self._extras: dict[int, dict[str, Any]] = {}
         self.has_choices = False
 
     def add(self, event: dict[str, Any]) -> str:
@@ -267,7 +239,16 @@ class _Completion:
             chunk = ChatCompletionChunk.construct(**event)
             self._state.handle_chunk(chunk)
             self.has_choices = self.has_choices or bool(chunk.choices)
+            for choice in event.get("choices") or ():
+                self._add_extras(choice)
             return first_text(chunk)
+
+    def _add_extras(self, choice: Mapping[str, Any]) -> None:
+        """Keep the fields that OpenAI's client takes from a choice's first chunk alone."""
+        extras = self._extras.setdefault(choice.get("index", 0), {})
+        for name, value in choice.items():
+            if name not in _JOINED_FIELDS:
+                extras[name] = _join(extras.get(name), value)
 
     def body(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed."""
@@ -277,7 +258,21 @@ class _Completion:
             for choice in cast("list[dict[str, Any]]", body["choices"]):
                 # Some servers repeat the role in each chunk, and the snapshot joins them.
                 choice["message"]["role"] = "assistant"
+                choice.update(self._extras.get(choice["index"], {}))
             return body
+
+
+def _join(earlier: Any, later: Any) -> Any:
+    """Return the value of a server's own field, given those of two chunks.
+
+    Lists are pieces of one (vLLM's ``token_ids``). Of other values the last one counts, since that
+    comes when the answer is complete (SGLang's ``matched_stop``).
+    """
+    if later is None:
+        return earlier
+    if isinstance(earlier, list) and isinstance(later, list):
+        return [*cast("list[Any]", earlier), *cast("list[Any]", later)]
+    return later
 
 
 def first_text(chunk: ChatCompletionChunk) -> str:

@@ -1,4 +1,5 @@
-"""Read the answer to a chat completion from the bytes of its response (:class:`AnswerReader`)."""
+"""Read the answer to a chat completion from the bytes of its response (:class:`AnswerReader`), and
+report it (:func:`report_end`, :func:`report_whole`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashmoa.engine import PromptUsage
-from flashmoa.linking.observed_call import CallResult
+from flashmoa.linking.observed_call import CallObserver, CallResult
 
 
 class AnswerReader:
@@ -101,3 +102,31 @@ class AnswerReader:
         call["id"] = piece.get("id") or call["id"]
         call["function"]["name"] = function.get("name") or call["function"]["name"]
         call["function"]["arguments"] += function.get("arguments") or ""
+
+
+def report_end(
+    reader: AnswerReader, observer: CallObserver, error: BaseException | None = None
+) -> None:
+    """Tell an observer of an answer that has been read, as far as it came.
+
+    Args:
+        error: why it is not complete, if that is known.
+    """
+    result = reader.result()
+    if result is not None:
+        observer.on_finish(result)
+    else:
+        observer.on_failure(error or RuntimeError(reader.problem))
+
+
+def report_whole(content: bytes, observer: CallObserver, *, is_stream: bool = False) -> None:
+    """Tell an observer of an answer, given the whole body of its response.
+
+    Args:
+        is_stream: see :class:`AnswerReader`.
+    """
+    reader = AnswerReader(is_stream=is_stream)
+    text, result = reader.feed(content), reader.result()
+    if result is not None and result.is_forwarded:
+        observer.on_text(text)
+    report_end(reader, observer)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakSet
 
 from flashmoa.linking.observed_call import CallObserver
-from flashmoa.openai._answers import AnswerReader
-from flashmoa.openai_tap import TappedRequest, UnusableStream, as_stream, read_chat_body, with_body
+from flashmoa.openai._answers import AnswerReader, report_end, report_whole
+from flashmoa.openai._watched_stream import is_event_stream, watch
+from flashmoa.openai_requests import as_stream, read_chat_body, with_body
+from flashmoa.openai_tap import TappedRequest, UnusableStream
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +53,21 @@ def observe_completions(http: Any, find_observer: FindObserver) -> None:
         if body is None or observer is None:
             return await send_plainly(request, **options)
         try:
-            observer.on_prompt(body)
+            _report_prompt(observer, body)
             return await _send_observed(send_plainly, request, body, options, observer)
         except BaseException as error:
             observer.on_failure(error)
             raise
 
     http.send = send
+
+
+def _report_prompt(observer: CallObserver, body: Mapping[str, Any]) -> None:
+    try:
+        observer.on_prompt(body)
+    except Exception:
+        # The server decides what is wrong with a request.
+        logger.exception("A prompt could not be reported; the request is sent all the same")
 
 
 async def _send_observed(
@@ -74,80 +84,38 @@ async def _send_observed(
             fields["expected_output_tokens"] = observer.expected_output_tokens
         request = with_body(request, {**fields, **body})
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
-    if not options.get("stream") and not body.get("stream") and not body.get("tools"):
-        return await _send_tapped(send, request, options, observer)
+    is_tapped = not options.get("stream") and not body.get("tools")
+    streaming = as_stream(request) if is_tapped else None
+    if streaming is not None:
+        return await _send_tapped(send, request, streaming, options, observer)
     response = await send(request, **options)
-    is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
-    reader = AnswerReader(is_stream=is_stream)
     if options.get("stream"):
-        response.stream = _watch(response.stream, reader, observer, _module_of(request))
+        response.stream = watch(response, observer, _module_of(request))
     else:
-        text, result = reader.feed(response.content), reader.result()
-        if result is not None and result.is_forwarded:
-            observer.on_text(text)
-        _finish(reader, observer)
+        report_whole(response.content, observer, is_stream=is_event_stream(response))
     return response
 
 
 async def _send_tapped(
-    send: _Send, request: Request, options: Mapping[str, Any], observer: CallObserver
+    send: _Send,
+    request: Request,
+    streaming: Request,
+    options: Mapping[str, Any],
+    observer: CallObserver,
 ) -> _Response:
-    """Send a request as a streaming one, and return the response that it would have had."""
+    """Send a request as the streaming one, and return the response that it would have had."""
     tapped = TappedRequest(request, _module_of(request), observer.on_text)
     try:
-        response = await tapped.send(send, as_stream(request), options)
+        response = await tapped.send(send, streaming, options)
     except UnusableStream:
         logger.exception("A streamed answer could not be put together; it is asked for again")
         response = await send(request, **options)
     reader = AnswerReader(is_stream=False)
     reader.feed(response.content)
-    _finish(reader, observer)
+    report_end(reader, observer)
     return response
-
-
-def _finish(
-    reader: AnswerReader, observer: CallObserver, error: BaseException | None = None
-) -> None:
-    result = reader.result()
-    if result is not None:
-        observer.on_finish(result)
-    else:
-        observer.on_failure(error or RuntimeError(reader.problem))
 
 
 def _module_of(request: Request) -> Any:
     """Return httpx or httpx2, whichever a request is of."""
     return sys.modules[type(request).__module__.partition(".")[0]]
-
-
-def _watch(stream: Any, reader: AnswerReader, observer: CallObserver, http_module: Any) -> Any:
-    """Return a response's byte stream as one that is observed."""
-    base: Any = http_module.AsyncByteStream
-
-    class WatchedStream(base):  # httpx accepts no other iterators.
-        def __init__(self) -> None:
-            self._is_finished = False
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            try:
-                async for data in stream:
-                    # Observers get the text before the reader may act upon it.
-                    if text := reader.feed(data):
-                        observer.on_text(text)
-                    if reader.is_over:
-                        self._finish()
-                    yield data
-            except Exception as error:
-                self._finish(error)
-                raise
-
-        async def aclose(self) -> None:
-            self._finish()
-            await stream.aclose()
-
-        def _finish(self, error: BaseException | None = None) -> None:
-            if not self._is_finished:
-                self._is_finished = True
-                _finish(reader, observer, error)
-
-    return WatchedStream()

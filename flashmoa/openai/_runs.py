@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient, WithoutPlugin, engine_url, kv_namespace
+from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.observe import Listener, ignore
-from flashmoa.observe.trace import add_trace
 from flashmoa.openai._agent_names import calling_agent
 from flashmoa.openai._observed_http import Request
+from flashmoa.openai._run_traces import traced
+from flashmoa.openai._sent_requests import SentRequest, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ def run(
             are entered at the same line of code. What is learned lives as long as this process.
         without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
             in a few steps, as far as that pays, or nothing (``off``).
-        trace: a file to write all events to, for ``flashmoa trace``.
+        trace: a file to write all events to, for ``flashmoa trace``. Runs at the same time may
+            write to one file.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
             ``flashmoa doctor --trace`` then say why prefixes broke.
         listener: receives all events.
@@ -56,34 +58,37 @@ def run(
     Within another run, this does nothing. A run that ends with an exception is not learned from.
 
     Raises:
-        OSError: if the trace's file cannot be written.
-        ValueError: if ``without_plugin`` is none of these; if the trace's file holds something that
-            is not a trace; if ``trace_prompts`` is given without ``trace``.
+        ValueError: if ``without_plugin`` is none of these; on entry if the trace's file holds
+            something that is not a trace, or if ``trace_prompts`` is given without ``trace``.
+        OSError: on entry if the trace's file cannot be written.
     """
     check_choice(without_plugin)
     caller = sys._getframe(1)
     program = name or f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    listener = add_trace(listener, trace, prompts=trace_prompts)
-    return _run(Run(_programs.setdefault(program, Program()), without_plugin, listener))
+    return _run(program, without_plugin, traced(listener, trace, prompts=trace_prompts))
 
 
 @asynccontextmanager
-async def _run(this: Run) -> AsyncGenerator[None]:
+async def _run(
+    program: str, without_plugin: WithoutPlugin, listening: AbstractContextManager[Listener]
+) -> AsyncGenerator[None]:
     outer = _current.get()
     if outer is not None and not outer.is_closed:
         yield
         return
-    _current.set(this)
-    try:
-        yield
-    except BaseException:
-        await this.close(learn=False)
-        raise
-    else:
-        await this.close(learn=True)
-    finally:
-        # Not with a token: this may be closed in another context than it was entered in.
-        _current.set(outer)
+    with listening as listener:
+        this = Run(_programs.setdefault(program, Program()), without_plugin, listener)
+        _current.set(this)
+        try:
+            yield
+        except BaseException:
+            await this.close(learn=False)
+            raise
+        else:
+            await this.close(learn=True)
+        finally:
+            # Not with a token: this may be closed in another context than it was entered in.
+            _current.set(outer)
 
 
 class Run:
@@ -93,7 +98,8 @@ class Run:
         self.is_closed = False
         self._without_plugin: WithoutPlugin = without_plugin
         self._planner = LearnedLinkPlanner(program, listener, self._find_engine)
-        self._engines: dict[tuple[str, str | None, str], EngineClient] = {}
+        # By URL, model and headers.
+        self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
 
     def observe(self, request: RecordedRequest, hold_reason: str | None) -> CallObserver:
         """Return the observer of a request that is about to be sent."""
@@ -108,12 +114,13 @@ class Run:
             await all_of([engine.close for engine in self._engines.values()])
 
     def _find_engine(self, request: RecordedRequest) -> EngineClient:
-        key = (request.url, request.api_key, request.model)
+        assert isinstance(request, SentRequest)  # Runs record no others.
+        key = (request.url, request.model, frozenset(request.headers.items()))
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = EngineClient(
                 request.url,
-                api_key=request.api_key,
+                headers=request.headers,
                 model=request.model,
                 without_plugin=self._without_plugin,
             )
@@ -127,21 +134,8 @@ def find_observer(request: Request, body: Mapping[str, Any]) -> CallObserver | N
         return None
     try:
         hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
-        return current.observe(_read_request(request, body), hold_reason)
+        return current.observe(read_request(request, body), hold_reason)
     except Exception:
         # Whatever is wrong with a link, the request must be sent.
         logger.exception("A call runs unlinked because of the error below")
         return None
-
-
-def _read_request(request: Request, body: Mapping[str, Any]) -> RecordedRequest:
-    key = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return RecordedRequest(
-        url=engine_url(str(request.url).partition("/chat/completions")[0]),
-        api_key=key or None,
-        model=body.get("model") or "",
-        messages=body["messages"],
-        tools=body.get("tools"),
-        template_args=body.get("chat_template_kwargs"),
-        namespace=kv_namespace(body),
-    )

@@ -1,0 +1,211 @@
+"""Test that calls in a run are observed, and get the answers that they get outside of runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from flashmoa.linking.observed_call import CallObserver, CallResult
+from flashmoa.observe import CallFailed, CallFinished, Event
+from flashmoa.openai import run
+from flashmoa.openai._watched_stream import watch
+from tests.unit.openai.fake_server import (
+    TEXT,
+    WORDS,
+    FakeServer,
+    ask,
+    chunk,
+    chunks,
+    in_pieces,
+    serve,
+    stream,
+    whole,
+)
+
+pytestmark = pytest.mark.anyio
+MESSAGES: Any = [{"role": "user", "content": "Go."}]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    return serve(monkeypatch)
+
+
+def texts(events: list[Event]) -> list[str]:
+    """Return the text of each answer that was observed to its end."""
+    assert not [event for event in events if isinstance(event, CallFailed)]
+    return [event.text for event in events if isinstance(event, CallFinished)]
+
+
+async def test_several_answers_are_asked_for_once_and_not_as_a_stream(server: FakeServer) -> None:
+    def several(body: Mapping[str, Any]) -> httpx.Response:
+        if not body.get("stream"):
+            return whole()
+        second = {**chunk({"content": "B"})["choices"][0], "index": 1}
+        return stream([{**chunk({}), "choices": [second]}, *chunks()])
+
+    server.chat = several
+    events: list[Event] = []
+    async with server.client() as client, run("several", listener=events.append):
+        await ask(client, "Go.", n=2)
+    assert [body.get("stream") for body in server.chats()] == [None]
+    assert texts(events) == [TEXT]
+
+
+async def test_one_answer_is_asked_for_as_a_stream(server: FakeServer) -> None:
+    async with server.client() as client, run("one"):
+        await ask(client, "Go.", n=1)
+        await ask(client, "Go.", n=None)
+    assert [body.get("stream") for body in server.chats()] == [True, True]
+
+
+@pytest.mark.parametrize("fields", ["x", [1]])
+async def test_a_prompt_that_cannot_be_reported_is_sent_all_the_same(
+    server: FakeServer, fields: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[Event] = []
+    async with server.client() as client, run("reports", listener=events.append):
+        choice = await ask(client, "Go.", extra_body={"chat_template_kwargs": fields})
+    assert choice.message.content == TEXT and texts(events) == [TEXT]
+    reports = [record for record in caplog.records if record.name.startswith("flashmoa.openai")]
+    assert len(reports) == 1 and "could not be reported" in reports[0].message
+
+
+async def test_a_servers_own_fields_of_a_choice_are_the_same_in_a_run(server: FakeServer) -> None:
+    def answer(body: Mapping[str, Any]) -> httpx.Response:
+        if not body.get("stream"):
+            return whole(matched_stop=7, token_ids=[1, 2, 3], other=None, early="a")
+        return stream(
+            [
+                chunk({"content": TEXT}, matched_stop=None, token_ids=[1], other=None, early="a"),
+                chunk({}, matched_stop=None, token_ids=[2, 3]),
+                chunk({}, "stop", matched_stop=7, token_ids=None, early=None),
+            ]
+        )
+
+    server.chat = answer
+    async with server.client() as client:
+        outside = await ask(client, "Go.")
+        async with run("fields"):
+            inside = await ask(client, "Go.")
+    assert outside.model_extra["matched_stop"] == 7
+    assert inside.model_extra == outside.model_extra
+
+
+def compressed(body: bytes, coding: str, kind: str) -> httpx.Response:
+    """Answer with a body that is compressed, each byte a piece."""
+    data = gzip.compress(body) if coding == "gzip" else zlib.compress(body)
+    pieces = [data[place : place + 1] for place in range(len(data))]
+    return in_pieces(pieces, kind, **{"content-encoding": coding})
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+async def test_a_compressed_stream_is_observed(server: FakeServer, coding: str) -> None:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in chunks()]
+    body = "".join([*lines, "data: [DONE]\n\n"]).encode()
+    server.chat = lambda _: compressed(body, coding, "text/event-stream")
+    events: list[Event] = []
+    async with server.client() as client, run("compressed", listener=events.append):
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        pieces = [event.choices[0].delta.content or "" async for event in answer]
+    assert [piece for piece in pieces if piece] == WORDS and texts(events) == [TEXT]
+
+
+@pytest.mark.parametrize("coding", [None, "gzip"])
+async def test_a_document_that_is_read_in_pieces_is_observed(
+    server: FakeServer, coding: str | None
+) -> None:
+    kind, body = "application/json", whole().content
+    halves = [body[:40], body[40:]]
+    server.chat = lambda _: compressed(body, coding, kind) if coding else in_pieces(halves, kind)
+    events: list[Event] = []
+    async with server.client() as client, run("document", listener=events.append):
+        create = client.chat.completions.with_streaming_response.create
+        async with create(model="m", messages=MESSAGES) as response:
+            answer: Any = await response.parse()
+    assert answer.choices[0].message.content == TEXT and texts(events) == [TEXT]
+
+
+async def test_a_document_that_is_not_read_to_its_end_is_no_answer(server: FakeServer) -> None:
+    body = whole().content
+    server.chat = lambda _: in_pieces([body[:40], body[40:]], "application/json")
+    events: list[Event] = []
+    async with server.client() as client, run("left", listener=events.append):
+        create = client.chat.completions.with_streaming_response.create
+        async with create(model="m", messages=MESSAGES) as response:
+            async for _ in response.iter_bytes():
+                break
+    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    assert "not read to its end" in failed.error
+
+
+async def test_an_answer_in_a_wrong_encoding_fails_as_outside_of_runs(server: FakeServer) -> None:
+    server.chat = lambda _: in_pieces([b"no", b" gzip"], **{"content-encoding": "gzip"})
+    events: list[Event] = []
+    found: list[type[Exception]] = []
+    async with server.client() as client:
+
+        async def call() -> None:
+            with pytest.raises((httpx.DecodingError, openai.APIError)) as raised:
+                async for _ in await client.chat.completions.create(
+                    model="m", messages=MESSAGES, stream=True
+                ):
+                    pass
+            found.append(raised.type)
+
+        await call()
+        async with run("wrong", listener=events.append):
+            await call()
+    assert found[0] is found[1]
+    assert [type(event) for event in events].count(CallFailed) == 1
+
+
+class Recorder(CallObserver):
+    def __init__(self) -> None:
+        self.found: list[str | CallResult | BaseException] = []
+
+    def on_text(self, text: str) -> None:
+        self.found.append(text)
+
+    def on_finish(self, result: CallResult) -> None:
+        self.found.append(result)
+
+    def on_failure(self, error: BaseException) -> None:
+        self.found.append(error)
+
+
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str) -> None:
+    """The decoders of the two libraries differ."""
+    http = pytest.importorskip(library)
+    encoder = zlib.compressobj(wbits=31)
+    lines = [f"data: {json.dumps(event)}\n\n".encode() for event in chunks()[: len(WORDS)]]
+    pieces = [encoder.compress(line) + encoder.flush(zlib.Z_SYNC_FLUSH) for line in lines]
+
+    class Pieces(http.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for piece in pieces:
+                yield piece
+
+    headers = {"content-type": "text/event-stream", "content-encoding": "gzip"}
+    response, recorder = http.Response(200, headers=headers, stream=Pieces()), Recorder()
+    response.stream = watch(response, recorder, http)
+    passed = 0
+    async for _ in response.aiter_bytes():
+        passed += 1
+        assert recorder.found == WORDS[:passed]
+    assert passed == len(WORDS)
+    await response.aclose()
+    assert isinstance(recorder.found[-1], RuntimeError)

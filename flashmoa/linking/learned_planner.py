@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -43,6 +44,7 @@ class LearnedLinkPlanner(LinkPlanner):
         self._learned = LearnedRun(program)
         self._find_engine = find_engine
         self._placeholders = Placeholders(self._learned.example)
+        self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
         self._is_running = True
         # Requests after tools, of which some are not held any more.
         self._own_turns_begun: list[OwnTurn] = []
@@ -135,10 +137,9 @@ class LearnedLinkPlanner(LinkPlanner):
         self._own_turns_begun.append(turn)
         return turn
 
-    def _predict(self, key: str, written: Mapping[str, str]) -> Messages:
+    def _predict(self, key: str, written: dict[str, str]) -> Messages:
         """Return the messages of a call, with placeholders for all texts but those given."""
-        placeholders = {each: self._placeholders.padded(each) for each in self._learned.example}
-        return self._learned.predict(key, {**placeholders, **written})
+        return self._learned.predict(key, ChainMap(written, self._padded))
 
 
 class LearnedCall(CallObserver):

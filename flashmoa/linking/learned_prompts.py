@@ -7,16 +7,19 @@ stands for it in the current run. Pure functions of JSON values; no I/O.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-Messages = Sequence[Mapping[str, Any]]
+from flashmoa.linking.learned_strings import (
+    TextFinder,
+    common_first_words,
+    common_last_words,
+    common_prefix,
+    replace,
+)
 
-# A shorter text is replaced only where it is a whole string, since it may be in a string by chance.
-_SHORTEST_PART = 4
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,56 +36,28 @@ class Divergence:
     offset: int
 
 
-def predict(value: Any, known: Mapping[str, str]) -> Any:
+def predict(value: Any, stands_for: Callable[[str], str | None], finder: TextFinder) -> Any:
     """Return a JSON value of an earlier run as it is likely to be in this one.
 
     Args:
         value: a string, or lists and mappings of such values, for instance messages.
-        known: texts of the earlier run and what stands for each in this run. A text is replaced
-            where it is a whole string, and within strings where it is no part of a longer word; of
-            texts that overlap, the longest is.
+        stands_for: returns what stands in this run for a text of the earlier one, if that is known.
+            A text is replaced where it is a whole string, and within strings where it is no part of
+            a longer word; of texts that overlap, the longest is.
+        finder: finds the texts for which something may be known.
     """
-    parts = sorted((text for text in known if len(text) >= _SHORTEST_PART), key=len, reverse=True)
-    return _replace(value, known, parts)
-
-
-def _replace(value: Any, known: Mapping[str, str], parts: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return known[value] if value in known else _replace_within(value, known, parts)
+        whole = stands_for(value)
+        if whole is not None:
+            return whole
+        parts = [(part, stands_for(part)) for part in finder.within(value)]
+        return replace(value, [(part, now) for part, now in parts if now is not None])
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
-        return {key: _replace(item, known, parts) for key, item in items}
+        return {key: predict(item, stands_for, finder) for key, item in items}
     if isinstance(value, list | tuple):
-        return [_replace(item, known, parts) for item in cast("list[Any]", value)]
+        return [predict(item, stands_for, finder) for item in cast("list[Any]", value)]
     return value
-
-
-def _replace_within(string: str, known: Mapping[str, str], parts: Sequence[str]) -> str:
-    # Every second piece is a replacement, in which nothing is replaced again.
-    pieces = [string]
-    for part in parts:
-        pieces = [
-            new
-            for index, piece in enumerate(pieces)
-            for new in ([piece] if index % 2 else _cut(piece, part, known[part]))
-        ]
-    return "".join(pieces)
-
-
-def _cut(string: str, part: str, replacement: str) -> list[str]:
-    """Cut a string at each occurrence of a part, and put the replacement between the pieces."""
-    pieces: list[str] = []
-    done = start = 0
-    while (at := string.find(part, start)) >= 0:
-        end = start = at + len(part)
-        if not _splits_word(string, at) and not _splits_word(string, end):
-            pieces += [string[done:at], replacement]
-            done = end
-    return [*pieces, string[done:]]
-
-
-def _splits_word(string: str, at: int) -> bool:
-    return 0 < at < len(string) and string[at - 1].isalnum() and string[at].isalnum()
 
 
 def find_divergence(predicted: Messages, actual: Messages) -> Divergence | None:
@@ -97,12 +72,12 @@ def find_divergence(predicted: Messages, actual: Messages) -> Divergence | None:
 
 def _common_content(message: Mapping[str, Any], other: Mapping[str, Any]) -> int:
     """Return the length of the contents' common beginning if all else in two messages is equal."""
-    contents = [message.get("content"), other.get("content")]
-    if not all(isinstance(content, str) for content in contents):
+    content, other_content = message.get("content"), other.get("content")
+    if not isinstance(content, str) or not isinstance(other_content, str):
         return 0
     if {**message, "content": None} != {**other, "content": None}:
         return 0
-    return len(os.path.commonprefix(cast("list[str]", contents)))  # noqa: RUF071
+    return common_prefix(content, other_content)
 
 
 def end_at(messages: Messages, divergence: Divergence, other: str) -> list[Mapping[str, Any]]:
@@ -145,17 +120,30 @@ def find_changes(earlier: Any, predicted: Any, actual: Any) -> dict[str, str]:
 
 def _differing_part(string: str, other: str) -> tuple[str, str]:
     """Return the two strings without the words with which both begin, and both end."""
-    start = len(os.path.commonprefix([string, other]))  # noqa: RUF071
-    while _splits_word(string, start) or _splits_word(other, start):
-        start -= 1
+    start = common_first_words(string, other)
     rest, other_rest = string[start:], other[start:]
-    end = len(os.path.commonprefix([rest[::-1], other_rest[::-1]]))  # noqa: RUF071
-    while any(_splits_word(text, len(text) - end) for text in (rest, other_rest)):
-        end -= 1
+    end = common_last_words(rest, other_rest)
     return rest[: len(rest) - end], other_rest[: len(other_rest) - end]
 
 
-def similarity(messages: Messages, other: Messages) -> int:
-    """Return the number of characters with which two lists of messages, as JSON, begin alike."""
-    texts = [json.dumps(each, ensure_ascii=False) for each in (messages, other)]
-    return len(os.path.commonprefix(texts))  # noqa: RUF071
+def similarity(value: Any, other: Any) -> tuple[int, ...]:
+    """Return how far a JSON value is like another one: the place at which they begin to differ.
+
+    The place is a path into ``other``. Of two values, the one with the greater place is like
+    ``other`` for longer; that of a value which is equal to it is the greatest.
+    """
+    pairs: list[tuple[Any, Any]]
+    if isinstance(value, str) and isinstance(other, str):
+        return (common_first_words(value, other),)
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        fields = cast("Mapping[str, Any]", value)
+        pairs = [(fields.get(key), item) for key, item in cast("Mapping[str, Any]", other).items()]
+    elif isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        pairs = list(zip(cast("list[Any]", value), cast("list[Any]", other), strict=False))
+    else:
+        return ()
+    for place, (one, another) in enumerate(pairs):
+        if one != another:
+            return (place, *similarity(one, another))
+    sizes = len(cast("Sequence[Any]", value)), len(cast("Sequence[Any]", other))
+    return (len(pairs) + (sizes[0] == sizes[1]),)

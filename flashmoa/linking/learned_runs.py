@@ -7,6 +7,7 @@ which the texts of this run take the place of those of the example. No I/O.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from flashmoa.linking.learned_prompts import (
     Messages,
     find_changes,
     find_divergence,
-    predict,
     similarity,
 )
+from flashmoa.linking.learned_texts import KnownTexts
 from flashmoa.linking.learned_tools import (
     Message,
     after_tools,
@@ -30,6 +31,11 @@ from flashmoa.linking.learned_tools import (
     sent_back,
 )
 from flashmoa.linking.output_lengths import OutputLengths
+
+# Of the calls that a request may be, only the first ones of the example are looked at, and only
+# those predicted that are the most like it as the example had them.
+_MOST_COMPARED = 32
+_MOST_PREDICTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +117,11 @@ class LearnedRun:
         # Runs at the same time may replace the program's example.
         self.example = program.example
         self.calls: dict[str, RecordedCall] = {}
-        # Texts of the example and what stands for them in this run, other than answers.
-        self._changes: dict[str, str] = {}
+        calls = self.example.values()
+        self._known = KnownTexts(
+            {call.key: call.answer for call in calls if call.answer is not None},
+            {call.key: call_ids(call.tool_answer) for call in calls if call.tool_answer},
+        )
         # By the key of a call whose tools run, the key of the call after them.
         self._next_keys: dict[str, str | None] = {}
 
@@ -200,20 +209,7 @@ class LearnedRun:
         Args:
             texts: by key, what stands for the text of each call of the example.
         """
-        known = dict(self._changes)
-        for other in self.example.values():
-            if other.answer is not None and other.key in texts:
-                text = texts[other.key]
-                # Programs often strip an answer.
-                known[other.answer.strip()] = text.strip()
-                known[other.answer] = text
-        for call in self.calls.values():
-            earlier = self.example.get(call.key)
-            if call.tool_answer and earlier is not None and earlier.tool_answer:
-                ids = call_ids(earlier.tool_answer), call_ids(call.tool_answer)
-                known |= zip(*ids, strict=False)
-        known.pop("", None)
-        return predict(self.example[key].request.messages, known)
+        return self._known.predict(self.example[key].request.messages, texts, self._call_ids)
 
     def texts(self) -> dict[str, str]:
         """Return the answers of this run that are complete, by key."""
@@ -246,20 +242,25 @@ class LearnedRun:
     def _likest(self, name: str, request: RecordedRequest) -> str | None:
         """Return the key of the call of the example that a request is most like.
 
-        Of those that are equally like it, the first one.
+        Of those that are equally like it, the first one; of very many, the one that already was
+        the most like it in the example.
         """
-        texts = self.texts()
         taken = {*self.calls, *self._next_keys.values()}
-        candidates = [
-            call.key
-            for call in self.example.values()
-            if call.name == name and call.key not in taken
-        ]
-        return max(
-            candidates,
-            key=lambda key: similarity(self.predict(key, texts), request.messages),
-            default=None,
+        untaken = (
+            call for call in self.example.values() if call.name == name and call.key not in taken
         )
+        candidates = list(itertools.islice(untaken, _MOST_COMPARED))
+        if len(candidates) < 2:
+            return candidates[0].key if candidates else None
+        if len(candidates) > _MOST_PREDICTED:
+            candidates = heapq.nlargest(
+                _MOST_PREDICTED,
+                candidates,
+                key=lambda call: similarity(call.request.messages, request.messages),
+            )
+        texts = self.texts()
+        keys = [call.key for call in candidates]
+        return max(keys, key=lambda key: similarity(self.predict(key, texts), request.messages))
 
     def _learn_form(self, before: RecordedCall, request: RecordedRequest) -> None:
         """Learn which extra fields of an answer the program sends back."""
@@ -281,7 +282,12 @@ class LearnedRun:
             results = messages[len(before.request.messages) + 1 :]
             call.result_differed = find_divergence(predicted[start:], results)
         changes = find_changes(twin.request.messages, predicted, messages)
-        self._changes = changes | self._changes
+        self._known.learn(changes)
+
+    def _call_ids(self, key: str) -> Sequence[str]:
+        """Return the ids of the calls of tools in the answer to a call of this run."""
+        call = self.calls.get(key)
+        return call_ids(call.tool_answer) if call is not None and call.tool_answer else ()
 
     def _new_key(self, name: str) -> str:
         taken = {*self.calls, *self.example, *self._next_keys.values()}

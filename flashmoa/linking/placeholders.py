@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Iterable
 
 from flashmoa.errors import FlashMoAError
+from flashmoa.linking.learned_strings import common_prefix
 from flashmoa.linking.prompt import Prompt, Slot
 
 # The name of a slot that never gets any text, since the rest of its prompt is not certain yet.
@@ -15,6 +15,8 @@ UNCERTAIN = "(not certain yet)"
 
 # White space around a placeholder: if it is missing from the prompt, the chat template strips it.
 _MARGIN = "  "
+# A placeholder without its margins; others of this form may be in a text.
+_CORE = re.compile(r"\[[0-9a-f]{16}\]")
 
 
 class NotForecastable(FlashMoAError):
@@ -53,7 +55,7 @@ class Placeholders:
         first = rendered[0]
         if len(rendered) == 1:
             return Prompt(self._cut(first, len(first)))
-        certain = len(os.path.commonprefix(rendered))  # noqa: RUF071
+        certain = min(common_prefix(first, other) for other in rendered[1:])
         return Prompt([*self._cut(first, certain), Slot(UNCERTAIN)])
 
     def _cut(self, rendered: str, certain: int) -> list[str | Slot]:
@@ -61,11 +63,9 @@ class Placeholders:
 
         If the template kept the margin on a side of a placeholder, its slot is not stripped there.
         """
-        places = sorted(
-            (match.start(), name, core)
-            for name, core in self._cores.items()
-            for match in re.finditer(re.escape(core), rendered)
-        )
+        names = {core: name for name, core in self._cores.items()}
+        found = ((match.start(), match.group()) for match in _CORE.finditer(rendered))
+        places = [(start, names[core], core) for start, core in found if core in names]
         segments: list[str | Slot] = []
         done = 0
         for start, name, core in places:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.linking import learned_prompts
 from flashmoa.linking.learned_prompts import (
     Divergence,
     end_at,
     find_changes,
     find_divergence,
-    predict,
+    similarity,
 )
+from flashmoa.linking.learned_strings import TextFinder
 
 words = st.text("ab ", max_size=12)
 known_texts = st.dictionaries(words.filter(bool), words, max_size=4)
@@ -19,6 +25,10 @@ known_texts = st.dictionaries(words.filter(bool), words, max_size=4)
 
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
+
+
+def predict(value: Any, known: Mapping[str, str]) -> Any:
+    return learned_prompts.predict(value, known.get, TextFinder(known))
 
 
 def test_known_texts_are_replaced_in_strings_of_messages() -> None:
@@ -49,9 +59,21 @@ def test_what_replaces_a_text_is_not_replaced_again(string: str, known: dict[str
     assert replaced == string
 
 
+def test_a_text_in_what_replaces_another_is_not_replaced() -> None:
+    known = {"plan for": "Rome, then", "Rome": "Oslo"}
+    assert predict("plan for Rome", known) == "Rome, then Oslo"
+
+
 @given(words)
 def test_nothing_is_replaced_if_nothing_is_known(string: str) -> None:
     assert predict(string, {}) == string
+
+
+def test_texts_of_which_nothing_is_known_are_not_replaced() -> None:
+    finder = TextFinder(["Rome", "a plan for Rome"])
+    assert learned_prompts.predict("a plan for Rome", {"Rome": "Oslo"}.get, finder) == (
+        "a plan for Oslo"
+    )
 
 
 def test_divergence_is_where_the_contents_begin_to_differ() -> None:
@@ -103,3 +125,26 @@ def test_changes_turn_what_was_predicted_into_what_came(before: str, now: str) -
     changes = find_changes(before, before, now)
     if before and before != now:
         assert predict(before, changes) == now
+
+
+@pytest.mark.parametrize(
+    ("likest", "less_like"),
+    [
+        ([user("Be kind."), user("Rome")], [user("Be strict."), user("Rome")]),
+        ([user("Be kind."), user("To Rome")], [user("Be kind."), user("In Rome")]),
+        ([user("Be kind."), user("To Rome")], [user("Be kind.")]),
+        ([user("Be kind."), user("To Rome")], [user("Be kind."), user("To Rome"), user("Go")]),
+        ([user("Be kind."), user("By car")], [user("Be kind."), {"role": "tool", "content": "To"}]),
+        ([user("Be kind."), {"role": "user", "content": []}], [user("Be kind.")]),
+    ],
+)
+def test_messages_are_the_liker_the_longer_they_are_alike(likest: Any, less_like: Any) -> None:
+    messages = [user("Be kind."), user("To Rome")]
+    assert similarity(likest, messages) > similarity(less_like, messages)
+
+
+def test_letters_with_which_different_words_begin_do_not_make_messages_alike() -> None:
+    asked = [user("Translate: blue")]
+    assert similarity([user("Translate: black")], asked) == similarity(
+        [user("Translate: red")], asked
+    )

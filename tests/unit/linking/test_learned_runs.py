@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
@@ -74,6 +75,23 @@ def test_an_answer_is_found_although_the_program_strips_it() -> None:
     assert contents(predicted) == ["Check: Ski."]
 
 
+def test_an_empty_answer_stands_for_nothing() -> None:
+    program = learn(("plan", make_request("A trip"), " "), ("check", make_request("", "Check"), ""))
+    predicted = LearnedRun(program).predict("check", {"plan": "Ski.", "check": "Fine."})
+    assert contents(predicted) == ["", "Check"]
+
+
+def test_of_equal_answers_the_last_that_is_known_counts() -> None:
+    program = learn(
+        ("plan", make_request("A trip"), PLAN),
+        ("again", make_request("Again"), PLAN),
+        ("check", make_request(f"Check: {PLAN}"), "Fine."),
+    )
+    run = LearnedRun(program)
+    assert contents(run.predict("check", {"plan": "Ski.", "again": "Swim."})) == ["Check: Swim."]
+    assert contents(run.predict("check", {"plan": "Ski."})) == ["Check: Ski."]
+
+
 def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
     program = learn(
         ("plan", make_request("A trip"), PLAN),
@@ -96,6 +114,47 @@ def test_calls_of_one_agent_are_told_apart_by_their_messages() -> None:
     run = LearnedRun(program)
     assert play(run, "review", make_request("Be strict.", PLAN), "2") == "review (2)"
     assert play(run, "review", make_request("Be kind.", PLAN), "1") == "review"
+
+
+def test_as_many_calls_of_one_agent_as_there_may_be_are_told_apart() -> None:
+    reviews = [make_request(f"Reviewer {number}.", PLAN) for number in range(20)]
+    program = learn(*[("review", review, "1") for review in reviews])
+    run = LearnedRun(program)
+    keys = [play(run, "review", review, "1") for review in reversed(reviews)]
+    assert keys == list(program.example)[::-1]
+
+
+def test_calls_that_nothing_tells_apart_are_expected_in_their_order() -> None:
+    words = ["black", "red", "blue"]
+    program = learn(*[("ask", make_request(f"Translate: {word}"), "") for word in words])
+    run = LearnedRun(program)
+    for key, word in zip(program.example, ["rose", "brown", "ruby"], strict=True):
+        assert play(run, "ask", make_request(f"Translate: {word}"), "") == key
+
+
+class CountingRun(LearnedRun):
+    """Counts its predictions."""
+
+    predictions = 0
+
+    def predict(self, key: str, texts: Mapping[str, str]) -> Any:
+        self.predictions += 1
+        return super().predict(key, texts)
+
+
+def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls() -> None:
+    requests = [make_request(f"Summarise: {number}") for number in range(100)]
+    run = CountingRun(learn(*[("ask", request, "Short.") for request in requests]))
+    for request in requests:
+        before = run.predictions
+        play(run, "ask", request, "Short.")
+        assert run.predictions <= before + 10
+
+
+def test_a_call_that_can_be_only_one_is_predicted_once() -> None:
+    run = CountingRun(chain())
+    play(run, "plan", make_request("A trip to Norway"), "Ski.")
+    assert run.predictions == 1
 
 
 def test_a_retried_request_is_the_same_call() -> None:

@@ -27,6 +27,7 @@ from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 from flashmoa_bench.linking import latency
+from flashmoa_bench.linking.shared_engine import add_stock_forwards, mixed_roles
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 GOAL_THROUGHPUT = 0.99
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
     mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
     latency.add_options(parser)
+    add_stock_forwards(parser, [512])
     chosen = parser.parse_args(arguments)
     if "pressure" in chosen.measure and len(chosen.measure) > 1:
         parser.error("--measure pressure needs an engine of its own: measure it by itself")
@@ -77,7 +79,10 @@ async def _main(arguments: argparse.Namespace) -> None:
     pool = load.pool_tokens(arguments.over) if is_pressure else load.pool_tokens(1) + mix + 4096
     # A modelled GPU has the pool of the GPU unless it is given.
     small = ("--max-total-tokens", str(pool)) if is_pressure and arguments.device else ()
-    roles = [replace(role, arguments=(*role.arguments, *small)) for role in ROLES]
+    stock = mixed_roles(arguments.stock_forwards) if arguments.measure != ["throughput"] else {}
+    roles = [
+        replace(role, arguments=(*role.arguments, *small)) for role in (*ROLES, *stock.values())
+    ]
     results: dict[str, Any] = {}
     async with report.connect(roles, pool) as engines:
         for name in arguments.measure:

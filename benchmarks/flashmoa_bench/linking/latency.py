@@ -27,6 +27,7 @@ from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
 from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
+from flashmoa_bench.linking.shared_engine import mixed_roles
 
 # Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock
 # SGLang's.
@@ -34,7 +35,6 @@ GOAL_GAP, GOAL_PIPELINE = 1.25, 1.1
 STOCK = "stock"
 # The engine's role, whether there are pipelines, and whether they are linked, by way.
 _WAYS = {
-    STOCK: ("stock", True, False),
     "unlinked": ("flashmoa", True, False),
     "linked": ("flashmoa", True, True),
     "alone": ("flashmoa", False, False),
@@ -151,16 +151,18 @@ async def measure(
     engines: Engines, load: Load, arguments: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Measure, print the table, and return the result for the report."""
-    dice = random.Random(arguments.seed)
+    dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
+    stock = {way: (role.name, True, False) for way, role in mixed.items()}
+    ways = {STOCK: ("stock", True, False), **stock, **_WAYS}
 
     async def run(way: str) -> LoadRound:
-        role, busy, linked = _WAYS[way]
+        role, busy, linked = ways[way]
         return await _play(engines[role], load, dice, busy=busy, linked=linked)
 
-    with RoundPlayer(console, arguments.repeats, len(_WAYS)) as player:
-        for way in ("alone", "linked", STOCK):  # This round is not counted.
+    with RoundPlayer(console, arguments.repeats, len(ways)) as player:
+        for way in ("alone", "linked", STOCK, *stock):  # This round is not counted.
             await run(way)
-        rounds = await player.play(list(_WAYS), run, "pipelines")
+        rounds = await player.play(list(ways), run, "pipelines")
     figures = {way: summarise(each) for way, each in rounds.items()}
     gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     show(figures, console)
@@ -246,7 +248,8 @@ def show(figures: Mapping[str, Neighbours], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "stock, unlinked, linked: under the same pipelines; alone: with none. gap: between two "
+        "stock, unlinked, linked: under the same pipelines; alone: with none; stock mixed N: with "
+        "--enable-mixed-chunk --chunked-prefill-size N. gap: between two "
         f"tokens of the stranger (goal for linked: p99 <= {GOAL_GAP}x); answer: from its request "
         f"to its last token; pipeline: from A's first token to B's last (goal: p99 <= "
         f"{GOAL_PIPELINE}x).",

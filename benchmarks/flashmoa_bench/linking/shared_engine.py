@@ -2,15 +2,15 @@
 
 While one chain's agent A decodes, other chains prefill and decode on the same engine, so that what
 is prefilled ahead for an agent B costs others time. Latency from a chain's start to B's last token
-is compared with stock SGLang, with and without its mixed chunks, and with B's known text prefilled
-ahead but not A's answer. Tokens are random, and workflows share no prefix.
+is compared with stock SGLang, without its mixed chunks and with them, of several sizes, and with
+B's known text prefilled ahead but not A's answer. Tokens are random, and workflows share no prefix.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
@@ -31,13 +31,6 @@ ROLES = (
     Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",)),
     Role("flashmoa", plugin=True),
 )
-# The engine's role and what is prefilled ahead, by way.
-WAYS = {
-    "stock": ("stock", ""),
-    "stock mixed": ("stock_mixed", ""),
-    "known": ("flashmoa", "known"),
-    "linked": ("flashmoa", "all"),
-}
 # From light to heavy; prompts of the last rows are as long as those of agents with documents.
 DEFAULT_ROWS = ("1:1200/300:16000/100", "8:1200/150:2000/60", "8:1200/300:8000/100")
 
@@ -90,7 +83,7 @@ class ChainRun:
 class ChainRow:
     """One way of a row: medians over rounds of the mean over chains, in seconds.
 
-    ``of_stock`` is ``seconds`` over that of the better stock engine. ``late`` is the median number
+    ``of_stock`` is ``seconds`` over that of the best stock engine. ``late`` is the median number
     of tokens of B's prompt that are computed after its request has come.
     """
 
@@ -116,15 +109,57 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--apart", type=float, default=0.07, help="seconds from one chain's start to the next"
     )
+    add_stock_forwards(parser, [256, 1024])
     anyio.run(_main, parser.parse_args(arguments))
     return 0
+
+
+def add_stock_forwards(parser: argparse.ArgumentParser, default: list[int]) -> None:
+    """Add an option for further stock engines, with mixed chunks of other sizes.
+
+    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
+    stock SGLang depends on the load.
+    """
+    parser.add_argument(
+        "--stock-forwards",
+        type=positive,
+        nargs="*",
+        default=default,
+        metavar="TOKENS",
+        help="--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)",
+    )
+
+
+def mixed_roles(sizes: Sequence[int]) -> dict[str, Role]:
+    """Return the stock engines of :func:`add_stock_forwards` by the names of their ways."""
+    return {
+        f"stock mixed {size}": Role(
+            f"stock_mixed_{size}",
+            plugin=False,
+            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size)),
+            optional=True,
+        )
+        for size in sizes
+    }
+
+
+def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
+    """Return the engine's role and what is prefilled ahead, by way."""
+    return {
+        "stock": ("stock", ""),
+        "stock mixed": ("stock_mixed", ""),
+        **{way: (role.name, "") for way, role in mixed.items()},
+        "known": ("flashmoa", "known"),
+        "linked": ("flashmoa", "all"),
+    }
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("shared_engine", arguments)
     all_chains = [Chains.read(row) for row in arguments.rows]
     needs = (each.count * (sum(each.prompts) + sum(each.answers) + 64) for each in all_chains)
-    async with report.connect(ROLES, 4096 + max(needs)) as engines:
+    roles = [*ROLES[:2], *mixed_roles(arguments.stock_forwards).values(), ROLES[2]]
+    async with report.connect(roles, 4096 + max(needs)) as engines:
         rows = await _measure(engines, all_chains, arguments, report.console)
     show(rows, report.console)
     report.save({"rows": [asdict(row) for row in rows]})
@@ -133,10 +168,10 @@ async def _main(arguments: argparse.Namespace) -> None:
 async def _measure(
     engines: Engines, all_chains: list[Chains], arguments: argparse.Namespace, console: Console
 ) -> list[ChainRow]:
-    dice = random.Random(arguments.seed)
+    dice, ways = random.Random(arguments.seed), make_ways(mixed_roles(arguments.stock_forwards))
 
     async def run(way: str, chains: Chains) -> list[ChainRun]:
-        role, ahead = WAYS[way]
+        role, ahead = ways[way]
         await engines[role].flush_cache()
         seed, start = dice.random(), clock.now()
 
@@ -147,11 +182,11 @@ async def _measure(
         return await run_concurrently(play, range(chains.count))
 
     rows: list[ChainRow] = []
-    with RoundPlayer(console, arguments.repeats, len(all_chains) * len(WAYS)) as player:
-        for way in WAYS:
+    with RoundPlayer(console, arguments.repeats, len(all_chains) * len(ways)) as player:
+        for way in ways:
             await run(way, Chains(2, (64, 64), (8, 8)))
         for chains in all_chains:
-            rounds = await player.play(list(WAYS), partial(run, chains=chains), str(chains))
+            rounds = await player.play(list(ways), partial(run, chains=chains), str(chains))
             rows += summarise(chains, rounds)
     return rows
 
@@ -180,7 +215,7 @@ def summarise(chains: Chains, rounds: dict[str, list[list[ChainRun]]]) -> list[C
         way: median(mean(run.seconds for run in runs) for runs in played)
         for way, played in rounds.items()
     }
-    stock = min(seconds["stock"], seconds["stock mixed"])
+    stock = min(mean for way, mean in seconds.items() if way.startswith("stock"))
     return [
         ChainRow(
             chains=str(chains),
@@ -203,6 +238,7 @@ def show(rows: Sequence[ChainRow], console: Console) -> None:
         table.add_row(row.chains, row.way, *figures)
     console.print(table)
     console.print(
-        "of stock: over the better of stock SGLang with and without mixed chunks. late: tokens of "
-        "B's prompt that were computed after its request came.\n"
+        "of stock: over the best of stock SGLang without mixed chunks, and with them, of 8,192 "
+        "tokens on large GPUs or of the given size. late: tokens of B's prompt that were computed "
+        "after its request came.\n"
     )

@@ -24,6 +24,7 @@ from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
+from flashmoa_bench.linking.pipelines import LONGEST_STEP
 
 ROLES = (Role("flashmoa", plugin=True),)
 _LATE_TOKENS = 10
@@ -99,6 +100,8 @@ async def _play_round(engine: EngineClient, tokens: int, dice: random.Random) ->
         while (await engine.stream_state(stream.id)).prefilled_tokens < tokens:
             await clock.sleep(_POLL_SECONDS)
     linked, seconds = await _ask(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], stream.id)
+    # The overlap schedule may have begun another step for that answer.
+    await clock.sleep(LONGEST_STEP)
     _, cached = await _ask(engine, [*prompt, *random_ids(dice, _LATE_TOKENS)], None)
     step = (linked.last - linked.first) / (_DECODED - 1)
     return FirstTokenRound(seconds, cached, step, linked.late_tokens)

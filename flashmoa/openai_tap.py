@@ -192,6 +192,9 @@ class TappedRequest:
                     return await self._whole_response(response, *_read_error(event))
                 if text := self._completion.add(event):
                     self._on_text(text)
+        if self._completion.is_finished:  # Some servers end without "[DONE]".
+            body = self._completion.body()
+            return await self._whole_response(response, response.status_code, body)
         raise self._protocol_error("the answer ended before it was complete")
 
     def _parse(self, data: str) -> dict[str, Any]:
@@ -231,7 +234,7 @@ class _Completion:
         self._state = ChatCompletionStreamState[Any]()
         # The servers' own fields of each choice, by its index.
         self._extras: dict[int, dict[str, Any]] = {}
-        self.has_choices = False
+        self.has_choices = self.is_finished = False
 
     def add(self, event: dict[str, Any]) -> str:
         """Add a chunk. Return what it adds to the text of the first choice."""
@@ -241,6 +244,8 @@ class _Completion:
             self.has_choices = self.has_choices or bool(chunk.choices)
             for choice in event.get("choices") or ():
                 self._add_extras(choice)
+                # Answers are tapped that have one choice.
+                self.is_finished = self.is_finished or bool(choice.get("finish_reason"))
             return first_text(chunk)
 
     def _add_extras(self, choice: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from flashmoa.autogen._stock import (
     CONTEXTS,
     client_of,
     is_stock,
+    require_no_team,
     require_stock,
     require_stock_message,
 )
@@ -115,10 +116,11 @@ def agent_dry_runs(
         included: whether the user listed the agent in ``include``, i.e. allows its own
             (non-AutoGen) code to be run.
 
-    Raises: NotForecastable if the agent has no FlashMoA client, or if it is not included and a dry
-        run would run code that is not AutoGen's own.
+    Raises: NotForecastable if the agent has no FlashMoA client or has a team, which a dry run would
+        run, or if it is not included and a dry run would run code that is not AutoGen's own.
     """
     client = make_capturing_client(agent, included)
+    require_no_team(agent)
     if not included:
         _require_stock_agent(agent)
         for message in received:
@@ -137,8 +139,7 @@ def agent_dry_runs(
 def manager_dry_runs(manager: Any) -> list[DryRun]:
     """Return dry runs of a manager's own next call.
 
-    Raises: NotForecastable if the manager has no FlashMoA client, or is not a stock
-        ``SelectorGroupChatManager`` or ``MagenticOneOrchestrator``.
+    Raises: NotForecastable if the manager has no FlashMoA client, or is of an unknown class.
     """
     client = make_capturing_client(manager, included=False)
     if is_stock(manager, SelectorGroupChatManager):
@@ -168,8 +169,7 @@ def summary_dry_run(
     async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
         shadow: Any = copy.copy(agent)
         shadow._model_client = client
-        # AutoGen passes earlier messages on to the inner team only; the summary prompt never
-        # contains them.
+        # Earlier messages go to the inner team only, and never into the prompt of the summary.
         shadow._model_context = UnboundedChatCompletionContext()
         shadow._team = _FinishedTeam([*said, *future])
         return await _call_of_turn(shadow, [])

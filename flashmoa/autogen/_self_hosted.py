@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, cast
 
 import httpx
@@ -24,6 +25,7 @@ from flashmoa.engine import (
     kv_namespace,
     self_hosted_url,
 )
+from flashmoa.errors import BadAnswer
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
@@ -74,7 +76,9 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         kwargs["base_url"] = f"{url}/v1"
         if not kwargs.get("api_key"):
             kwargs["api_key"] = "EMPTY"
-        self._synchronous = SynchronousEngine(url, kwargs["api_key"])
+        headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
+        headers |= kwargs.get("default_headers") or {}
+        self._synchronous = SynchronousEngine(url, headers)
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
             kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
         super().__init__(**kwargs)
@@ -151,7 +155,8 @@ class SelfHostedClient(OpenAIChatCompletionClient):
 
         Raises: EngineError, see :meth:`count_tokens`.
         """
-        return self._synchronous.context_length - self.count_tokens(messages, tools=tools)
+        context = self._synchronous.context_length(self._create_args["model"])
+        return context - self.count_tokens(messages, tools=tools)
 
 
 async def render(
@@ -177,21 +182,35 @@ class SynchronousEngine:
     Each method raises EngineError if the engine cannot be reached or refuses.
     """
 
-    def __init__(self, url: str, api_key: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._headers = headers
 
     def count_tokens(self, model: str, params: CreateParams) -> int:
         """Return the number of tokens in a chat completion's prompt."""
         body: dict[str, Any] = {"model": model, "messages": params.messages, "max_tokens": 1}
         if params.tools:
             body["tools"] = params.tools
-        return int(self._ask("/tokenize", body)["count"])
+        with self._reading("/tokenize"):
+            return int(self._ask("/tokenize", body)["count"])
 
-    @cached_property
-    def context_length(self) -> int:
-        """The served model's context length in tokens."""
-        return int(self._ask("/v1/models")["data"][0]["max_model_len"])
+    @cache  # noqa: B019 - it lives as long as its client
+    def context_length(self, model: str) -> int:
+        """Return a model's context length in tokens.
+
+        Of a model that the engine does not list, it is that of the first one: SGLang answers
+        requests for any name with its one model.
+        """
+        with self._reading("/v1/models"):
+            served = {one["id"]: one for one in self._ask("/v1/models")["data"]}
+            return int(served.get(model, next(iter(served.values())))["max_model_len"])
+
+    @contextmanager
+    def _reading(self, path: str) -> Generator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise BadAnswer(f"{self._url}{path} gives no such number; is it SGLang?") from error
 
     def model_info(self, timeout_seconds: float) -> dict[str, Any]:
         """Return the answer of SGLang's ``/model_info``."""

@@ -133,6 +133,14 @@ def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
     return client if isinstance(client, FlashMoAChatCompletionClient) else None
 
 
+def require_no_team(agent: Any) -> None:
+    """Raise NotForecastable if an agent has a team, which running a copy of it would run, too."""
+    while isinstance(agent, MessageFilterAgent):
+        agent = agent._wrapped_agent
+    if isinstance(agent, SocietyOfMindAgent):
+        raise NotForecastable("it has a team of its own, which is not linked")
+
+
 def why_rewritten(agent: Any, included: bool) -> str | None:
     """Return why the message that others get may differ from its model's text, if it may.
 

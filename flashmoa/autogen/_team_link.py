@@ -70,10 +70,11 @@ def link(  # noqa: PLR0913 - all but the team have a default
         listener: receives all events.
 
     Raises:
-        TypeError: if ``team`` is not a team that can be linked.
+        TypeError: if ``team`` is not a team that can be linked, or ``include`` is a string.
         OSError: if the trace cannot be written.
         ValueError: if no agent of the team uses a FlashMoA client; if ``on_failure`` or
             ``include`` names an unknown agent or action, or an agent that cannot be linked; if
+            ``kv_share`` is not between 0 and 1; if
             ``trace`` names an HTML page, or an existing file that is not a trace; if
             ``trace_prompts`` is given without ``trace``.
     """
@@ -178,6 +179,8 @@ def _make_policies(
 
 
 def _check_included(names: Collection[str], parts: TeamParts) -> None:
+    if isinstance(names, str):
+        raise TypeError(f"include is {names!r}; it must be a list of names, as [{names!r}]")
     for name, agent in _find_agents(names, parts, "include").items():
         if client_of(agent) is None:
             raise ValueError(

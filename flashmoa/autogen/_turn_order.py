@@ -236,7 +236,9 @@ def _first_of_selector(manager: Any) -> list[str]:
 
 def _first_of_swarm(manager: Any) -> list[str]:
     handoffs = [m for m in manager._message_thread if isinstance(m, HandoffMessage)]
-    return [handoffs[-1].target if handoffs else manager._current_speaker]
+    first = handoffs[-1].target if handoffs else manager._current_speaker
+    # The last handoff may be to the user, who then says who goes on.
+    return [first] if first in manager._participant_names else []
 
 
 _FIRST_RULES: dict[type[BaseGroupChatManager], Callable[[Any], list[str]]] = {

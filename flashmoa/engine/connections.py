@@ -33,16 +33,24 @@ _LOCAL = "http://127.0.0.1:30000"
 def engine_url(base_url: str) -> str:
     """Return an engine's root URL, given that URL or the one for OpenAI clients (``.../v1``).
 
-    Raises: ValueError if it is not an HTTP URL.
+    Raises: ValueError if it is not an HTTP URL, or has a password, which would be in logs, traces
+        and messages.
     """
     try:
         parts = urlsplit(base_url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # Unbalanced brackets, or a port that is not a number.
-        usable = False
+        raise ValueError(f"{base_url!r} is not an engine's URL; give http://HOST:PORT") from None
     if not usable:
         raise ValueError(f"{base_url!r} is not an engine's URL; give http://HOST:PORT")
-    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+    if "@" in parts.netloc:
+        raise ValueError(
+            f"the URL of {parts.hostname} has a user name or a password; give them in a header, "
+            "such as default_headers={'Authorization': 'Basic ...'}"
+        )
+    # Schemes may be in capitals.
+    url = f"{parts.scheme}{base_url[len(parts.scheme) :]}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def self_hosted_url(base_url: str | None) -> str:
@@ -75,7 +83,7 @@ def make_http_client(
         timeout=timeout,
         limits=CONNECTIONS,
         # Reading the certificates would block the event loop for 20 ms.
-        verify=url.startswith("https://"),
+        verify=not url.startswith("http://"),
     )
 
 

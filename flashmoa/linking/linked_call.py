@@ -9,6 +9,7 @@ from typing import Any
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
 from flashmoa.linking.output_lengths import OutputLengths
+from flashmoa.linking.prompt_feed import is_known_to_stream
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
@@ -83,7 +84,9 @@ class LinkedCall(CallObserver):
         self.agent = agent
         self.text = Text(agent)
         self.prompt_stream_id = own_link.claim() if own_link is not None else None
-        self.expected_output_tokens = owner.output_lengths.expect(agent)
+        # Other servers do not know the field, and some refuse a request that has it.
+        knows = is_known_to_stream(request.engine)
+        self.expected_output_tokens = owner.output_lengths.expect(agent) if knows else None
         self._owner = owner
         self._own_link = own_link
         self._hold_reason = rewrite_reason or request.hold_reason

@@ -201,9 +201,14 @@ class KvShare:
 
     Args:
         share: the share, between 0 and 1.
+
+    Raises: ValueError if it is not.
     """
 
     def __init__(self, share: float) -> None:
+        given: object = share
+        if not isinstance(given, int | float) or not 0 <= given <= 1:
+            raise ValueError(f"kv_share is {share!r}; it must be a number from 0 to 1")
         self._share = share
         # Sizes of the KV pools in tokens, by the engine's URL.
         self._pools: dict[str, int] = {}

@@ -43,6 +43,13 @@ _DELETE_SECONDS = 5.0
 _RELEASE_SECONDS = 0.3
 # The engine receives something at least once in this part of a stream's time to live.
 _KEEP_ALIVE_PART = 1 / 3
+# The URLs of engines that have opened a prompt stream for this process.
+_engines_with_plugin: set[str] = set()
+
+
+def is_known_to_stream(url: str) -> bool:
+    """Return whether the engine at a URL has the plugin, as one of its answers has shown."""
+    return url in _engines_with_plugin
 
 
 class PromptSource(Protocol):
@@ -169,6 +176,7 @@ class PromptFeed:
             # From here on the stream is deleted on every path.
             self.stream_id = state.id
             states.append(state)
+            _engines_with_plugin.add(self._engine.url)
 
         await self._run_shielded(open_stream, _OPEN_SECONDS)
         if not states:

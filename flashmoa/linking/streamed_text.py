@@ -22,7 +22,7 @@ from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
 # A mark in JSON, where it cannot be replaced.
-_ESCAPED_MARK = re.compile(r"\\u27e6[^\u27e6\u27e7]*?:[0-9a-f]{16}\\u27e7")
+_ESCAPED_MARK = re.compile(r"\\u27e6[^\u27e6\u27e7]{0,200}?:[0-9a-f]{16}\\u27e7")
 # All texts of this process that are in use, by their marks.
 _TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
 

@@ -5,17 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.agents import (
+    AssistantAgent,
+    MessageFilterAgent,
+    MessageFilterConfig,
+    SocietyOfMindAgent,
+)
 from autogen_agentchat.messages import BaseChatMessage, StructuredMessage, TextMessage
+from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.model_context import (
     TokenLimitedChatCompletionContext,
     UnboundedChatCompletionContext,
 )
+from autogen_core.models import ModelFamily, ModelInfo
 from autogen_core.tools import FunctionTool, StaticStreamWorkbench, StaticWorkbench
 from pydantic import BaseModel, field_serializer
 
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._dry_run import agent_dry_runs
 from flashmoa.autogen._stock import CONTEXTS, foreign_code, is_stock, require_stock_message
 from flashmoa.linking.placeholders import NotForecastable
+
+INFO = ModelInfo(
+    vision=False, function_calling=False, json_output=False, family=ModelFamily.UNKNOWN,
+    structured_output=False,
+)  # fmt: skip
 
 
 def tool(name: str = "look") -> FunctionTool:
@@ -85,3 +99,15 @@ def test_structured_messages_are_stock_unless_their_content_has_serializers() ->
     other = StructuredMessage[WithSerializer](content=WithSerializer(city="Pokhara"), source="a")
     with pytest.raises(NotForecastable, match="serializers of WithSerializer"):
         require_stock_message(other)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_no_copy_of_an_agent_with_a_team_is_run(is_filtered: bool) -> None:
+    """The copy would have the real team, whose agents would be asked."""
+    client = FlashMoAChatCompletionClient(model="m", base_url="http://127.0.0.1:9", model_info=INFO)
+    inner = RoundRobinGroupChat([AssistantAgent("inner", client)])
+    agent: Any = SocietyOfMindAgent("minds", team=inner, model_client=client)
+    if is_filtered:
+        agent = MessageFilterAgent("minds", agent, MessageFilterConfig(per_source=[]))
+    with pytest.raises(NotForecastable, match="has a team of its own"):
+        agent_dry_runs(agent, [], included=True)

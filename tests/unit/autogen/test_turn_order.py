@@ -117,6 +117,9 @@ def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None
     assert first_turns(swarm) == [Turn("one", sure=False)]
     swarm._message_thread.append(handoff)
     assert first_turns(swarm) == [Turn("three", sure=False)]
+    to_user = HandoffMessage(content="Your turn.", source="three", target="user")
+    swarm._message_thread.append(to_user)
+    assert first_turns(swarm) == []
     order = idle_manager(RoundRobinGroupChatManager, _next_speaker_index=1)
     assert first_turns(order) == [Turn("two", sure=False)]
     graph = idle_manager(GraphFlowManager, _ready=["one", "two"])

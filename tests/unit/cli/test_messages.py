@@ -75,6 +75,18 @@ def test_a_text_that_is_not_a_url(url: str) -> None:
         engine_url(url)
 
 
+def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"URL of host has .* password; give them in a header"
+    ) as e:
+        engine_url("http://user:SECRET@host:1/v1")
+    assert "SECRET" not in str(e.value)
+
+
+def test_certificates_are_checked_however_the_scheme_is_written() -> None:
+    assert engine_url("HTTPS://Host:1/v1/") == "https://Host:1"
+
+
 async def test_a_team_whose_engine_cannot_be_reached() -> None:
     client = FlashMoAChatCompletionClient(model="m", base_url=NOWHERE, max_retries=0)
     team = RoundRobinGroupChat([AssistantAgent("a", model_client=client)], max_turns=1)

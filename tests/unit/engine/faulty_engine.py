@@ -13,7 +13,9 @@ from anyio.abc import SocketAttribute, SocketStream
 # What happens to a request. It is answered ("slow": with pauses between the words, "other": with
 # another text); half-way its connection is lost ("cut"), or its answer ends, hangs or becomes an
 # error; or it is refused, with a status or with HTML.
-Fate = Literal["fine", "slow", "other", "cut", "ends", "hang", "error", 500, 429, 404, "html"]
+Fate = Literal[
+    "fine", "slow", "other", "no done", "cut", "ends", "hang", "error", 500, 429, 404, "html"
+]  # fmt: skip
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
 OTHER = ["A ", "lazy ", "dog."]
@@ -131,7 +133,8 @@ async def stream(client: SocketStream, fate: Fate) -> None:
         await send_event(client, chunk({"content": word}))
     await send_event(client, chunk({}, "stop"))
     await send_event(client, {**chunk({}), "choices": [], "usage": _USAGE})
-    await send_event(client, "[DONE]")
+    if fate != "no done":
+        await send_event(client, "[DONE]")
     await client.send(b"0\r\n\r\n")
 
 

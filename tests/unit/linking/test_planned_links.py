@@ -9,7 +9,7 @@ import pytest
 from flashmoa import EngineClient, Prompt, Slot
 from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
-from flashmoa.linking.planned_links import Forecast, PlannedLinks, Turn
+from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 
 pytestmark = pytest.mark.anyio
 
@@ -89,3 +89,9 @@ async def test_a_link_whose_prompt_stays_the_same_is_extended(engine: EngineClie
     assert links.extend(Prompt(["known"]), newer) is link
     assert links.extend(Prompt(["other"]), newer) is None
     assert link.is_over
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "0.5", None])
+def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: object) -> None:
+    with pytest.raises(ValueError, match=r"kv_share is .*; it must be a number from 0 to 1"):
+        KvShare(share)  # type: ignore[arg-type]

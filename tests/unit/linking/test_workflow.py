@@ -154,3 +154,13 @@ async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
 
     with pytest.raises(RuntimeError, match="was cancelled elsewhere"):
         await all_of([cancelled])
+
+
+async def test_many_escaped_brackets_are_no_marks() -> None:
+    """They were searched from each one to the end of the string."""
+    text = json.dumps({"semantics": "\u27e6x\u27e7 " * 200 + "\u27e6" * 20_000})
+    assert text.count("u27e6") == 20_200
+    engine = Engine()
+    with anyio.fail_after(5):
+        async with workflow(engine) as flow:
+            assert await flow.ask(user(text), model="stop") == "It is 18."

@@ -196,6 +196,10 @@ class PlannedLinks:
         return [link for link, forecast in self._links.values() if not forecast.turn.sure]
 
 
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
 class KvShare:
     """Limits the KV of links that may never be used, to a share of each engine's KV pool.
 
@@ -206,8 +210,7 @@ class KvShare:
     """
 
     def __init__(self, share: float) -> None:
-        given: object = share
-        if not isinstance(given, int | float) or not 0 <= given <= 1:
+        if not _is_share(share):
             raise ValueError(f"kv_share is {share!r}; it must be a number from 0 to 1")
         self._share = share
         # Sizes of the KV pools in tokens, by the engine's URL.

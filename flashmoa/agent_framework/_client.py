@@ -54,7 +54,7 @@ class ChatRequest:
 
     @property
     def namespace(self) -> dict[str, str]:
-        """The namespace of its KV."""
+        """Return the namespace of its KV."""
         extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
         return kv_namespace({"model": self.body.get("model"), **extra_body})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Literal, cast
 
 import httpx
@@ -111,7 +110,7 @@ class SelfHostedClient(OpenAIChatCompletionClient):
 
     @property
     def _template_args(self) -> Mapping[str, Any] | None:
-        """The arguments for the engine's chat template in this client's requests."""
+        """Return the arguments for the engine's chat template in this client's requests."""
         extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
         return extra_body.get("chat_template_kwargs")
 
@@ -185,6 +184,7 @@ class SynchronousEngine:
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._url = url
         self._headers = headers
+        self._context_lengths: dict[str, int] = {}
 
     def count_tokens(self, model: str, params: CreateParams) -> int:
         """Return the number of tokens in a chat completion's prompt."""
@@ -194,16 +194,18 @@ class SynchronousEngine:
         with self._reading("/tokenize"):
             return int(self._ask("/tokenize", body)["count"])
 
-    @cache  # noqa: B019 - it lives as long as its client
     def context_length(self, model: str) -> int:
         """Return a model's context length in tokens.
 
         Of a model that the engine does not list, it is that of the first one: SGLang answers
         requests for any name with its one model.
         """
-        with self._reading("/v1/models"):
-            served = {one["id"]: one for one in self._ask("/v1/models")["data"]}
-            return int(served.get(model, next(iter(served.values())))["max_model_len"])
+        if model not in self._context_lengths:
+            with self._reading("/v1/models"):
+                served = {one["id"]: one for one in self._ask("/v1/models")["data"]}
+                found = served.get(model, next(iter(served.values())))
+                self._context_lengths[model] = int(found["max_model_len"])
+        return self._context_lengths[model]
 
     @contextmanager
     def _reading(self, path: str) -> Generator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
 from flashmoa.linking.output_lengths import OutputLengths
-from flashmoa.linking.prompt_feed import is_known_to_stream
+from flashmoa.linking.prompt_feed import is_known_to_have_plugin
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
@@ -85,7 +85,7 @@ class LinkedCall(CallObserver):
         self.text = Text(agent)
         self.prompt_stream_id = own_link.claim() if own_link is not None else None
         # Other servers do not know the field, and some refuse a request that has it.
-        knows = is_known_to_stream(request.engine)
+        knows = is_known_to_have_plugin(request.engine)
         self.expected_output_tokens = owner.output_lengths.expect(agent) if knows else None
         self._owner = owner
         self._own_link = own_link

@@ -72,17 +72,17 @@ class PendingRequest(Generic[Messages]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any of its texts is still being written."""
+        """Return whether any of its texts is still being written."""
         return not all(text.is_complete for text in self._texts)
 
     @property
     def is_late(self) -> bool:
-        """Whether the request was claimed before its prompt stream was open."""
+        """Return whether the request was claimed before its prompt stream was open."""
         return self._is_late or (self._link is not None and self._link.is_late)
 
     @property
     def used_id(self) -> str | None:
-        """The id of the link that the request uses, for events; ``None`` before it is claimed."""
+        """Return the id of the link that the request uses; ``None`` before it is claimed."""
         return self._link.used_id if self._link is not None else None
 
     async def messages(self) -> Messages:

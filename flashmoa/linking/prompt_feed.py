@@ -1,8 +1,8 @@
 """Send a growing prompt to its prompt stream, at the pace that the engine asks for.
 
 How streams are released: a prompt stream holds KV in its engine until a request uses it, it is
-deleted, or it expires. Therefore whoever opens a stream also deletes it, but nobody waits long for
-an engine that does not answer:
+deleted, or it expires. Therefore whoever opens a stream also deletes it, and does not wait long
+for an engine that does not answer:
 
 - Opening and deleting a stream are shielded from cancellation (``PromptFeed._run_shielded``), since
   a stream whose id never arrives could not be deleted. Once cancelled, both together may take
@@ -43,12 +43,12 @@ _DELETE_SECONDS = 5.0
 _RELEASE_SECONDS = 0.3
 # The engine receives something at least once in this part of a stream's time to live.
 _KEEP_ALIVE_PART = 1 / 3
-# The URLs of engines that have opened a prompt stream for this process.
+# By their URLs, the engines that have opened a prompt stream.
 _engines_with_plugin: set[str] = set()
 
 
-def is_known_to_stream(url: str) -> bool:
-    """Return whether the engine at a URL has the plugin, as one of its answers has shown."""
+def is_known_to_have_plugin(url: str) -> bool:
+    """Return whether the engine at a URL has opened a prompt stream for this process."""
     return url in _engines_with_plugin
 
 
@@ -57,7 +57,7 @@ class PromptSource(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the prompt will not grow any more."""
+        """Return whether the prompt will not grow any more."""
         ...
 
     def take(self) -> str | Sequence[int]:

@@ -86,12 +86,12 @@ class Text:
 
     @property
     def written(self) -> str:
-        """The text so far."""
+        """Return the text so far."""
         return "".join(self._parts)
 
     @property
     def failure(self) -> Failure | None:
-        """How the text failed; ``None`` if it is complete.
+        """Return how the text failed; ``None`` if it is complete.
 
         A text that is still being written counts as stalled: that is how a reader sees it that
         continues with the text so far.
@@ -102,7 +102,7 @@ class Text:
 
     @property
     def is_over(self) -> bool:
-        """Whether the text has ended: it is complete or has failed."""
+        """Return whether the text has ended: it is complete or has failed."""
         return self._done
 
     @property

@@ -205,7 +205,7 @@ class AgentCall(Answer):
         """Return whether another request may succeed, and go on with what is written.
 
         An engine that separates thought would take a continued answer for thought, and one with a
-        grammar begins it anew.
+        grammar begins it again.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         begins_anew = self._engine_splits or has_grammar(parameters)

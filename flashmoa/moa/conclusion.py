@@ -128,7 +128,7 @@ class Conclusion:
         models = [self._last] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self._fallback.models):
             if self.text.written and has_grammar({**model.sampling, **self._sampling}):
-                continue  # Its grammar would begin the answer anew.
+                continue  # Its grammar would begin the answer again.
             call = await self._ask(model, answers, self.text.written)
             logger.warning("The last aggregator failed; %s takes its place: %s", call.name, problem)
             try:

@@ -148,14 +148,15 @@ class EarlyExitConfig(_Table):
 
     @model_validator(mode="after")
     def _has_keys_with_an_effect(self) -> EarlyExitConfig:
-        fixed = ("tau", "rule", "threshold", "min_answers", "diagonal")
-        published = self.algorithm == "published"
-        without_effect = [
-            *((name, "algorithm = 'published' has its own") for name in fixed if published),
-            ("threshold", "rule = 'sample' has none") if self.rule == "sample" else ("", ""),
-            ("seed", "rule = 'threshold' draws no numbers") if self.rule != "sample" else ("", ""),
-        ]
-        for name, reason in without_effect:
+        without_effect: dict[str, str] = {}
+        if self.algorithm == "published":
+            fixed = ("tau", "rule", "threshold", "min_answers", "diagonal")
+            without_effect = dict.fromkeys(fixed, "algorithm = 'published' has its own")
+        elif self.rule == "sample":
+            without_effect["threshold"] = "rule = 'sample' has none"
+        else:
+            without_effect["seed"] = "rule = 'threshold' draws no numbers"
+        for name, reason in without_effect.items():
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is set, but {reason}; remove it")
         self.build(_NoEmbedder())

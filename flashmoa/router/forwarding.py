@@ -184,7 +184,8 @@ class RelayedStream(StreamingResponse):
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
             # The engine may have sent only the beginning of an event.
-            yield b"" if piece.endswith(_EVENT_END) else _EVENT_END
+            if not piece.endswith(_EVENT_END):
+                yield _EVENT_END
             yield _make_error_event(describe_error(error))
 
 

@@ -68,8 +68,10 @@ class Handover:
                 for stream in self._opening:
                     opening[stream] = group.create_task(self._open_in_scheduler(stream))
                 self._opening.clear()
-                # A scheduler may be too busy to answer for a stream that has ended meanwhile.
-                opening = {s: task for s, task in opening.items() if not _is_over(s, task)}
+                for stream, task in opening.items():
+                    if stream.closed is not None:
+                        task.cancel()  # A busy scheduler may answer much later.
+                opening = {stream: task for stream, task in opening.items() if not task.done()}
                 wait = self._send(time.monotonic())
                 await asyncio.sleep(_GATHERED)
                 with contextlib.suppress(TimeoutError):
@@ -129,10 +131,3 @@ class Handover:
         for id_, waits in progress.waiting:
             if (stream := self._streams.get(id_)) is not None:
                 stream.waits_for_room = waits
-
-
-def _is_over(stream: PromptStream, opening: asyncio.Task[None]) -> bool:
-    """Return whether the opening of a stream is over; cancel it if the stream has ended."""
-    if stream.closed is not None:
-        opening.cancel()
-    return stream.closed is not None or opening.done()

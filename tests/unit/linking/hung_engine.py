@@ -69,10 +69,10 @@ class HungEngine:
         elif route == "render":
             await send(client, 200, {"text": "\n".join(m["content"] for m in body["messages"])})
         else:
-            await send(client, 200, {**_STATE, "id": next(self._ids), "next_seq": 0})
+            await send(client, 200, {**STATE, "id": next(self._ids), "next_seq": 0})
 
 
-_STATE = {
+STATE = {
     "received_tokens": 1,
     "prefilled_tokens": 1,
     "computed_tokens": 1,

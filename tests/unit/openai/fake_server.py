@@ -11,20 +11,11 @@ import httpx
 import pytest
 
 from flashmoa.openai import AsyncOpenAI
+from tests.unit.linking.hung_engine import STATE
 
 URL = "http://engine:30000"
 WORDS = ["The ", "quick ", "brown ", "fox."]
 TEXT = "".join(WORDS)
-_STATE = {
-    "received_tokens": 1,
-    "prefilled_tokens": 1,
-    "computed_tokens": 1,
-    "increments": 1,
-    "ended": False,
-    "ttl_seconds": 30.0,
-    "pace_seconds": 0.01,
-    "next_seq": 0,
-}
 _BASE = {"id": "c1", "created": 1, "model": "m"}
 # Returns the answer to a chat completion, given its body.
 Chat = Callable[[dict[str, Any]], httpx.Response]
@@ -59,7 +50,7 @@ class FakeServer:
         if path == "/render":
             text = "\n".join(message["content"] for message in body["messages"])
             return httpx.Response(200, json={"text": text})
-        return httpx.Response(200, json={**_STATE, "id": f"s{next(self._ids)}"})
+        return httpx.Response(200, json={**STATE, "next_seq": 0, "id": f"s{next(self._ids)}"})
 
 
 def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:

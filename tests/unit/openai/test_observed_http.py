@@ -24,23 +24,12 @@ from tests.unit.openai.fake_server import (
     chunk,
     chunks,
     in_pieces,
-    serve,
     stream,
     whole,
 )
 
 pytestmark = pytest.mark.anyio
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    return serve(monkeypatch)
 
 
 def texts(events: list[Event]) -> list[str]:

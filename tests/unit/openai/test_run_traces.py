@@ -11,19 +11,9 @@ import pytest
 from flashmoa.observe import CallFinished, Event, PromptSent
 from flashmoa.observe.trace import read
 from flashmoa.openai import run
-from tests.unit.openai.fake_server import FakeServer, ask, serve
+from tests.unit.openai.fake_server import FakeServer, ask
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    return serve(monkeypatch)
 
 
 def counts(file: Path) -> Counter[type[Event]]:

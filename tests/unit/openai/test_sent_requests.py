@@ -14,20 +14,10 @@ from flashmoa.engine import EngineClient
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
 from flashmoa.openai._sent_requests import SentRequest, read_request
-from tests.unit.openai.fake_server import URL, FakeServer, ask, serve
+from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    return serve(monkeypatch)
 
 
 def sent(**headers: str) -> SentRequest:

@@ -139,6 +139,7 @@ async def test_a_stream_is_handed_over_though_one_that_has_ended_was_never_opene
                 await anyio.sleep(0.001)
         second = open_stream(table, tokens=10)
         await handed_over(engine, [second])
+        assert engine.tokens_of(second.id) == [*second.ids]
         table.close(second, "deleted")
 
 

@@ -152,7 +152,7 @@ async def measure(
 ) -> dict[str, Any]:
     """Measure, print the table, and return the result for the report."""
     dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
-    stock = {way: (role.name, True, False) for way, role in mixed.items()}
+    stock = {way: (role.name, True, False) for way, role in mixed.items() if role.name in engines}
     ways = {STOCK: ("stock", True, False), **stock, **_WAYS}
 
     async def run(way: str) -> LoadRound:

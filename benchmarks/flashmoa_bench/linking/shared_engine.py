@@ -168,7 +168,8 @@ async def _main(arguments: argparse.Namespace) -> None:
 async def _measure(
     engines: Engines, all_chains: list[Chains], arguments: argparse.Namespace, console: Console
 ) -> list[ChainRow]:
-    dice, ways = random.Random(arguments.seed), make_ways(mixed_roles(arguments.stock_forwards))
+    dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
+    ways = {way: (role, ahead) for way, (role, ahead) in make_ways(mixed).items() if role in engines}
 
     async def run(way: str, chains: Chains) -> list[ChainRun]:
         role, ahead = ways[way]

@@ -6,7 +6,7 @@ clock, but only on the queue, the batch, the streams and the radix tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
     fill_tokens,
     least_tokens,
-    possible_rides,
-    ride_tokens,
     stream_chunk,
 )
 from flashmoa_sglang.scheduler.queue import look_after_queue, waits_for_saturation
@@ -28,15 +26,20 @@ from flashmoa_sglang.scheduler.request import (
     is_increment,
     is_shareable,
     state_of,
-    uncached_tokens,
+)
+from flashmoa_sglang.scheduler.rides import possible_rides, prompt_tokens, stream_tokens
+from flashmoa_sglang.scheduler.starting import (
+    LARGE_FORWARD,
+    can_start,
+    may_ride,
+    starting_requests,
+    tokens_to_start,
 )
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 
 if TYPE_CHECKING:
+    from flashmoa_sglang.scheduler.rides import Ride
     from flashmoa_sglang.scheduler.state import SchedulerState
-
-# Forwards of more tokens than this are not told apart.
-_LARGE_FORWARD = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,14 @@ class Step:
         least: the fewest new tokens of all streams that are worth it.
         only_streams: whether waiting requests of clients stay in the queue, because they cannot
             start in this step.
-        mixed: whether decodes run in the same forward.
+        rides: the most tokens that ride along with the decodes, of streams and of prompts; 0 if the
+            decodes wait for this forward.
     """
 
     streams: int = 0
     least: int = 1
     only_streams: bool = False
-    mixed: bool = False
+    rides: int = 0
 
 
 def next_prefill_batch(
@@ -106,8 +110,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     The cases, in this order:
 
     1. Prefills wait until there are enough for a forward that hides the transfers of experts.
-    2. Final requests of streams can start, and have so few tokens left that these ride along with
-       the decode step.
+    2. Requests of clients can start while streams are open, and all of these and the decodes wait
+       less if the prompts ride along with decode steps, in chunks.
     3. A request of a client can start: SGLang builds its batch as usual, and streams fill it up if
        it is so small that they hardly lengthen it.
     4. No request decodes: streams have a forward of their own.
@@ -119,15 +123,17 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
     if waits_for_saturation(scheduler, running, decoding):
         return None
-    rides: Sequence[tuple[int, float]] = ()
+    rides: tuple[Ride, ...] = ()
     if decoding and _can_mix(scheduler):
         rides = possible_rides(costs, decoding, state.options.itl_budget, page)
-        if _finals_fit(scheduler, running, rides[-1][0] if rides else 0):
-            return Step(mixed=True)
-    if _clients_can_start(scheduler, running):
+        step = _riding_prompts(scheduler, running, rides, decoding)
+        if step is not None:
+            return step
+    if can_start(scheduler, running):
         if not state.streams.want():
             return Step()
-        return Step(fill_tokens(costs, _waiting_tokens(scheduler), page))
+        prefilling = tokens_to_start(scheduler, starting_requests(scheduler, running))
+        return Step(fill_tokens(costs, prefilling, page))
     if not state.streams.want():
         return Step()
     least = least_tokens(costs, page)
@@ -139,48 +145,33 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         # When a request ends, the request of an agent that reads it may come.
         steps = min(map(expected_output_left, running.reqs))
         fewest = fewest_tokens(len(state.streams), least) - decoding
-        ride = ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
+        ride = stream_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
         if ride:
-            return Step(ride, least, only_streams=True, mixed=True)
+            return Step(ride, least, only_streams=True, rides=ride)
     return Step() if scheduler.waiting_queue else None
 
 
-def _finals_fit(scheduler: Any, running: Any, tokens: int) -> bool:
-    """Return whether all requests that could start now could ride along with the decode step.
+def _riding_prompts(
+    scheduler: Any, running: Any, rides: tuple[Ride, ...], decoding: int
+) -> Step | None:
+    """Let the prompts of requests ride, if that is better for these and the decodes together.
 
-    They are final requests of streams, with at most ``tokens`` tokens left, or measure such steps.
+    Without streams, all is as in stock SGLang. Requests that measure such steps always ride.
     """
-    if running.batch_is_full or scheduler.chunked_req is not None:
-        return False
-    places = scheduler.get_num_allocatable_reqs(len(running.reqs))
-    starting = scheduler.waiting_queue[: max(places, 0)]
-    marks = [state_of(req).mark for req in starting]
-    if not starting or any(mark is None or not (mark.final or mark.rides) for mark in marks):
-        return False
-    if any(mark.rides for mark in marks if mark is not None):
-        return True
-    return sum(uncached_tokens(scheduler.tree_cache, req) for req in starting) <= tokens
-
-
-def _clients_can_start(scheduler: Any, running: Any) -> bool:
-    """Return whether a request of a client could join a batch that is built now."""
-    if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
-        return True
-    if not scheduler.waiting_queue:
-        return False
-    if scheduler.enable_priority_preemption:
-        return True
-    return not running.batch_is_full and scheduler.get_num_allocatable_reqs(len(running.reqs)) > 0
-
-
-def _waiting_tokens(scheduler: Any) -> int:
-    """Return about how many tokens the requests in the queue compute in the next forward."""
-    tokens = _LARGE_FORWARD if scheduler.chunked_req is not None else 0
-    for req in scheduler.waiting_queue:
-        if tokens >= _LARGE_FORWARD:
-            break
-        tokens += uncached_tokens(scheduler.tree_cache, req)
-    return tokens
+    state: SchedulerState = scheduler.flashmoa
+    starting = starting_requests(scheduler, running)
+    marks = [mark for req in starting if (mark := state_of(req).mark) is not None]
+    if any(mark.rides for mark in marks):
+        return Step(rides=LARGE_FORWARD)
+    is_linked = len(state.streams) > 0 or any(mark.final for mark in marks)
+    if not starting or not is_linked or not may_ride(scheduler, starting):
+        return None
+    tokens = tokens_to_start(scheduler, starting)
+    ride = prompt_tokens(rides, state.costs, decoding, len(starting), tokens)
+    if not ride:
+        return None
+    # What the prompts leave of the ride is for streams.
+    return Step(max(0, ride - tokens), least_tokens(state.costs, scheduler.page_size), rides=ride)
 
 
 def _decoding(batch: Any) -> int:
@@ -210,18 +201,17 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
     made = _make_increments(scheduler, running, step) if step.streams else []
     waiting = scheduler.waiting_queue
     scheduler.waiting_queue = made if step.only_streams else [*waiting, *made]
-    if step.mixed:
+    if step.rides:
         # SGLang mixes nothing with decodes that return log-probabilities, but ``results.mix`` can.
         scheduler.is_mixed_chunk, running.return_logprob = True, False
+        scheduler.chunked_prefill_size = step.rides + len(running.reqs)
     if step.only_streams:
         state.only_streams, running.batch_is_full = True, False
-        if step.mixed:
-            scheduler.chunked_prefill_size = step.streams + len(running.reqs)
     try:
         yield
     finally:
         scheduler.chunked_prefill_size, scheduler.is_mixed_chunk = chunk, is_mixed
-        if step.mixed:
+        if step.rides:
             running.return_logprob = any(req.return_logprob for req in running.reqs)
         left = scheduler.waiting_queue
         for req in left:
@@ -236,14 +226,14 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
 
 def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
     limits = [step.streams, scheduler.max_prefill_tokens]
-    if scheduler.chunked_prefill_size is not None and not step.mixed:
+    if scheduler.chunked_prefill_size is not None and not step.rides:
         limits.append(scheduler.chunked_prefill_size)
     return scheduler.flashmoa.streams.make(
         min(limits),
         step.least,
         room_for_streams(scheduler, running),
         min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
-        growing=step.mixed,
+        growing=step.rides > 0,
     )
 
 
@@ -251,7 +241,7 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
     """Share, publish, pin and count the KV that the built batch computes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
-    if step.mixed:
+    if step.rides:
         state.rode_along += sum(
             RELEASE.computed_until(req) - RELEASE.cached_tokens(req)
             for req in batch.reqs

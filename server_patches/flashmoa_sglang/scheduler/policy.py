@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
-
-from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
 
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
@@ -138,56 +135,6 @@ def least_tokens(costs: Costs, page: int) -> int:
 def _nearly_free_tokens(costs: Costs) -> int:
     """Return how many tokens a forward has that takes hardly longer than one with very few."""
     return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
-
-
-@lru_cache(maxsize=1024)
-def possible_rides(
-    costs: Costs, decoding: int, budget: float, page: int
-) -> tuple[tuple[int, float], ...]:
-    """Return the numbers of tokens of streams that may ride along with a decode step.
-
-    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
-    than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
-
-    Args:
-        decoding: number of requests that decode.
-        budget: the longest step, as a multiple of the step without them.
-    """
-    if budget <= 1:
-        return ()
-    longest = (budget - 1) * costs.decode(decoding)
-    below = decoding - decoding % STEP_SIZES[-1]
-    steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
-    rides = sorted({step - decoding - (step - decoding) % page for step in steps})
-    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= FEWEST_RIDING)
-    return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
-
-
-def ride_tokens(
-    rides: Sequence[tuple[int, float]], rate: float, waiting: int, steps: float, fewest: int = 0
-) -> int:
-    """Return how many tokens of streams ride along with a decode step: those that save the most.
-
-    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
-    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
-    are enough steps.
-
-    Args:
-        rides: see :func:`possible_rides`.
-        rate: seconds of a token in a large forward.
-        waiting: number of tokens that wait.
-        steps: in how many steps they may ride.
-        fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
-    """
-
-    def seconds(ride: int, added: float) -> float:
-        used = min(steps, max(1.0, waiting / ride))
-        return used * added + max(0.0, waiting - used * ride) * rate
-
-    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    if not best or seconds(best, added) >= waiting * rate:
-        return 0
-    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
 
 
 def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:

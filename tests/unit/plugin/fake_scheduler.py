@@ -95,6 +95,8 @@ def request(
         cached_tokens=0,
         computed=tokens,
         return_logprob=False,
+        input_embeds=None,
+        multimodal_inputs=None,
         flashmoa=RequestState(mark, uncached=tokens),
     )
 
@@ -134,6 +136,7 @@ class FakeScheduler:
         self.chunked_prefill_size: int | None = 8192
         self.max_prefill_tokens = 16384
         self.is_mixed_chunk = False
+        self.truncation_align_size: int | None = None
         self.page_size = 1
         self.max_total_num_tokens = total
         self.max_running_requests = 64

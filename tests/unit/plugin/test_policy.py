@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
 from flashmoa_sglang.scheduler.policy import _SMALLEST_LEAST as LEAST
@@ -14,30 +13,18 @@ from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
     fill_tokens,
     least_tokens,
-    possible_rides,
-    ride_tokens,
     stream_chunk,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.unit.plugin.costs import any_costs
 
 # A decode step takes 10 ms, and each further token 0.1 ms.
 COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
 # Up to 64 tokens are as fast as one, and each further token takes 0.1 ms.
 FLAT = Costs(((1, 0.01), (64, 0.01), (1064, 0.11)), decode_step=0.01)
 PAGES = st.sampled_from([1, 16, 64])
-BUDGETS = st.one_of(st.just(1.0), st.floats(0.5, 5))
-
-
-@st.composite
-def any_costs(draw: st.DrawFn) -> Costs:
-    point = st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0))
-    points = draw(st.lists(point, min_size=2, max_size=6, unique_by=lambda one: one[0]))
-    mixed: list[tuple[int, int, float]] = []
-    for decodes in draw(st.sets(st.sampled_from([1, 8, 32]))):
-        seconds = sorted(draw(st.lists(st.floats(1e-4, 2.0), min_size=3, max_size=3)))
-        mixed += [(decodes, *one) for one in zip((0, 16, 256), seconds, strict=True)]
-    return Costs(tuple(points), min(seconds for _, seconds in points), tuple(mixed))
 
 
 @st.composite
@@ -193,86 +180,3 @@ def test_streams_fill_a_forward_of_clients_while_that_is_nearly_free(
         assert tokens == left - left % page
     else:
         assert tokens + page > 1000 - prefilling
-
-
-# Up to 1024, for fewer than 512 decodes.
-STEPS = (32, 64, 128, 256, 512, 544, 576, 640, 768, 1024)
-
-
-def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[int]:
-    """Return the sizes of rides that make a step at most ``budget`` times as long."""
-    step = costs.decode(decoding)
-    rides = {(total - decoding) // page * page for total in STEPS if total >= decoding}
-    return {
-        ride
-        for ride in rides
-        if budget > 1 and ride >= SMALLEST and costs.added(decoding, ride) <= (budget - 1) * step
-    }
-
-
-@given(
-    costs=any_costs(),
-    decoding=st.integers(1, 64),
-    waiting=st.integers(1, 5000),
-    steps=st.floats(1, 500),
-    budget=BUDGETS,
-    page=PAGES,
-)
-def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
-    costs: Costs, decoding: int, waiting: int, steps: float, budget: float, page: int
-) -> None:
-    tokens, forward = costs.points[-1]
-
-    def seconds(ride: int) -> float:
-        used = min(steps, max(1.0, waiting / ride)) if ride else 0.0
-        left = max(0.0, waiting - used * ride)
-        return used * costs.added(decoding, ride) + left * forward / tokens
-
-    rides = possible_rides(costs, decoding, budget, page)
-    chosen = ride_tokens(rides, forward / tokens, waiting, steps)
-    allowed = allowed_rides(costs, decoding, budget, page)
-    assert chosen in allowed | {0}
-    least = min(map(seconds, allowed | {0}))
-    assert seconds(chosen) == pytest.approx(least, rel=1e-6, abs=1e-9)
-
-
-@given(costs=any_costs(), decoding=st.integers(1, 64), budget=BUDGETS, page=PAGES)
-def test_rides_are_in_order_and_within_the_budget(
-    costs: Costs, decoding: int, budget: float, page: int
-) -> None:
-    rides = possible_rides(costs, decoding, budget, page)
-    assert [ride for ride, _ in rides] == sorted(allowed_rides(costs, decoding, budget, page))
-    assert all(added == costs.added(decoding, ride) for ride, added in rides)
-
-
-def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
-    # The first 64 tokens take 0.05 ms each in a step, and further ones 0.1 ms. Later, each would
-    # take 0.11 ms.
-    mixed = ((1, 0, 0.01), (1, 16, 0.0102), (1, 64, 0.0132), (1, 256, 0.0324))
-    costs = Costs(COSTS.points, 0.01, mixed)
-
-    def ride(waiting: int, steps: float, budget: float, fewest: int = 0) -> int:
-        rides = possible_rides(costs, 1, budget, 1)
-        return ride_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
-
-    assert ride(160, 100, 4) == 31
-    assert ride(1600, 5, 4) > 63
-    assert ride(1600, 5, 1.35) == 63
-    assert ride(1600, 5, 1.0) == 0
-    assert ride(160, 100, 4, fewest=32) == 63
-    assert ride(160, 100, 1.35, fewest=128) == 63
-
-
-@given(decoding=st.integers(1, 2000), page=PAGES)
-def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
-    ride = possible_rides(COSTS, decoding, 1e9, page)[-1][0]
-    assert ride % page == 0 and ride >= SMALLEST
-    # There is always room for the tokens of a whole block.
-    assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
-
-
-def test_tokens_do_not_ride_where_that_costs_more_than_a_forward_of_their_own() -> None:
-    mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
-    costs = Costs(COSTS.points, 0.01, mixed)
-    rides = possible_rides(costs, 1, 100, 1)
-    assert rides and ride_tokens(rides, costs.per_token_at_best, 1000, 100) == 0

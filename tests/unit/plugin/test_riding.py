@@ -116,17 +116,66 @@ def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
     assert busy.waiting_queue == [waiting, newcomer]
 
 
-def test_short_final_requests_ride_along_with_decodes() -> None:
+def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
     busy = scheduler(decoding=2)
     final = request(40, 5, stream="a", final=True)
-    busy.waiting_queue = [final]
+    for waiting in ([final], [request(400, 5, stream="a", final=True)], [final, request(20, 5)]):
+        busy.waiting_queue = waiting
+        built = step(busy)
+        assert built.clients() == waiting
+        assert built.settings["mixed"] and built.settings["chunk"] == 64
+        assert not busy.is_mixed_chunk and busy.chunked_prefill_size == 8192
+    busy.waiting_queue = [request(40, 5)]
+    assert not step(busy).settings["mixed"]
+    busy.open_stream("b", 5)
+    assert step(busy).settings["mixed"]
+
+
+def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
+    busy = scheduler(decoding=2, full=True)
+    busy.open_stream("a", 5)
+    busy.waiting_queue = [request(7000, 5)]
+    busy.chunked_req = request(2000, 5)
+    busy.chunked_req.computed = 1600
+    assert step(busy).settings == {
+        "mixed": True,
+        "chunk": 64,
+        "full": True,
+        "logprobs": False,
+        "rows": 0,
+    }
+
+
+def test_prompts_have_a_forward_of_their_own_if_many_wait() -> None:
+    """Each would wait for all the decode steps in which they ride."""
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5)
+    busy.waiting_queue = [request(400, 5) for _ in range(30)]
+    assert not step(busy).settings["mixed"]
+
+
+@pytest.mark.parametrize("field", ["return_logprob", "input_embeds", "multimodal_inputs"])
+def test_prompts_that_sglang_does_not_mix_are_not_cut_for_it(field: str) -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5)
+    busy.waiting_queue = [request(400, 5)]
+    setattr(busy.waiting_queue[0], field, True)
     built = step(busy)
-    assert built.clients() == [final] and built.settings["mixed"]
-    # A longer one stops decodes, as does any other request.
-    busy.waiting_queue = [request(400, 5, stream="a", final=True)]
+    assert not built.settings["mixed"] and built.settings["chunk"] == 8192
+
+
+def test_prompts_are_not_cut_where_kernels_need_longer_chunks() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5)
+    busy.waiting_queue, busy.truncation_align_size = [request(400, 5)], 4096
     assert not step(busy).settings["mixed"]
-    busy.waiting_queue = [final, request(40, 5)]
-    assert not step(busy).settings["mixed"]
+
+
+def test_streams_take_what_prompts_leave_of_a_ride() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = [request(10, 5)]
+    assert step(busy).increments() == [20]
 
 
 def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:

@@ -1,0 +1,93 @@
+"""Decides how many tokens ride along with a decode step, in one forward (SGLang's mixed chunk).
+
+A decode step reads all weights for a few tokens, and has time left for more. What rides costs the
+engine less than in a forward of its own, and no decode has to wait for such a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+from typing import TYPE_CHECKING
+
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.costs import Costs
+
+# A number of tokens that may ride, and the seconds by which they lengthen the step.
+Ride = tuple[int, float]
+
+
+@lru_cache(maxsize=1024)
+def possible_rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[Ride, ...]:
+    """Return the numbers of tokens of streams that may ride along with a decode step.
+
+    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
+    than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
+
+    Args:
+        decoding: number of requests that decode.
+        budget: the longest step, as a multiple of the step without them.
+    """
+    if budget <= 1:
+        return ()
+    longest = (budget - 1) * costs.decode(decoding)
+    below = decoding - decoding % STEP_SIZES[-1]
+    steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
+    rides = sorted({step - decoding - (step - decoding) % page for step in steps})
+    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= FEWEST_RIDING)
+    return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
+
+
+def stream_tokens(
+    rides: Sequence[Ride], rate: float, waiting: int, steps: float, fewest: int = 0
+) -> int:
+    """Return how many tokens of streams ride along with a decode step: those that save the most.
+
+    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
+    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
+    are enough steps.
+
+    Args:
+        rides: see :func:`possible_rides`.
+        rate: seconds of a token in a large forward.
+        waiting: number of tokens that wait.
+        steps: in how many steps they may ride.
+        fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
+    """
+
+    def seconds(ride: int, added: float) -> float:
+        used = min(steps, max(1.0, waiting / ride))
+        return used * added + max(0.0, waiting - used * ride) * rate
+
+    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
+    if not best or seconds(best, added) >= waiting * rate:
+        return 0
+    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
+
+
+def prompt_tokens(
+    rides: Sequence[Ride], costs: Costs, decoding: int, prompts: int, tokens: int
+) -> int:
+    """Return how many tokens of requests' prompts ride along with a decode step; 0: none.
+
+    Prompts that do not ride have a forward of their own, for which the decodes wait. Prompts that
+    ride take longer, because each of their steps decodes, too. The way is the one in which all
+    these requests together wait for the shortest time, as measured.
+
+    Args:
+        rides: see :func:`possible_rides`.
+        decoding: number of requests that decode.
+        prompts: number of requests that could start.
+        tokens: how many tokens of these are to be computed, in all.
+    """
+    step = costs.decode(decoding)
+
+    def waited(ride: int, added: float) -> float:
+        return ceil(tokens / ride) * (prompts * (step + added) + decoding * added)
+
+    best, added = min(rides, key=lambda ride: waited(*ride), default=(0, 0.0))
+    alone = (prompts + decoding) * costs.prefill(tokens)
+    return best if best and waited(best, added) < alone else 0

@@ -138,14 +138,13 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         return Step()
     least = least_tokens(costs, page)
     if not decoding:
-        chunk = stream_chunk(costs, state.streams.waiting_tokens(), page)
+        chunk = stream_chunk(costs, sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
     if rides:
-        waiting = state.streams.waiting_tokens(growing=True)
-        # When a request ends, the request of an agent that reads it may come.
-        steps = min(map(expected_output_left, running.reqs))
+        ends = [expected_output_left(req) for req in running.reqs]
         fewest = fewest_tokens(len(state.streams), least) - decoding
-        ride = stream_tokens(rides, costs.per_token_at_best, waiting, steps, fewest)
+        waiting = state.streams.waiting_tokens(growing=True)
+        ride = stream_tokens(rides, costs.per_token_at_best, waiting, ends, fewest)
         if ride:
             return Step(ride, least, only_streams=True, rides=ride)
     return Step() if scheduler.waiting_queue else None

@@ -42,30 +42,49 @@ def possible_rides(costs: Costs, decoding: int, budget: float, page: int) -> tup
 
 
 def stream_tokens(
-    rides: Sequence[Ride], rate: float, waiting: int, steps: float, fewest: int = 0
+    rides: Sequence[Ride],
+    rate: float,
+    waiting: Sequence[int],
+    ends: Sequence[int],
+    fewest: int = 0,
 ) -> int:
     """Return how many tokens of streams ride along with a decode step: those that save the most.
 
     Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
     decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
-    are enough steps.
+    are enough steps. When a request ends, the request of an agent that reads it may come. So the
+    tokens of the first stream should ride until the first request ends, and so on.
 
     Args:
         rides: see :func:`possible_rides`.
         rate: seconds of a token in a large forward.
-        waiting: number of tokens that wait.
-        steps: in how many steps they may ride.
+        waiting: how many tokens of each stream wait, in the order in which they ride.
+        ends: in how many steps each of the requests ends that decode, in any order.
         fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
     """
+    total, ends = sum(waiting), sorted(ends)
 
     def seconds(ride: int, added: float) -> float:
-        used = min(steps, max(1.0, waiting / ride))
-        return used * added + max(0.0, waiting - used * ride) * rate
+        late = _late_tokens(waiting, ends, ride) if total > ride * ends[0] else 0
+        return max(1.0, (total - late) / ride) * added + late * rate
 
     best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    if not best or seconds(best, added) >= waiting * rate:
+    if not best or seconds(best, added) >= total * rate:
         return 0
     return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
+
+
+def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: int) -> int:
+    """Return how many tokens of streams have not ridden when the requests come that need them.
+
+    Args: ends: the steps after which requests come, ascending.
+    """
+    queued = late = 0
+    for position, tokens in enumerate(waiting):
+        queued += tokens
+        left = min(tokens, max(0, queued - ride * ends[min(position, len(ends) - 1)]))
+        queued, late = queued - left, late + left
+    return late
 
 
 def prompt_tokens(

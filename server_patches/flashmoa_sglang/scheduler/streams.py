@@ -96,10 +96,10 @@ class SchedulerStreams:
         page = self._scheduler.page_size
         return any(stream.growth(page) for stream in self._open.values())
 
-    def waiting_tokens(self, *, growing: bool = False) -> int:
-        """Return how many tokens could be prefilled of all streams, or only of those that grow."""
-        page = self._scheduler.page_size
-        return sum(s.growth(page) for s in self._open.values() if s.grows or not growing)
+    def waiting_tokens(self, *, growing: bool = False) -> list[int]:
+        """Return how many tokens of each stream could be prefilled, or of each that grows."""
+        streams = (s for s in self._open.values() if not s.claimed and (s.grows or not growing))
+        return [stream.growth(self._scheduler.page_size) for stream in streams]
 
     # What the HTTP process and SGLang say.
 

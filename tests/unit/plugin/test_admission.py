@@ -159,7 +159,7 @@ def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
     streams = scheduler.flashmoa.streams
     assert streams.make(100, 1, 100, 16) == [] and not streams.want()
     scheduler.flashmoa.pins.make_room(1000)
-    assert streams.waiting_tokens() == 100
+    assert sum(streams.waiting_tokens()) == 100
     scheduler.flashmoa.report_counts(scheduler)
     assert [one.gave_way for one in scheduler.sent[1:] if not isinstance(one, StreamProgress)] == [
         1

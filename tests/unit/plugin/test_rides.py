@@ -41,23 +41,38 @@ def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[
 @given(
     costs=any_costs(),
     decoding=st.integers(1, 64),
-    waiting=st.integers(1, 5000),
-    steps=st.floats(1, 500),
+    waiting=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
+    ends=st.lists(st.integers(1, 100), min_size=1, max_size=6),
     budget=BUDGETS,
     page=PAGES,
 )
 def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
-    costs: Costs, decoding: int, waiting: int, steps: float, budget: float, page: int
+    costs: Costs,
+    decoding: int,
+    waiting: list[int],
+    ends: list[int],
+    budget: float,
+    page: int,
 ) -> None:
     tokens, forward = costs.points[-1]
 
     def seconds(ride: int) -> float:
-        used = min(steps, max(1.0, waiting / ride)) if ride else 0.0
-        left = max(0.0, waiting - used * ride)
-        return used * costs.added(decoding, ride) + left * forward / tokens
+        """Go through the steps one by one; the tokens of a stream are late after its end."""
+        if not ride:
+            return sum(waiting) * forward / tokens
+        left, late = [*waiting], 0
+        for done in range(max(ends)):
+            room = ride
+            for stream, wanted in enumerate(left):
+                taken = min(wanted, room)
+                left[stream], room = wanted - taken, room - taken
+                if done + 1 == sorted(ends)[min(stream, len(ends) - 1)]:
+                    late, left[stream] = late + left[stream], 0
+        used = max(1.0, (sum(waiting) - late) / ride)
+        return used * costs.added(decoding, ride) + late * forward / tokens
 
     rides = possible_rides(costs, decoding, budget, page)
-    chosen = stream_tokens(rides, forward / tokens, waiting, steps)
+    chosen = stream_tokens(rides, forward / tokens, waiting, ends)
     allowed = allowed_rides(costs, decoding, budget, page)
     assert chosen in allowed | {0}
     least = min(map(seconds, allowed | {0}))
@@ -74,9 +89,9 @@ def test_rides_are_in_order_and_within_the_budget(
 
 
 def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
-    def ride(waiting: int, steps: float, budget: float, fewest: int = 0) -> int:
+    def ride(waiting: int, steps: int, budget: float, fewest: int = 0) -> int:
         rides = possible_rides(MIXED, 1, budget, 1)
-        return stream_tokens(rides, MIXED.per_token_at_best, waiting, steps, fewest)
+        return stream_tokens(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)
 
     assert ride(160, 100, 4) == 31
     assert ride(1600, 5, 4) > 63
@@ -84,6 +99,16 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     assert ride(1600, 5, 1.0) == 0
     assert ride(160, 100, 4, fewest=32) == 63
     assert ride(160, 100, 1.35, fewest=128) == 63
+
+
+def test_only_streams_whose_requests_come_soon_hurry() -> None:
+    def ride(waiting: list[int], ends: list[int]) -> int:
+        return stream_tokens(possible_rides(MIXED, 2, 4, 1), 1.0, waiting, ends)
+
+    assert ride([100, 1600], [100, 5]) == 30
+    assert ride([1600, 100], [100, 5]) > 63
+    # There may be more streams than requests that decode.
+    assert ride([100, 100, 1600], [100, 5]) == 30
 
 
 @given(decoding=st.integers(1, 2000), page=PAGES)
@@ -98,7 +123,7 @@ def test_nothing_rides_where_that_costs_more_than_a_forward_of_its_own() -> None
     mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
     costs = Costs(COSTS.points, 0.01, mixed)
     rides = possible_rides(costs, 1, 100, 1)
-    assert rides and stream_tokens(rides, costs.per_token_at_best, 1000, 100) == 0
+    assert rides and stream_tokens(rides, costs.per_token_at_best, [1000], [100]) == 0
     assert prompt_tokens(rides, costs, 8, 1, 1000) == 0
 
 

@@ -26,8 +26,8 @@ from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
+from flashmoa_bench.harness.stock_forwards import add_stock_forwards, mixed_roles
 from flashmoa_bench.linking import latency
-from flashmoa_bench.linking.shared_engine import add_stock_forwards, mixed_roles
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
 GOAL_THROUGHPUT = 0.99

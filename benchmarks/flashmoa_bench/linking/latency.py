@@ -26,8 +26,8 @@ from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
+from flashmoa_bench.harness.stock_forwards import mixed_roles
 from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
-from flashmoa_bench.linking.shared_engine import mixed_roles
 
 # Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock
 # SGLang's.

@@ -2,15 +2,15 @@
 
 Workflows of three agents, whose lengths are known, run on one engine. The engine runs few requests
 at a time, so that a queue forms. Workflow latency is measured with stock SGLang in order of arrival
-(FCFS), with FlashMoA's shortest-job-first, with its links and with both, and compared with FCFS.
+(FCFS), with FlashMoA's shortest-job-first, with its links and with both, and compared with FCFS;
+and with stock SGLang in this order with mixed chunks of other sizes, which may be faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,16 +19,19 @@ from statistics import mean, median
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient
-from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
-from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
+from flashmoa_bench.harness.rounds import RoundPlayer, percentile
+from flashmoa_bench.harness.stock_forwards import add_stock_forwards, mixed_roles
+from flashmoa_bench.linking.agent_workflows import (
+    Kinds,
+    make_batches,
+    play,
+    pool_tokens,
+    scale_kinds,
+)
 
-_TASK_TOKENS = 32
-_SUFFIX_TOKENS = 10
 ROLES = (
     Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
     Role("flashmoa", plugin=True, arguments=("--flashmoa-schedule", "sglang")),
@@ -49,36 +52,6 @@ PAPER = {
     "linked": {1: "0.57", 10: "0.57"},
     "linked + sjf": {1: "0.44", 10: "0.63"},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AgentProfile:
-    """The number of tokens of an agent's fixed prefix and of its output."""
-
-    prefix: int
-    output: int
-
-
-WorkflowKind = tuple[AgentProfile, ...]
-Kinds = Sequence[WorkflowKind]
-# The kinds differ in length, so that there is a shortest job to put first.
-KINDS: tuple[WorkflowKind, ...] = (
-    (AgentProfile(96, 16), AgentProfile(192, 8), AgentProfile(128, 16)),
-    (AgentProfile(256, 32), AgentProfile(384, 16), AgentProfile(512, 24)),
-    (AgentProfile(384, 64), AgentProfile(768, 32), AgentProfile(512, 48)),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentCall:
-    """A call for ``output`` tokens; its prompt is ``prefix`` + the previous answer + ``suffix``."""
-
-    prefix: list[int]
-    suffix: list[int]
-    output: int
-
-
-WorkflowCalls = tuple[AgentCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         help="factor of the lengths of prompts and answers; with 5 the longest prompts are as long "
         "as the paper's guide",
     )
+    add_stock_forwards(parser, [256, 1024])
     anyio.run(_main, parser.parse_args(arguments))
     return 0
 
@@ -128,7 +102,10 @@ def main(arguments: Sequence[str]) -> int:
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("schedule", arguments)
     limit = ("--max-running-requests", str(arguments.max_running_requests))
-    roles = [replace(role, arguments=(*role.arguments, *limit)) for role in ROLES]
+    mixed = mixed_roles(arguments.stock_forwards, *ROLES[0].arguments)
+    roles = [
+        replace(role, arguments=(*role.arguments, *limit)) for role in (*ROLES, *mixed.values())
+    ]
     kinds = scale_kinds(arguments.lengths)
     pool = pool_tokens(max(arguments.concurrency), kinds)
     async with report.connect(roles, pool) as engines:
@@ -139,45 +116,30 @@ async def _main(arguments: argparse.Namespace) -> None:
     report.save({"rows": [asdict(row) for row in rows], "kinds": agents})
 
 
-def scale_kinds(factor: int) -> Kinds:
-    """Return the kinds of workflows with all lengths times ``factor``."""
-    return [
-        tuple(AgentProfile(factor * agent.prefix, factor * agent.output) for agent in kind)
-        for kind in KINDS
-    ]
-
-
 async def _measure(
     engines: Engines, kinds: Kinds, arguments: argparse.Namespace, console: Console
 ) -> dict[int, dict[str, list[list[float]]]]:
     """Return workflow latencies in seconds, by concurrency, way and round."""
     dice = random.Random(arguments.seed)
     shared = arguments.prefixes == "shared"
+    mixed = mixed_roles(arguments.stock_forwards)
+    ways = {way: (role.name, False) for way, role in mixed.items() if role.name in engines} | _WAYS
 
     async def run(way: str, count: int) -> list[float]:
-        role, linked = _WAYS[way]
+        role, linked = ways[way]
         seconds: list[float] = []
         for batch in make_batches(count, dice, kinds, shared=shared):
             seconds += await play(engines[role], batch, linked=linked)
         return seconds
 
     counts: list[int] = arguments.concurrency
-    with RoundPlayer(console, arguments.repeats, len(counts) * len(_WAYS)) as player:
-        for way in _WAYS:
+    with RoundPlayer(console, arguments.repeats, len(counts) * len(ways)) as player:
+        for way in ways:
             await run(way, max(counts))
         return {
-            count: await player.play(list(_WAYS), partial(run, count=count), f"C={count}")
+            count: await player.play(list(ways), partial(run, count=count), f"C={count}")
             for count in counts
         }
-
-
-def make_batches(
-    count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
-) -> list[list[WorkflowCalls]]:
-    """Make batches of ``count`` workflows; as many batches as it takes for every kind to occur."""
-    batch_count = max(1, -(-len(kinds) // count))
-    workflows = make_workflows(count * batch_count, dice, kinds, shared=shared)
-    return [workflows[i : i + count] for i in range(0, len(workflows), count)]
 
 
 def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> list[ScheduleRow]:
@@ -216,81 +178,3 @@ def show(rows: Sequence[ScheduleRow], console: Console) -> None:
         )
     console.print(table)
     console.print("paper: Figure 9, other workflows on A100s; it gives means only.\n")
-
-
-def make_workflows(
-    count: int, dice: random.Random, kinds: Kinds = KINDS, *, shared: bool
-) -> list[WorkflowCalls]:
-    """Make ``count`` workflows with fresh tokens, the kinds in turn.
-
-    Args:
-        shared: whether workflows of a kind have the same prefixes, as agents of one role do.
-    """
-    prefixes_of_kinds = [_make_prefixes(kind, dice) for kind in kinds]
-    workflows: list[WorkflowCalls] = []
-    for number in range(count):
-        kind = kinds[number % len(kinds)]
-        prefixes = prefixes_of_kinds[number % len(kinds)] if shared else _make_prefixes(kind, dice)
-        task = random_ids(dice, _TASK_TOKENS)
-        calls = [
-            AgentCall(prefix, random_ids(dice, _SUFFIX_TOKENS), agent.output)
-            for prefix, agent in zip(prefixes, kind, strict=True)
-        ]
-        first = AgentCall([*calls[0].prefix, *task], calls[0].suffix, calls[0].output)
-        workflows.append((first, *calls[1:]))
-    return workflows
-
-
-def _make_prefixes(kind: WorkflowKind, dice: random.Random) -> list[list[int]]:
-    return [random_ids(dice, agent.prefix) for agent in kind]
-
-
-def pool_tokens(count: int, kinds: Kinds) -> int:
-    """Return the most tokens of KV that ``count`` workflows at once can need."""
-    most = max(sum(agent.prefix + 2 * agent.output + 64 for agent in kind) for kind in kinds)
-    return 4096 + count * most
-
-
-async def play(
-    engine: EngineClient, batch: Sequence[WorkflowCalls], *, linked: bool
-) -> list[float]:
-    """Play all workflows at once on an empty cache.
-
-    Returns: the seconds from the start to each workflow's last token.
-    """
-    await engine.flush_cache()
-    started = clock.now()
-
-    async def run(workflow: WorkflowCalls) -> float:
-        await (_run_linked if linked else _run_sequentially)(engine, workflow)
-        return clock.now() - started
-
-    return await run_concurrently(run, batch)
-
-
-async def _run_sequentially(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    before = TimedAnswer()
-    for call in workflow:
-        before = await ask(engine, [*call.prefix, *before.ids, *call.suffix], call.output)
-
-
-async def _run_linked(engine: EngineClient, workflow: WorkflowCalls) -> None:
-    """Open the later agents' streams at the start, and feed them what is being written."""
-    answers = [TimedAnswer() for _ in workflow]
-    async with AsyncExitStack() as stack:
-        feeders: list[Feeder | None] = [None]
-        for before, call in zip(answers, workflow[1:], strict=False):
-            source = _make_source(before)
-            feeder = Feeder(engine, call.prefix, source, expected_output_tokens=call.output)
-            feeders.append(await stack.enter_async_context(feeder))
-        before = TimedAnswer()
-        for call, answer, feeder in zip(workflow, answers, feeders, strict=True):
-            prompt = [*call.prefix, *before.ids, *call.suffix]
-            stream = feeder.claim() if feeder is not None else None
-            await ask(engine, prompt, call.output, stream, answer)
-            before = answer
-
-
-def _make_source(answer: TimedAnswer) -> Callable[[], Sequence[int]]:
-    """Make a function that returns the tokens of an answer that are written by now."""
-    return lambda: answer.ids

@@ -20,11 +20,12 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
+from flashmoa_bench.harness.stock_forwards import add_stock_forwards, mixed_roles
 
 ROLES = (
     Role("stock", plugin=False),
@@ -114,35 +115,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def add_stock_forwards(parser: argparse.ArgumentParser, default: list[int]) -> None:
-    """Add an option for further stock engines, with mixed chunks of other sizes.
-
-    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
-    stock SGLang depends on the load.
-    """
-    parser.add_argument(
-        "--stock-forwards",
-        type=positive,
-        nargs="*",
-        default=default,
-        metavar="TOKENS",
-        help="--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)",
-    )
-
-
-def mixed_roles(sizes: Sequence[int]) -> dict[str, Role]:
-    """Return the stock engines of :func:`add_stock_forwards` by the names of their ways."""
-    return {
-        f"stock mixed {size}": Role(
-            f"stock_mixed_{size}",
-            plugin=False,
-            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size)),
-            optional=True,
-        )
-        for size in sizes
-    }
-
-
 def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
     """Return the engine's role and what is prefilled ahead, by way."""
     return {
@@ -169,7 +141,7 @@ async def _measure(
     engines: Engines, all_chains: list[Chains], arguments: argparse.Namespace, console: Console
 ) -> list[ChainRow]:
     dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
-    ways = {way: (role, ahead) for way, (role, ahead) in make_ways(mixed).items() if role in engines}
+    ways = {way: each for way, each in make_ways(mixed).items() if each[0] in engines}
 
     async def run(way: str, chains: Chains) -> list[ChainRun]:
         role, ahead = ways[way]

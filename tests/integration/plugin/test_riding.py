@@ -1,4 +1,4 @@
-"""Tokens of streams that ride in the first step after a prefill of other requests."""
+"""Tokens of streams that ride right after a prefill of others, and prompts that ride in chunks."""
 
 from __future__ import annotations
 
@@ -75,9 +75,40 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     assert any(step in prefilled and after is not None for step, after in pairwise(steps))
 
 
-def _ask_for(text: str, tokens: int) -> dict[str, Any]:
+@pytest.mark.parametrize(("overlap", "page"), MATRIX)
+async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
+    engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int
+) -> None:
+    """While there is a stream, prompts that are too long for one step take several."""
+    arguments = ["--page-size", str(page)]
+    arguments += [] if overlap else ["--disable-overlap-schedule"]
+    newcomers = [_ask_for(words(700, 71 + number), 20, wanted={}) for number in range(3)]
+    async with (
+        start_special_engine(engines, model, *arguments, environment=RIDING) as engine,
+        EngineClient(engine.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
+    ):
+        before = len(_steps(engine))
+        async with _decoding(http, _ask_for(words(60, 70), 2000, wanted={})) as long:
+            stream = await client.open_stream(text="The", ttl_seconds=300)
+            answers = [await _ask(http, body) for body in newcomers]
+        await client.delete_stream(stream.id)
+        await wait_until_idle(client)
+        chunks = [step for step in _steps(engine)[before:] if step is not None]
+        await client.flush_cache()
+        tokens: int = _meta(long)["completion_tokens"]
+        bodies = [_ask_for(words(60, 70), tokens, wanted={}), *newcomers]
+        alone = [await _ask(http, body) for body in bodies]
+    for answer, expected in zip([long, *answers], alone, strict=True):
+        assert answer["text"] and expected["text"].startswith(answer["text"])
+    assert max(chunks) < 300 and len(chunks) > 3 * len(newcomers)
+
+
+_LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 2}
+
+
+def _ask_for(text: str, tokens: int, wanted: dict[str, Any] = _LOG_PROBABILITIES) -> dict[str, Any]:
     sampling = {**GREEDY, "max_new_tokens": tokens, "stream_interval": 1}
-    wanted = {"return_logprob": True, "top_logprobs_num": 2}
     return {"text": text, "sampling_params": sampling, **wanted}
 
 

@@ -16,9 +16,9 @@ from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.resuming import measured_cells
 from flashmoa_bench.linking import handoff, profile
+from flashmoa_bench.linking.agent_workflows import KINDS, scale_kinds
 from flashmoa_bench.linking.grid import play_cell
 from flashmoa_bench.linking.pipelines import PipelineRound
-from flashmoa_bench.linking.schedule import KINDS, scale_kinds
 from flashmoa_bench.moa.embedding import StretchedEmbedder
 
 from flashmoa.engine import EngineError

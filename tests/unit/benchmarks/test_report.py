@@ -24,9 +24,9 @@ from flashmoa_bench.linking import (
     latency,
     schedule,
 )
+from flashmoa_bench.linking.agent_workflows import KINDS, make_batches, make_workflows
 from flashmoa_bench.linking.overlap import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
-from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
 from rich.console import Console
 
 from flashmoa.engine import EngineError

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import anyio
@@ -101,6 +101,7 @@ class Neighbours:
     Attributes:
         gap, gap_p99, longest_gap: time between two tokens of the stranger.
         completion, completion_p99: time from a request of the stranger to its last token.
+        completion_mean: the mean; a round has few answers, and not all meet as many pipelines.
         answers: number of the stranger's answers.
         pipeline, pipeline_p99: time from A's first token to B's last; ``None`` without pipelines.
     """
@@ -110,6 +111,7 @@ class Neighbours:
     longest_gap: float
     completion: float
     completion_p99: float
+    completion_mean: float
     answers: int
     pipeline: float | None
     pipeline_p99: float | None
@@ -221,6 +223,7 @@ def summarise(rounds: Sequence[LoadRound]) -> Neighbours:
         longest_gap=max(between),
         completion=median(completions),
         completion_p99=percentile(completions, 0.99),
+        completion_mean=mean(completions),
         answers=len(completions),
         pipeline=median(pipelines) if pipelines else None,
         pipeline_p99=percentile(pipelines, 0.99) if pipelines else None,
@@ -232,7 +235,7 @@ def show(figures: Mapping[str, Neighbours], console: Console) -> None:
     stock = figures[STOCK]
     table = make_table(
         "A stranger beside pipelines (over stock), and the pipelines",
-        *("", "gap p50, ms", "gap p99, ms", "longest", "answer p50, s", "answer p99, s"),
+        *("", "gap p50, ms", "gap p99, ms", "longest", "answer mean, s", "p50", "p99"),
         *("pipeline p50, s", "pipeline p99, s"),
     )
     for way, each in figures.items():
@@ -241,6 +244,7 @@ def show(figures: Mapping[str, Neighbours], console: Console) -> None:
             _format_cell(each.gap, stock.gap, 1000),
             _format_cell(each.gap_p99, stock.gap_p99, 1000),
             f"{each.longest_gap * 1000:.1f}",
+            _format_cell(each.completion_mean, stock.completion_mean),
             _format_cell(each.completion, stock.completion),
             _format_cell(each.completion_p99, stock.completion_p99),
             _format_cell(each.pipeline, stock.pipeline),

@@ -18,6 +18,7 @@ from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._own_turns import find_tool_tasks, result_of
 from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
+from flashmoa.autogen._team_parts import note_tools
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
 from flashmoa.linking.failure_policy import FailurePolicy
 from flashmoa.linking.link import Ahead, Link
@@ -118,6 +119,11 @@ class TeamLinkPlanner(LinkPlanner):
         counts = {name: len(self._members.received(name)) for name in readers if name != MANAGER}
         if counts:
             self.host.start(lambda: self._plan_when_delivered(call, counts))
+
+    def tools_called(self, call: LinkedCall, answer: object) -> None:
+        """Hold the agent's next request; calls that its tools make are not its own."""
+        note_tools()
+        super().tools_called(call, answer)
 
     def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
         """Return the agent's next request, if it will make one; learn the results of its tools."""

@@ -37,8 +37,11 @@ from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._stock import client_of, require_stock
 from flashmoa.linking.own_turn import name_calls
 
-# AutoGen starts the tools within a few rounds of the event loop after the answer.
-_ROUNDS = 100
+# AutoGen starts the tools one or two rounds of the event loop after the answer, and later only if
+# somebody waits for something in between. So the tasks are looked at after these numbers of rounds;
+# a look takes a millisecond where there are 2,000 tasks.
+_PAUSES = (0, 1, 1, 1, 2, 4, 8, 16, 32, 64)
+_RUNS_TOOL = AssistantAgent._execute_tool_call.__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,22 +142,23 @@ async def find_tool_tasks(calls: Sequence[FunctionCall]) -> list[asyncio.Task[An
 
     ``None`` for each tool that is not found: it has ended already, or is not run at all.
     """
-    for _ in range(_ROUNDS):
-        running = [(task, _tool_call_of(task)) for task in asyncio.all_tasks()]
-        found = [next((task for task, run in running if run is call), None) for call in calls]
+    for rounds in _PAUSES:
+        for _ in range(rounds):
+            await anyio.lowlevel.checkpoint()
+        running = {id(call): task for task in asyncio.all_tasks() if (call := _tool_call_of(task))}
+        found = [running.get(id(call)) for call in calls]
         if any(found):
             return found
-        await anyio.lowlevel.checkpoint()
     return [None] * len(calls)
 
 
 def _tool_call_of(task: asyncio.Task[Any]) -> FunctionCall | None:
     """Return the call that a task runs, if it runs a tool of an ``AssistantAgent``."""
-    code: Any = getattr(task.get_coro(), "cr_code", None)
-    frame: Any = getattr(task.get_coro(), "cr_frame", None)
-    if code is not AssistantAgent._execute_tool_call.__code__ or frame is None:
+    coroutine = task.get_coro()
+    if getattr(coroutine, "cr_code", None) is not _RUNS_TOOL:
         return None
-    return frame.f_locals.get("tool_call")
+    frame: Any = getattr(coroutine, "cr_frame", None)
+    return None if frame is None else frame.f_locals.get("tool_call")
 
 
 async def result_of(task: asyncio.Task[Any]) -> str | None:

@@ -22,7 +22,7 @@ from flashmoa.autogen._dry_run import (
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._own_turns import OwnRequest, own_request
 from flashmoa.autogen._stock import client_of, is_stock, why_rewritten
-from flashmoa.autogen._team_parts import TeamParts, find_agent_on_stack
+from flashmoa.autogen._team_parts import TeamParts, find_caller_on_stack, is_task_of_tool
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY, first_turns, summary_turn, upcoming_turns
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planned_links import Turn
@@ -61,15 +61,15 @@ class TeamMembers:
     def is_own_call(self, name: str) -> bool:
         """Return whether the call being made is that member's own.
 
-        It may also be the call of another agent, which the member uses as a tool for instance.
+        It may also be the call of one of its tools, or of an agent that it uses as a tool.
         """
-        caller = find_agent_on_stack()
-        if caller is None or name == MANAGER:
+        if name == MANAGER:
             return True
         member = self._participant(name)
         while isinstance(member, MessageFilterAgent):
             member = member._wrapped_agent
-        return caller is member
+        caller = find_caller_on_stack()
+        return (caller is None or caller is member) and not is_task_of_tool()
 
     def why_rewritten(self, name: str) -> str | None:
         """Return why the message that others get may differ from its model's text, if it may."""

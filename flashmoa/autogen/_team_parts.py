@@ -2,13 +2,16 @@
 
 The latter is found on the stack. AutoGen's ``MessageHandlerContext`` names the id of the agent that
 handles a message, but neither its runtime nor the object, and within one handler an agent may run
-others as tools; nothing else in AutoGen tells which of them is calling.
+others as tools; nothing else in AutoGen tells which of them is calling. A tool runs in tasks of its
+own, whose stacks show no agent, so an agent's own task is noted before its tools start.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -17,6 +20,16 @@ from autogen_agentchat.agents import BaseChatAgent, SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
+from autogen_core import AgentId
+from autogen_core.tools import BaseTool, Workbench
+
+from flashmoa.autogen._call_observers import calling_agent
+
+# The agent whose tools have been called, and the task in which it handles its message. The tasks
+# of its tools, and those that these start in turn, inherit this.
+_calls_tools: ContextVar[tuple[AgentId | None, asyncio.Task[Any] | None] | None] = ContextVar(
+    "flashmoa_calls_tools", default=None
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,26 @@ class TeamParts:
         )
 
 
-def find_agent_on_stack() -> BaseChatAgent | None:
-    """Return the agent whose code is calling its model, if the stack shows one."""
-    return _find_self_on_stack(BaseChatAgent)
+def find_caller_on_stack() -> BaseChatAgent | BaseTool[Any, Any] | Workbench | None:
+    """Return the agent or tool whose code is calling a model, if the stack shows one."""
+    return _find_self_on_stack(BaseChatAgent, BaseTool, Workbench)
+
+
+def note_tools() -> None:
+    """Note that the agent which this task belongs to is about to run tools."""
+    _calls_tools.set((calling_agent(), asyncio.current_task()))
+
+
+def is_task_of_tool() -> bool:
+    """Return whether this code runs in a task that was started while its agent ran tools.
+
+    Teams within a tool have agents of their own.
+    """
+    noted = _calls_tools.get()
+    if noted is None:
+        return False
+    agent, task = noted
+    return agent == calling_agent() and task is not asyncio.current_task()
 
 
 def _find_self_on_stack(*kinds: type) -> Any:

@@ -8,6 +8,7 @@ import anyio
 import pytest
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
 from autogen_agentchat.tools import AgentTool
+from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 
 from flashmoa.autogen import link
@@ -269,6 +270,26 @@ async def test_an_agent_that_is_a_tool_does_not_use_its_callers_link(
         inner = AgentTool(agent(model_client, "inner"))
         one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=True)
         return RoundRobinGroupChat([one], max_turns=1)
+
+    calls, watch = await run_both_ways(model_client, build)
+    assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
+    assert watch.reasons(watch.own_links) == ["used"]
+
+
+async def test_a_tool_that_asks_the_model_does_not_use_its_agents_link(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, LOOK))
+
+    def build(watch: Watch) -> BaseGroupChat:
+        async def look(place: str) -> str:
+            """Look at a place."""
+            await watch.prefilled()
+            question = UserMessage(content=f"Which {place}?", source="user")
+            return str((await model_client.create([question])).content)
+
+        options = {"system_message": guide[:3000], "tools": [look], "reflect_on_tool_use": True}
+        return RoundRobinGroupChat([agent(model_client, "one", **options)], max_turns=1)
 
     calls, watch = await run_both_ways(model_client, build)
     assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]

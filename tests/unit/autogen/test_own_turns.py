@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from autogen_agentchat.agents import AssistantAgent
 from autogen_core.model_context import (
     BufferedChatCompletionContext,
     ChatCompletionContext,
@@ -18,7 +19,7 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult, ToolSc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.autogen._own_turns import OwnRequest
+from flashmoa.autogen._own_turns import OwnRequest, find_tool_tasks, result_of
 from flashmoa.autogen._self_hosted import render
 from flashmoa.linking.own_turn import OwnTurn
 from tests.unit.autogen.scripted_agents import (
@@ -189,6 +190,46 @@ async def test_results_are_learned_as_each_tool_ends() -> None:
     await turn
     await client.finished()
     assert client.learned == {(1, 0): "lake", (1, 1): "waited", (1, 2): "12 hours are too many"}
+
+
+async def test_all_tasks_are_looked_at_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    all_tasks = asyncio.all_tasks
+
+    def look_at_all() -> set[asyncio.Task[Any]]:
+        looks.append(len(all_tasks()))
+        return all_tasks()
+
+    monkeypatch.setattr(asyncio, "all_tasks", look_at_all)
+    assert await find_tool_tasks(called(("fly", {}), ("walk", {}))) == [None, None]
+    assert len(looks) <= 10
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 5, 20, 60])
+async def test_tools_that_are_not_started_at_once_are_found(rounds: int) -> None:
+    calls = called(("walk", {"hours": 1}), ("walk", {"hours": 2}))
+    may_end = asyncio.Event()
+
+    class Bench(StaticWorkbench):
+        async def list_tools(self) -> list[ToolSchema]:
+            await may_end.wait()
+            return []
+
+    async def start() -> list[Any]:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        run: Any = AssistantAgent._execute_tool_call
+        options = {"workbench": [Bench([])], "handoff_tools": [], "agent_name": "one"}
+        return await asyncio.gather(
+            *(run(call, cancellation_token=None, stream=None, **options) for call in calls)
+        )
+
+    started = asyncio.create_task(start())
+    found = await find_tool_tasks(calls)
+    may_end.set()
+    results = [result.content for _, result in await started]
+    assert [await result_of(task) for task in found if task is not None] == results
+    assert len(results) == 2
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ class EngineClient:
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
-    :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager.
+    :class:`RequestRefused` (see ``flashmoa.errors``). Close it, or use it as a context manager. It
+    can be used in any number of event loops, each of which has connections of its own.
     """
 
     def __init__(  # noqa: PLR0913 - all but the URL have a default

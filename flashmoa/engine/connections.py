@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from math import isfinite
@@ -77,14 +79,57 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
+    # Reading the certificates would block the event loop for 20 ms.
+    verify = not url.startswith("http://") and httpx.create_ssl_context()
     return httpx.AsyncClient(
-        base_url=url,
-        headers=all_headers,
-        timeout=timeout,
-        limits=CONNECTIONS,
-        # Reading the certificates would block the event loop for 20 ms.
-        verify=not url.startswith("http://"),
+        base_url=url, headers=all_headers, timeout=timeout, transport=_EachLoop(verify)
     )
+
+
+class _EachLoop(httpx.AsyncBaseTransport):
+    """Keeps connections of its own for each event loop that requests are sent in.
+
+    A connection is of no use outside the loop that opened it, and cannot even be closed there. So
+    an async generator holds a loop's connections: the loop of ``asyncio.run``, for instance, closes
+    all its generators when it ends.
+
+    Args:
+        verify: how the engine's certificate is checked; see :class:`httpx.AsyncClient`.
+    """
+
+    def __init__(self, verify: ssl.SSLContext | bool) -> None:
+        self._verify = verify
+        self._by_loop: dict[asyncio.AbstractEventLoop, AsyncGenerator[httpx.AsyncClient]] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        http = await self._connections()
+        # httpx chooses between a proxy of the environment and none; the request is complete.
+        return await http._transport_for_url(request.url).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        own = self._by_loop.pop(asyncio.get_running_loop(), None)
+        # Loops that still run in other threads close theirs now.
+        self._by_loop.clear()
+        if own is not None:
+            await own.aclose()
+
+    async def _connections(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        held = self._by_loop.get(loop)
+        http = None if held is None else await anext(held, None)
+        if http is None:
+            for other in [each for each in list(self._by_loop) if each.is_closed()]:
+                self._by_loop.pop(other, None)
+            held = self._by_loop[loop] = _hold_connections(self._verify)
+            http = await anext(held)
+        return http
+
+
+async def _hold_connections(verify: ssl.SSLContext | bool) -> AsyncGenerator[httpx.AsyncClient]:
+    """Yield the same HTTP client, with its connections, again and again; close it in the end."""
+    async with httpx.AsyncClient(limits=CONNECTIONS, verify=verify) as http:
+        while True:
+            yield http
 
 
 async def send_request(

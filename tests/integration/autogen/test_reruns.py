@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -226,3 +228,31 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     assert four[1] == "hit"
     assert len(events_of(events, CallFinished, "four")) == 2
     assert {call.status for call in calls} <= {None, "hit", "late"}
+
+
+# OpenAI's client leaves its connections to loops that have ended to Python, which warns of them.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_teams_of_one_client_are_linked_in_one_event_loop_after_the_other(
+    engine: LocalEngine, guide: str
+) -> None:
+    """As in a program that calls ``asyncio.run`` for each of its teams."""
+    settings: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    client = Client(model="tiny", base_url=engine.url, max_tokens=100, **settings)
+
+    async def main() -> list[Event]:
+        events: list[Event] = []
+        members = [agent(client, "one"), agent(client, "two", system_message=guide[:3000])]
+        team = RoundRobinGroupChat(members, max_turns=2)
+        linked = link(team, listener=events.append)
+        await client.engine.flush_cache()
+        await team.run(task="Go.")
+        await linked.close()
+        await wait_until_idle(client.engine)
+        return events
+
+    for _ in range(3):
+        events = await anyio.to_thread.run_sync(lambda: asyncio.run(main()))
+        statuses = [(call.agent, call.status) for call in finished_calls(events)]
+        assert statuses == [("one", None), ("two", "hit")]
+    await anyio.to_thread.run_sync(lambda: asyncio.run(client.close()))
+    gc.collect()

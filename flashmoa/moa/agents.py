@@ -14,6 +14,7 @@ import anyio
 from flashmoa import EngineClient, UpstreamCancelled
 from flashmoa.engine import EngineError, RequestRefused
 from flashmoa.moa.results import MixtureFailed
+from flashmoa.moa.sampling import token_limit
 from flashmoa.moa.settings import Limits, Price, Thinking
 
 # Tokens of context that are kept free for an answer whose max_tokens is not set.
@@ -67,7 +68,7 @@ class Model:
     @property
     def max_tokens(self) -> int | None:
         """Return how many tokens an answer may have, ``None`` if ``sampling`` does not limit it."""
-        return self.sampling.get("max_completion_tokens") or self.sampling.get("max_tokens")
+        return token_limit(self.sampling)
 
     @property
     def answer_tokens(self) -> int:

@@ -15,8 +15,8 @@ from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agents import Model
 from flashmoa.moa.calls import AgentCall
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
-from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar
-from flashmoa.moa.settings import Fallback
+from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar, token_limit
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Fallback
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,9 @@ class Conclusion:
         # An answer may begin with the text at which the client wants it to end.
         is_ended = self.finish_reason == "stop" and ends_at_text(self._sampling)
         is_call = self.finish_reason == "tool_calls"
-        if not (answer.written.strip() or is_ended or is_call):
+        # A longer answer would be more than the client wants.
+        is_cut = self.finish_reason == "length" and token_limit(self._sampling) is not None
+        if not (answer.written.strip() or is_ended or is_call or is_cut):
             raise BadAnswer("it answered nothing")
 
     async def _substitute(self, error: Exception) -> None:
@@ -143,6 +145,10 @@ class Conclusion:
         # The answer of an agent before the last has not the form that the client asked for.
         if not self._fallback.best_answer or has_grammar(self._sampling):
             raise error
+        limit, written = token_limit(self._sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
+        answers = [answer for answer in answers if fits(answer, limit, written)]
+        if not answers:
+            raise error
         best = best_answer(answers)
         text = "The last aggregator failed; %s's answer is the result: %s"
         logger.warning(text, best.name, problem)
@@ -162,6 +168,14 @@ def best_layer(layers: Sequence[Sequence[AgentAnswer]]) -> list[AgentAnswer]:
         if answers := [agent for agent in layer if agent.is_complete]:
             return answers
     return []
+
+
+def fits(answer: AgentAnswer, limit: int | None, written: int = 0) -> bool:
+    """Return whether an answer, after so many tokens, keeps to a limit of tokens, if there is one.
+
+    An answer of an engine that does not count has at most as many tokens as characters.
+    """
+    return limit is None or written + answer.tokens <= limit
 
 
 def best_answer(answers: Sequence[AgentAnswer]) -> AgentAnswer:

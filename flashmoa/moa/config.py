@@ -28,8 +28,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
-from flashmoa.moa.early_exit import EarlyExit, Rule
-from flashmoa.moa.embedding import Embedder, Embedding
+from flashmoa.moa.early_exit import EarlyExit, Rule, check_numbers
+from flashmoa.moa.embedding import Embedder
 from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
 from flashmoa.moa.sampling import Sampling
 from flashmoa.moa.settings import (
@@ -122,13 +122,6 @@ class LayerConfig(PromptConfig):
     quorum: Quorum | None = None
 
 
-class _NoEmbedder:
-    """Stands for an embedder where only the numbers of early exit are checked."""
-
-    async def embed(self, text: str) -> Embedding:
-        raise NotImplementedError
-
-
 class EarlyExitConfig(_Table):
     """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL.
 
@@ -159,7 +152,7 @@ class EarlyExitConfig(_Table):
         for name, reason in without_effect.items():
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is set, but {reason}; remove it")
-        self.build(_NoEmbedder())
+        check_numbers(self.tau, self.threshold, self.min_answers)
         return self
 
     @property
@@ -168,7 +161,7 @@ class EarlyExitConfig(_Table):
         return 1 if self.algorithm == "published" else self.min_answers
 
     def build(self, embedder: Embedder) -> EarlyExit:
-        """Return the policy. Raises: ValueError if a number is out of its range."""
+        """Return the policy."""
         if self.algorithm == "published":
             return EarlyExit.as_published(embedder, self.seed)
         given = self.model_dump(exclude={"embedder", "model", "api_key", "algorithm"})

@@ -16,11 +16,12 @@ from flashmoa.moa.agents import (
     room_for_answers,
 )
 from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.conclusion import Ask, Conclusion, vote
+from flashmoa.moa.conclusion import Ask, Conclusion, fits, vote
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AnswerForms, Messages, add_role
 from flashmoa.moa.results import AgentAnswer, DebateResult, MixtureFailed, Substitution
+from flashmoa.moa.sampling import token_limit
 from flashmoa.moa.settings import Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 
@@ -81,14 +82,14 @@ class DebateRun(ABC):
     def _vote(self, rounds: list[list[AgentAnswer]]) -> DebateResult:
         """Return the vote on the last round's answers, or on those of a round before it."""
         assert not isinstance(self._debate.conclusion, Model)
-        answered = [any(answer.is_complete for answer in round_) for round_ in rounds]
+        texts = self._find_ballot_texts(rounds)
+        answered = [any(round_) for round_ in texts]
         problem = "; ".join(answer.problem for answer in rounds[-1])
         if not any(answered) or not (answered[-1] or self._debate.fallback.best_answer):
             errors = [call.error for call in self.inquiry.calls]
             raise MixtureFailed(f"no agent answered; {problem}") from common_refusal(errors)
         last = max(number for number, is_answered in enumerate(answered) if is_answered)
-        texts = [answer.text if answer.is_complete else "" for answer in rounds[last]]
-        outcome = vote(texts, self._debate.conclusion)
+        outcome = vote(texts[last], self._debate.conclusion)
         winner = rounds[last][outcome.place]
         substitution = None if answered[-1] else Substitution("answer", winner.name, problem)
         return DebateResult(
@@ -100,6 +101,21 @@ class DebateRun(ABC):
             substitution=substitution,
             in_one_request_for=self._debate.needs_one_request(self._sampling),
         )
+
+    def _find_ballot_texts(self, rounds: list[list[AgentAnswer]]) -> list[list[str]]:
+        """Return the answers that may be voted on, by round; empty texts for the others.
+
+        Only the last round's agents get the client's parameters, so that earlier answers may be
+        longer than it asks.
+        """
+        limit = token_limit(self._sampling or {})
+        return [
+            [
+                one.text if one.is_complete and (round_ is rounds[-1] or fits(one, limit)) else ""
+                for one in round_
+            ]
+            for round_ in rounds
+        ]
 
     def _conclude_with(
         self, model: Model, last: Text, finish_reason: Callable[[], str | None], ask: Ask

@@ -67,12 +67,7 @@ class EarlyExit:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.tau <= 1:
-            raise ValueError(f"tau is {self.tau}; it must be above 0 and at most 1")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
-        if self.min_answers < 1:
-            raise ValueError(f"min_answers is {self.min_answers}; it must be at least 1")
+        check_numbers(self.tau, self.threshold, self.min_answers)
 
     @classmethod
     def as_published(cls, embedder: Embedder, seed: int = 0) -> EarlyExit:
@@ -90,6 +85,16 @@ class EarlyExit:
         if self.rule == "threshold":
             return quality.score >= self.threshold
         return rng.random() < quality.score
+
+
+def check_numbers(tau: float, threshold: float, min_answers: int) -> None:
+    """Check arguments of :class:`EarlyExit`. Raises: ValueError if one is out of its range."""
+    if not 0 < tau <= 1:
+        raise ValueError(f"tau is {tau}; it must be above 0 and at most 1")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold is {threshold}; it must be between 0 and 1")
+    if min_answers < 1:
+        raise ValueError(f"min_answers is {min_answers}; it must be at least 1")
 
 
 @dataclass(slots=True)

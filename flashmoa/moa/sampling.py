@@ -93,6 +93,11 @@ def can_be_refused(parameters: Mapping[str, Any]) -> bool:
     return any(parameters.get(name) is not None for name in _REFUSABLE)
 
 
+def token_limit(parameters: Mapping[str, Any]) -> int | None:
+    """Return how many tokens an answer may have; ``None`` for any number."""
+    return parameters.get("max_completion_tokens") or parameters.get("max_tokens")
+
+
 def ends_at_text(parameters: Mapping[str, Any]) -> bool:
     """Return whether an answer ends at a given text or token."""
     return any(parameters.get(name) for name in ("stop", "stop_regex", "stop_token_ids"))

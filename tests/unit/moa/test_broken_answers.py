@@ -35,6 +35,7 @@ SCRIPTS: dict[str, Script] = {
     "empty": [],
     "begun": ["It is ", ("end", "cut")],
     "long": ["18 ", "or ", "19."],
+    "blank": [" ", "\n", " ", "It is 18."],
     "without usage": ["It is ", "18.", ("end", "no usage")],
 }
 
@@ -178,6 +179,40 @@ async def test_an_answer_that_ends_at_the_clients_text_may_be_empty() -> None:
 
 def _refused(client: EngineClient) -> Model:
     return Model(client, "whole", REFUSED)
+
+
+@KINDS
+async def test_white_space_within_the_clients_max_tokens_is_the_answer(kind: str) -> None:
+    """An earlier agent's answer would be longer."""
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, Model(client, "long"), Model(client, "blank"))
+        result = await asked.answer("?", {"max_tokens": 2})
+        assert (result.text.strip(), result.substitution, result.finish_reason) == (
+            "", None, "length"
+        )  # fmt: skip
+        own = system(kind, Model(client, "long"), Model(client, "blank", {"max_tokens": 2}))
+        assert (await own.answer("?")).substitution is not None
+
+
+@KINDS
+@pytest.mark.parametrize("last", ["down", "empty", "begun"])
+async def test_an_answer_longer_than_the_client_asks_is_no_substitute(kind: str, last: str) -> None:
+    async with scripted_engine(SCRIPTS) as (_, client):
+        asked = system(kind, Model(client, "long"), Model(client, last))
+        for name in ("max_tokens", "max_completion_tokens"):
+            with pytest.raises(MixtureFailed):
+                await asked.answer("?", {name: 2})
+        result = await asked.answer("?", {"max_tokens": 4})
+        assert result.text == "18 or 19." and result.substitution.kind == "answer"
+
+
+@pytest.mark.parametrize("kind", ["vote", "staircase vote"])
+async def test_no_earlier_round_is_voted_on_that_is_longer_than_the_client_asks(kind: str) -> None:
+    scripts = {**SCRIPTS, "later blank": [" ", "It is 18."]}
+    async with scripted_engine(scripts) as (_, client):
+        model = Model(client, "later blank")
+        with pytest.raises(MixtureFailed, match="no agent answered"):
+            await system(kind, model, model).answer("?", {"max_tokens": 1})
 
 
 @pytest.mark.parametrize("kind", ["mixture", "staircase", "debate", "vote", "staircase vote"])

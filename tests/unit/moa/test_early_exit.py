@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from flashmoa.moa.early_exit import (
     EarlyExit,
     ScoredAnswers,
+    check_numbers,
     compute_quality,
     confidence,
     frobenius_cosine,
@@ -120,10 +122,14 @@ async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> Non
 
 
 @pytest.mark.parametrize("wrong", [{"tau": 0}, {"threshold": 2}, {"min_answers": 0}])
-def test_policy_refuses_numbers_out_of_range(wrong: dict[str, int]) -> None:
+def test_numbers_out_of_range_are_refused_with_and_without_an_embedder(
+    wrong: dict[str, Any],
+) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
-        EarlyExit(LengthEmbedder(), **wrong)  # type: ignore[arg-type]
+        EarlyExit(LengthEmbedder(), **wrong)
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+        check_numbers(**{"tau": 0.7, "threshold": 0.8, "min_answers": 2, **wrong})
 
 
 def test_as_published_counts_the_diagonal_and_leaves_with_one_answer() -> None:

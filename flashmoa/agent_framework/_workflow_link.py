@@ -46,7 +46,8 @@ def link(
             ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,
             up to the call of its model.
-        trace: a file to write all events to, for ``flashmoa trace``.
+        trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
+            unless another link is writing it: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
             ``flashmoa doctor --trace`` then say why prefixes broke.
         listener: receives all events.

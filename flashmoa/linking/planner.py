@@ -21,6 +21,7 @@ from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.run_state import Attempt, RunState
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
+from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +162,8 @@ class LinkPlanner(CallOwner):
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         for link in self.waiting_for(call.agent):
-            self.listener(
-                LinkWaits(
-                    agent=link.agent, engine=link.engine.url, upstream=call.agent, reason=reason
-                )
-            )
+            agent, url = link.agent, link.engine.url
+            self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
 
     def release(self, link: Link) -> None:
         self.host.start_cleanup(link.delete_stream)
@@ -176,6 +174,8 @@ class LinkPlanner(CallOwner):
         self._links.end_all(reason)
         self.own_turns.clear()
         self._run.end_run()
+        if reason == "closed":  # Its adapter's link has ended.
+            end_trace(self.listener)
 
     async def _plan(self) -> None:
         await anyio.sleep(DELIVERY_SECONDS)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -24,6 +28,10 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
+# Links and runs may be in several threads, and the garbage collector may end a call at any moment.
+_lock = RLock()
+
+
 class TraceError(FlashMoAError):
     """Raised when a file is not a trace."""
 
@@ -35,6 +43,7 @@ class Trace:
         path: the file's path; an existing trace is replaced.
         prompts: whether to write the prompts of calls, too. They say why a prefix broke, but may be
             confidential, and make the file larger: each prompt repeats the ones before it.
+        replace: whether to replace the file; if not, others are writing it, too.
 
     If an event cannot be written (the disk is full), that is logged, and the trace ends there.
 
@@ -43,7 +52,7 @@ class Trace:
         ValueError: if ``path`` names a web page, or an existing file that is not a trace.
     """
 
-    def __init__(self, path: Path | str, *, prompts: bool = False) -> None:
+    def __init__(self, path: Path | str, *, prompts: bool = False, replace: bool = True) -> None:
         self._path = Path(path)
         self._writes_prompts = prompts
         if self._path.suffix.lower() in (".html", ".htm"):
@@ -52,14 +61,15 @@ class Trace:
                 f"{self._path} names a web page, and a trace has one event per line; give "
                 f"trace={str(trace)!r}, then run: flashmoa trace {trace} --html {self._path}"
             )
-        self._create_file()
+        if replace:
+            self._create_file()
         self._has_ended = False
 
     def __call__(self, event: Event) -> None:
         if self._has_ended or (isinstance(event, PromptSent) and not self._writes_prompts):
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with _lock, self._path.open("a", encoding="utf-8") as file:
                 # Tools may be objects of OpenAI's client.
                 file.write(json.dumps(_as_json(event), default=str) + "\n")
         except OSError as error:
@@ -78,10 +88,31 @@ class Trace:
         self._path.write_text("")
 
 
+class _TracedListener:
+    """Passes events to a trace and to a listener; neither raises exceptions."""
+
+    def __init__(self, listener: Listener, path: Path | str, *, prompts: bool) -> None:
+        self._place = Path(path).resolve()
+        with _lock:
+            is_written = any(other._place == self._place for other in _open)
+            trace = Trace(path, prompts=prompts, replace=not is_written)
+            _open.add(self)
+        self._pass_on = both(contained(trace), contained(listener))
+
+    def __call__(self, event: Event) -> None:
+        self._pass_on(event)
+
+
+# Those whose links or runs have not ended. Some are dropped without that.
+_open: WeakSet[_TracedListener] = WeakSet()
+
+
 def add_trace(listener: Listener, path: Path | str | None, *, prompts: bool) -> Listener:
     """Return a listener that also writes a trace if ``path`` is given.
 
-    Neither the trace nor ``listener`` raises exceptions.
+    An existing trace is replaced, unless others of this process are writing it: then all write to
+    it. Give the listener to :func:`end_trace` when nothing more is to come. Neither the trace nor
+    ``listener`` raises exceptions.
 
     Args:
         prompts: see :class:`Trace`.
@@ -91,10 +122,27 @@ def add_trace(listener: Listener, path: Path | str | None, *, prompts: bool) -> 
         ValueError: if prompts are wanted, but no trace.
     """
     if path is not None:
-        return both(contained(Trace(path, prompts=prompts)), contained(listener))
+        return _TracedListener(listener, path, prompts=prompts)
     if prompts:
         raise ValueError("trace_prompts=True records prompts in a trace; give trace=FILE, too")
     return contained(listener)
+
+
+def end_trace(listener: Listener) -> None:
+    """Let the next one replace the trace of a listener, unless others are writing it."""
+    with _lock:
+        if isinstance(listener, _TracedListener):
+            _open.discard(listener)
+
+
+@contextmanager
+def traced(listener: Listener, path: Path | str | None, *, prompts: bool) -> Generator[Listener]:
+    """Yield what :func:`add_trace` returns, and end its trace. The file is made on entry."""
+    traced_listener = add_trace(listener, path, prompts=prompts)
+    try:
+        yield traced_listener
+    finally:
+        end_trace(traced_listener)
 
 
 def read(path: Path | str) -> list[Event]:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
-from flashmoa.linking.learned_planner import LearnedLinkPlanner
+from flashmoa.linking.learned_planner import LearnedLinkPlanner, SentInPlace
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.observe import Listener, ignore
+from flashmoa.observe.trace import traced
 from flashmoa.openai._agent_names import calling_agent
 from flashmoa.openai._observed_http import Request
-from flashmoa.openai._run_traces import traced
-from flashmoa.openai._sent_requests import SentRequest, read_request
+from flashmoa.openai._sent_requests import SentRequest, headers_now, read_request
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +113,17 @@ class Run:
         finally:
             await all_of([engine.close for engine in self._engines.values()])
 
-    def _find_engine(self, request: RecordedRequest) -> EngineClient:
-        assert isinstance(request, SentRequest)  # Runs record no others.
-        key = (request.url, request.model, frozenset(request.headers.items()))
+    def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
+        # Runs record no other requests.
+        headers = headers_now(
+            cast("SentRequest", request), cast("Sequence[tuple[SentRequest, SentRequest]]", sent)
+        )
+        key = (request.url, request.model, frozenset(headers.items()))
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = EngineClient(
                 request.url,
-                headers=request.headers,
+                headers=headers,
                 model=request.model,
                 without_plugin=self._without_plugin,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from flashmoa.observe import (
     LinkOpened,
     PromptSent,
     UpstreamFailed,
+    ignore,
 )
 from flashmoa.observe.calls import CallReporter, calls
 from flashmoa.observe.timeline import perfetto
-from flashmoa.observe.trace import Trace, TraceError, read
+from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
 from tests.unit.observe.test_timeline import EVENTS
 
 B = {"agent": "B", "engine": "http://b"}
@@ -78,6 +80,36 @@ def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
         assert read(tmp_path / "run.jsonl") == expected
     # Whoever prints the events does not show the prompts.
     assert "Köln" not in str(PROMPTS[0])
+
+
+def test_links_that_are_there_at_the_same_time_write_one_trace(tmp_path: Path) -> None:
+    """Each says for itself whether its prompts may be written."""
+    file, [prompt, *_] = tmp_path / "run.jsonl", PROMPTS
+    file.write_text('{"event"')  # Of an earlier process, which was killed.
+    first = add_trace(ignore, file, prompts=False)
+    first(LINK[0])
+    second = add_trace(ignore, tmp_path / "." / "run.jsonl", prompts=True)
+    for listener, event in ((first, prompt), (second, prompt), (second, LINK[1]), (first, LINK[2])):
+        listener(event)
+    assert read(file) == [LINK[0], prompt, LINK[1], LINK[2]]
+
+
+def test_a_trace_is_replaced_once_all_that_wrote_it_have_ended(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    first, second = [add_trace(ignore, file, prompts=False) for _ in range(2)]
+    first(LINK[0])
+    end_trace(first)
+    third = add_trace(ignore, file, prompts=False)
+    assert read(file) == [LINK[0]]
+    for each in (second, third, third, ignore):  # Repeating this is harmless.
+        end_trace(each)
+    listeners = [add_trace(ignore, file, prompts=False)]
+    assert read(file) == []
+    listeners[0](LINK[0])
+    listeners.clear()  # A team that is dropped without being closed writes no more.
+    gc.collect()
+    add_trace(ignore, file, prompts=False)
+    assert read(file) == []
 
 
 def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:

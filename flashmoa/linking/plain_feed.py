@@ -13,6 +13,7 @@ from flashmoa.engine.prefill_steps import tokens_to_come
 from flashmoa.engine.wire import PromptUsage, StreamState
 from flashmoa.errors import PluginMissing
 from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt_feed import forget_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,11 @@ class PlainFeed:
 
 
 def report_plain_engine(engine: EngineClient, problem: PluginMissing) -> None:
-    """Log once for each engine that it runs without the plugin, and what links do there."""
+    """Log once for each engine that it runs without the plugin, and what links do there.
+
+    From now on, requests to it have no fields of the plugin.
+    """
+    forget_plugin(engine.url)
     if engine.url in _plain_engines:
         return
     _plain_engines.add(engine.url)

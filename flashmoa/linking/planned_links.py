@@ -10,6 +10,7 @@ from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
 from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt_feed import forget_plugin
 
 _CHARACTERS_PER_TOKEN = 3
 
@@ -227,6 +228,7 @@ class KvShare:
             if await self.has_room(engine, prompt, others):
                 return None
         except PluginMissing:
+            forget_plugin(engine.url)
             return (
                 "its engine has no plugin; only prompts that are sure to come are prefilled there"
             )

@@ -52,6 +52,11 @@ def is_known_to_have_plugin(url: str) -> bool:
     return url in _engines_with_plugin
 
 
+def forget_plugin(url: str) -> None:
+    """Note that the engine that is now at a URL has no plugin."""
+    _engines_with_plugin.discard(url)
+
+
 class PromptSource(Protocol):
     """A prompt that only grows: :class:`flashmoa.linking.prompt.Prompt`, or one of token ids."""
 

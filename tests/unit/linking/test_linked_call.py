@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from flashmoa import EngineClient, Prompt, Slot
@@ -12,6 +13,7 @@ from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest, CallResult, ObservedCall
 from flashmoa.linking.output_lengths import OutputLengths
 from flashmoa.observe import CallStarted, Event
+from tests.unit.linking.hung_engine import hung_engine
 
 pytestmark = pytest.mark.anyio
 
@@ -91,6 +93,28 @@ def test_a_request_says_how_long_its_agents_last_answers_were(
     assert call("a", {}, 30)["expected_output_tokens"] == 30
     assert "expected_output_tokens" not in call("b", {}, 5)
     assert call("b", {"expected_output_tokens": 7}, 5)["expected_output_tokens"] == 7
+
+
+async def test_an_engine_whose_plugin_is_missing_gets_no_fields_of_the_plugin_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another server has come up at its URL."""
+    monkeypatch.setattr(prompt_feed, "_engines_with_plugin", set())
+    async with hung_engine() as server, EngineClient(server.url, without_plugin="off") as engine:
+        known = [await run_link(engine)]
+        server.lacks.add("open")
+        known.append(await run_link(engine))
+        server.lacks.remove("open")
+        known.append(await run_link(engine))
+    assert known == [True, False, True]
+
+
+async def run_link(engine: EngineClient) -> bool:
+    """Run a link to a prompt. Return whether the engine is then known to have the plugin."""
+    link = Link(engine, Prompt(["a"]), agent="b", unused_seconds=0.0)
+    with anyio.fail_after(10):
+        await link.run()
+    return prompt_feed.is_known_to_have_plugin(engine.url)
 
 
 def test_only_the_last_answers_of_an_agent_count() -> None:

@@ -23,19 +23,24 @@ from flashmoa.observe import Listener
 # away would hold its KV for long, and is less likely to come.
 _STEPS = 2
 
+# The requests of a run, each after the one of the example that it stands for, or after itself.
+SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
+
 
 class LearnedLinkPlanner(LinkPlanner):
     """Plans the links of one run of a program; its agents are the run's calls, by their keys.
 
     Args:
-        find_engine: returns a client of the engine that a request was sent to.
+        find_engine: returns a client of the engine that a request of the example was sent to, given
+            that request and those of this run. Raises NotForecastable if this run may send it in
+            another way.
     """
 
     def __init__(
         self,
         program: Program,
         listener: Listener,
-        find_engine: Callable[[RecordedRequest], EngineClient],
+        find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
     ) -> None:
         super().__init__(listener)
         # All runs of a program report a reason once, and expect answers as long as in earlier runs.
@@ -85,7 +90,7 @@ class LearnedLinkPlanner(LinkPlanner):
     async def forecast(self, turn: Turn) -> Forecast:
         """Return what a call of the example will send in this run."""
         earlier = self._learned.example[turn.agent]
-        engine = self._find_engine(earlier.request)
+        engine = self._find_engine(earlier.request, self._sent())
         written = self._learned.texts()
         messages = self._predict(turn.agent, written)
 
@@ -102,7 +107,7 @@ class LearnedLinkPlanner(LinkPlanner):
             engine,
             self._placeholders,
             [partial(_render, engine, earlier.request, each) for each in variants],
-            namespace=earlier.request.namespace,
+            namespace=self._namespace(earlier.request),
             holds=holds,
         )
 
@@ -117,7 +122,7 @@ class LearnedLinkPlanner(LinkPlanner):
         if key is None or call.tool_answer is None:
             return None
         following = self._learned.example.get(key, call)
-        engine = self._find_engine(following.request)
+        engine = self._find_engine(following.request, self._sent())
         tools = name_calls(called_tools(call.tool_answer))
 
         async def render(texts: Mapping[str, str]) -> str:
@@ -131,11 +136,21 @@ class LearnedLinkPlanner(LinkPlanner):
             engine,
             tools,
             render,
-            namespace=following.request.namespace,
+            namespace=self._namespace(following.request),
             writers=self._learned.example,
         )
         self._own_turns_begun.append(turn)
         return turn
+
+    def _sent(self) -> SentInPlace:
+        example, calls = self._learned.example, self._learned.calls
+        return [(example.get(key, call).request, call.request) for key, call in calls.items()]
+
+    def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
+        """Return the namespace that this run uses in place of that of a request of the example."""
+        pairs = reversed(self._sent())
+        found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
+        return next(found, request.namespace)
 
     def _predict(self, key: str, written: dict[str, str]) -> Messages:
         """Return the messages of a call, with placeholders for all texts but those given."""

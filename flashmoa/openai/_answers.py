@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from flashmoa.engine import PromptUsage
 from flashmoa.linking.observed_call import CallObserver, CallResult
@@ -89,9 +89,9 @@ class AnswerReader:
             # In a stream, pieces of one call have its place as their index.
             self._read_tool_call(call.get("index") if self._is_stream else place, call)
         for name, text in message.items():
-            if name == "content" and isinstance(text, str):
-                self._text += text
-            elif name not in ("content", "role") and isinstance(text, str):
+            if name == "content":
+                self._text += _read_content(text)
+            elif name != "role" and isinstance(text, str):
                 self._other_texts[name] = self._other_texts.get(name, "") + text
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
@@ -102,6 +102,15 @@ class AnswerReader:
         call["id"] = piece.get("id") or call["id"]
         call["function"]["name"] = function.get("name") or call["function"]["name"]
         call["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _read_content(content: Any) -> str:
+    """Return the text of a content, which some servers send as a list of parts."""
+    if isinstance(content, list):
+        return "".join(map(_read_content, cast("list[Any]", content)))
+    if isinstance(content, Mapping):
+        return _read_content(cast("Mapping[str, Any]", content).get("text"))
+    return content if isinstance(content, str) else ""
 
 
 def report_end(

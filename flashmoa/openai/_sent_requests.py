@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashmoa.engine import engine_url, kv_namespace
 from flashmoa.linking.learned_runs import RecordedRequest
+from flashmoa.linking.placeholders import NotForecastable
 
 # Headers of one connection or body: the client that links use has its own.
 _OF_TRANSFER = frozenset(
@@ -20,6 +21,8 @@ _OF_TRANSFER = frozenset(
 # them. OpenAI's client counts retries in ``x-stainless-...``.
 _OF_REQUEST = frozenset("idempotency-key traceparent tracestate x-request-id".split())  # noqa: SIM905
 _BEGINNINGS = ("content-", "x-stainless-")
+# What clients send to servers that need no key.
+_NO_KEY = "Bearer EMPTY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,41 @@ def read_request(request: Any, body: Mapping[str, Any]) -> SentRequest:
         namespace=kv_namespace(body),
         headers=_headers_of_client(request.headers),
     )
+
+
+def headers_now(
+    request: SentRequest, sent: Sequence[tuple[SentRequest, SentRequest]]
+) -> dict[str, str]:
+    """Return the headers with which this run is likely to send a request of an earlier run.
+
+    Each has the value that this run last sent in place of the earlier one to the same server, or
+    the earlier value if this run has sent that to any server. A header of which neither is known is
+    left out: its value may be another user's, or that of one request.
+
+    Args:
+        sent: the requests of this run, each after the one of the earlier run that it stands for,
+            or after itself.
+
+    Raises: NotForecastable if the key is left out.
+    """
+    headers: dict[str, str] = {}
+    for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
+        earlier = request.headers.get(name)
+        there = [
+            now.headers.get(name)
+            for before, now in sent
+            if before.url == now.url == request.url and before.headers.get(name) == earlier
+        ]
+        anywhere = [earlier] if any(now.headers.get(name) == earlier for _, now in sent) else []
+        known = there or anywhere
+        if known and (value := known[-1]) is not None:
+            headers[name] = value
+        if name == "authorization" and not known and earlier not in (None, _NO_KEY):
+            raise NotForecastable(
+                "its key in the run before is none that this run has sent so far, and may be "
+                "another user's"
+            )
+    return headers
 
 
 def _headers_of_client(headers: Mapping[str, str]) -> dict[str, str]:

@@ -65,6 +65,20 @@ def test_a_whole_answer_is_read_with_its_usage() -> None:
     assert (result.usage.prompt_tokens, result.finish_reason) == (3, "length")
 
 
+@given(st.booleans())
+def test_the_text_of_an_answer_in_parts_is_read(is_stream: bool) -> None:
+    parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Hé"}, "llo"]
+    reader = AnswerReader(is_stream=is_stream)
+    if is_stream:
+        text = reader.feed(chunk(content=parts[:2]) + chunk("stop", content=parts[2:]))
+    else:
+        choice = {"index": 0, "message": {"content": parts}, "finish_reason": "stop"}
+        text = reader.feed(json.dumps({"choices": [choice]}).encode())
+    result = reader.result()
+    assert result is not None and result.is_forwarded
+    assert text == result.text == "Héllo"
+
+
 @given(st.booleans(), st.sampled_from(["", "I look. "]))
 def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
     is_stream: bool, text: str

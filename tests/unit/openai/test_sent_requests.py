@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -11,9 +12,9 @@ import pytest
 
 import flashmoa.openai._runs
 from flashmoa.engine import EngineClient
-from flashmoa.observe import Event, LinkOpened
+from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
-from flashmoa.openai._sent_requests import SentRequest, read_request
+from flashmoa.openai._sent_requests import SentRequest, headers_now, read_request
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
@@ -69,8 +70,12 @@ async def play_linked(name: str, *clients: AsyncOpenAI) -> None:
 
 
 async def until_opened(events: list[Event], links: int) -> None:
+    await until(events, LinkOpened, links)
+
+
+async def until(events: list[Event], kind: type[Event], count: int) -> None:
     with anyio.fail_after(10):
-        while sum(isinstance(event, LinkOpened) for event in events) < links:  # noqa: ASYNC110
+        while sum(isinstance(event, kind) for event in events) < count:  # noqa: ASYNC110
             await anyio.sleep(0.005)
 
 
@@ -83,20 +88,84 @@ async def test_links_send_the_headers_of_the_client(
         headers["Authorization"] = authorization
     async with server.client(api_key="secret", default_headers=headers) as client:
         await play_linked(f"headers {authorization}", client, client)
-    of_links = [headers for path, _, headers in server.requests if "chat" not in path]
+    of_links = headers_of_links(server)
     assert of_links
     for each in of_links:
         assert each["x-tenant"] == "a"
         assert each["authorization"] == (authorization or "Bearer secret")
 
 
+def headers_of_links(server: FakeServer) -> list[httpx.Headers]:
+    """Return the headers of the requests other than chat completions, and forget all requests."""
+    found = [headers for path, _, headers in server.requests if "chat" not in path]
+    server.requests.clear()
+    return found
+
+
+async def test_links_to_predicted_calls_are_sent_as_this_run_sends(server: FakeServer) -> None:
+    """Another user's run comes after that from which the calls are known."""
+    for user in ("first", "second"):
+        events: list[Event] = []
+        headers = {"X-Session": user, "X-Trace": f"run of {user}"}
+        client, body = server.client(api_key=user, default_headers=headers), {"cache_salt": user}
+        async with client, run("users", listener=events.append):
+            await ask(client, "Review: a plan", extra_body=body)
+            if user == "second":
+                await until_opened(events, 1)
+            span = {"X-Span": f"span of {user}"}
+            await ask(client, "Review again", extra_headers=span, extra_body=body)
+    (opened,) = [body for path, body, _ in server.requests if path == "/prompt_streams"]
+    assert opened["cache_salt"] == "second"
+    of_links = headers_of_links(server)
+    assert of_links
+    for each in of_links:
+        assert (each["authorization"], each["x-session"]) == ("Bearer second", "second")
+        assert each["x-trace"] == "run of second" and "x-span" not in each
+
+
+async def test_a_key_that_this_run_has_not_sent_yet_is_not_used(server: FakeServer) -> None:
+    """It may be another user's. The server's own client uses the same key in both runs."""
+    for user in ("first", "second"):
+        events: list[Event] = []
+        key = {"Authorization": f"Bearer {user}"}
+        async with server.client(api_key="own") as client, run("keys", listener=events.append):
+            await ask(client, "Is this allowed?")
+            if user == "second":
+                await until(events, LinkDeclined, 1)
+                assert not headers_of_links(server)
+            await ask(client, "Answer.", extra_headers=key)
+            if user == "second":
+                await until_opened(events, 1)
+            await ask(client, "Say it again.", extra_headers=key)
+        reasons = [each.reason for each in events if isinstance(each, LinkDeclined)]
+        assert all("another user's" in reason for reason in reasons)
+    of_links = headers_of_links(server)
+    assert of_links and {each["authorization"] for each in of_links} == {"Bearer second"}
+
+
+def test_a_key_is_not_sent_to_another_server() -> None:
+    before, now = sent(Authorization="Bearer EMPTY"), sent(Authorization="Bearer secret")
+    elsewhere = replace(before, url="http://other:30000")
+    assert headers_now(before, [(before, now)]) == {"authorization": "Bearer secret"}
+    assert headers_now(elsewhere, [(before, now)]) == {}
+    assert headers_now(elsewhere, [(before, before)]) == {"authorization": "Bearer EMPTY"}
+    without_key = replace(elsewhere, headers={})
+    assert headers_now(without_key, [(before, now)]) == {}
+
+
+def test_a_header_that_the_client_has_not_had_before_is_sent_and_one_that_it_lost_is_not() -> None:
+    before, now = sent(X_Old="a", X_Same="b"), sent(X_New="c", X_Same="b")
+    assert headers_now(before, [(before, now)]) == {"x-new": "c", "x-same": "b"}
+
+
 async def test_calls_share_a_client_of_their_server_if_their_headers_are_the_same(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: Counter[str] = Counter()
+    """Of another tenant's calls, the header is not known before the first one is sent."""
+    made: Counter[str | None] = Counter()
 
     def make(url: str, *, headers: dict[str, str], **more: Any) -> EngineClient:
-        made[headers["x-tenant"]] += 1
+        made[headers.get("x-tenant")] += 1
         return EngineClient(url, headers=headers, **more)
 
     monkeypatch.setattr(flashmoa.openai._runs, "EngineClient", make)
@@ -105,5 +174,5 @@ async def test_calls_share_a_client_of_their_server_if_their_headers_are_the_sam
         server.client(default_headers={"X-Tenant": "b"}) as second,
         server.client(default_headers={"X-Tenant": "b"}) as third,
     ):
-        await play_linked("tenants", first, first, second, third)
-    assert made == {"a": 1, "b": 1}
+        await play_linked("tenants", first, first, second, third, third, third)
+    assert made == {"a": 1, None: 1, "b": 1}

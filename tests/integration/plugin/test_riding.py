@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -75,33 +75,45 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     assert any(step in prefilled and after is not None for step, after in pairwise(steps))
 
 
-@pytest.mark.parametrize(("overlap", "page"), MATRIX)
+@pytest.mark.parametrize(
+    ("overlap", "page"),
+    [(True, 16), pytest.param(False, 1, marks=pytest.mark.slow)],
+)
 async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int
 ) -> None:
     """While there is a stream, prompts that are too long for one step take several."""
     arguments = ["--page-size", str(page)]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
-    newcomers = [_ask_for(words(700, 71 + number), 20, wanted={}) for number in range(3)]
+    # On a GPU so slow, next to so many decodes, noise in the measured costs does not count.
+    slow = {**RIDING, "FLASHMOA_DEVICE_SLOWDOWN": "4"}
+    prompts = [words(60, 60 + number) for number in range(6)]
+    newcomers = [_ask_for(words(480, 71 + number), 4, wanted={}) for number in range(2)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=RIDING) as engine,
+        start_special_engine(engines, model, *arguments, environment=slow) as engine,
         EngineClient(engine.url, timeout=60) as client,
         httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
     ):
         before = len(_steps(engine))
-        async with _decoding(http, _ask_for(words(60, 70), 2000, wanted={})) as long:
+        async with AsyncExitStack() as stack:
+            decoding = [
+                await stack.enter_async_context(_decoding(http, _ask_for(prompt, 2000, wanted={})))
+                for prompt in prompts
+            ]
             stream = await client.open_stream(text="The", ttl_seconds=300)
             answers = [await _ask(http, body) for body in newcomers]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
         chunks = [step for step in _steps(engine)[before:] if step is not None]
         await client.flush_cache()
-        tokens: int = _meta(long)["completion_tokens"]
-        bodies = [_ask_for(words(60, 70), tokens, wanted={}), *newcomers]
-        alone = [await _ask(http, body) for body in bodies]
-    for answer, expected in zip([long, *answers], alone, strict=True):
+        bodies = [
+            _ask_for(prompt, _meta(answer)["completion_tokens"], wanted={})
+            for prompt, answer in zip(prompts, decoding, strict=True)
+        ]
+        alone = [await _ask(http, body) for body in [*bodies, *newcomers]]
+    for answer, expected in zip([*decoding, *answers], alone, strict=True):
         assert answer["text"] and expected["text"].startswith(answer["text"])
-    assert max(chunks) < 300 and len(chunks) > 3 * len(newcomers)
+    assert max(chunks) < 300 and len(chunks) >= len(prompts) + 2 * len(newcomers)
 
 
 _LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 2}

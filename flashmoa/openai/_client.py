@@ -10,6 +10,7 @@ import openai
 from flashmoa.engine import self_hosted_url
 from flashmoa.openai._observed_http import observe_completions
 from flashmoa.openai._runs import find_observer
+from flashmoa.openai._sent_requests import linked_clients
 
 Client = TypeVar("Client")
 
@@ -53,7 +54,9 @@ def link(client: Client) -> Client:
     Raises:
         TypeError: if there is no ``openai.AsyncOpenAI`` in it.
     """
-    observe_completions(_find_client(client)._client, find_observer)
+    found = _find_client(client)
+    linked_clients.add(found)
+    observe_completions(found._client, find_observer)
     return client
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
+
+import openai
 
 from flashmoa.engine import engine_url, kv_namespace
 from flashmoa.linking.learned_runs import RecordedRequest
@@ -23,6 +26,8 @@ _OF_REQUEST = frozenset("idempotency-key traceparent tracestate x-request-id".sp
 _BEGINNINGS = ("content-", "x-stainless-")
 # What clients send to servers that need no key.
 _NO_KEY = "Bearer EMPTY"
+# The clients whose requests are linked.
+linked_clients: WeakSet[openai.AsyncOpenAI] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,8 @@ def headers_now(
     """Return the headers with which this run is likely to send a request of an earlier run.
 
     Each has the value that this run last sent in place of the earlier one to the same server, or
-    the earlier value if this run has sent that to any server. A header of which neither is known is
-    left out: its value may be another user's, or that of one request.
+    the earlier value if this run has sent that to any server, or an open client of its server sends
+    it with each request. Otherwise it is left out: it may be another user's, or of one request.
 
     Args:
         sent: the requests of this run, each after the one of the earlier run that it stands for,
@@ -70,7 +75,7 @@ def headers_now(
 
     Raises: NotForecastable if the key is left out.
     """
-    headers: dict[str, str] = {}
+    headers, of_clients = dict[str, str](), _headers_of_open_clients(request.url)
     for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
         earlier = request.headers.get(name)
         there = [
@@ -78,16 +83,27 @@ def headers_now(
             for before, now in sent
             if before.url == now.url == request.url and before.headers.get(name) == earlier
         ]
-        anywhere = [earlier] if any(now.headers.get(name) == earlier for _, now in sent) else []
-        known = there or anywhere
+        elsewhere = [*(now.headers for _, now in sent), *of_clients]
+        known = there or [earlier for each in elsewhere if each.get(name) == earlier]
         if known and (value := known[-1]) is not None:
             headers[name] = value
         if name == "authorization" and not known and earlier not in (None, _NO_KEY):
             raise NotForecastable(
-                "its key in the run before is none that this run has sent so far, and may be "
-                "another user's"
+                "its key in the run before is none that this run has sent so far, nor that of a "
+                "client that is open, and may be another user's"
             )
     return headers
+
+
+def _headers_of_open_clients(url: str) -> list[Mapping[str, str]]:
+    """Return the headers that each open client of a server sends with all its requests."""
+    found: list[Mapping[str, str]] = []
+    for client in linked_clients:
+        if not client.is_closed() and str(client.base_url).startswith(f"{url}/"):
+            # A header that the client is told to omit has an object that counts as false.
+            own = {name.lower(): value for name, value in client.default_headers.items() if value}
+            found.append({**client._client.headers, **own})
+    return found
 
 
 def _headers_of_client(headers: Mapping[str, str]) -> dict[str, str]:

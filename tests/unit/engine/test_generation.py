@@ -76,3 +76,13 @@ async def test_half_of_a_surrogate_pair_becomes_the_replacement_character() -> N
     assert (delta.text, delta.reasoning) == ("a\ufffdb", "\ufffd")
     assert [delta.text async for delta in read_generation(outputs(half))] == ["a\ufffd", "b"]
     assert [delta.text async for delta in read_chat(chunks(whole))] == [f"a{whole}b"]
+
+
+async def test_the_texts_of_a_content_in_parts_are_joined() -> None:
+    parts: list[Any] = [{"type": "text", "text": "a"}, {"type": "image_url"}, "b"]
+
+    async def chunks() -> AsyncGenerator[dict[str, Any]]:
+        for content in (parts, None):
+            yield {"choices": [{"delta": {"content": content}}]}
+
+    assert [delta.text async for delta in read_chat(chunks())] == ["ab", ""]

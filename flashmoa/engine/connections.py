@@ -116,10 +116,12 @@ class _EachLoop(httpx.AsyncBaseTransport):
     async def _connections(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         held = self._by_loop.get(loop)
+        # A loop that is ending may have closed its generators already.
         http = None if held is None else await anext(held, None)
         if http is None:
-            for other in [each for each in list(self._by_loop) if each.is_closed()]:
-                self._by_loop.pop(other, None)
+            for other in list(self._by_loop):
+                if other.is_closed():
+                    self._by_loop.pop(other, None)
             held = self._by_loop[loop] = _hold_connections(self._verify)
             http = await anext(held)
         return http

@@ -1,0 +1,153 @@
+"""A client outlives event loops: each has connections of its own, and gives them back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from flashmoa._concurrency import all_of
+from flashmoa.engine import EngineClient
+
+
+class Engine:
+    """Renders prompts in threads of its own, so that it outlives event loops, too.
+
+    Attributes:
+        connections: how many connections are open.
+        opened: how many there have been.
+        requests: how many requests it has answered.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.connections = self.opened = self.requests = 0
+        self.changed = threading.Condition()
+
+    def change(self, *, connections: int = 0, requests: int = 0) -> None:
+        with self.changed:
+            self.connections += connections
+            self.opened += max(0, connections)
+            self.requests += requests
+            self.changed.notify_all()
+
+    def has_connections(self, number: int) -> bool:
+        """Wait until that many connections are open."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self.connections == number, 5)
+
+
+@pytest.fixture
+def engine() -> Generator[Engine]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # This keeps connections open.
+        disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            engine.change(connections=1)
+
+        def finish(self) -> None:
+            super().finish()
+            engine.change(connections=-1)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            engine.change(requests=1)
+            self.send_response(200)
+            self.send_header("Content-Length", "15")
+            self.end_headers()
+            self.wfile.write(b'{"text": "hi."}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        engine = Engine(server.server_port)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield engine
+        server.shutdown()
+        thread.join()
+
+
+async def ask(client: EngineClient) -> str:
+    return await client.render([{"role": "user", "content": "Hello."}])
+
+
+async def ask_at_once(client: EngineClient) -> list[str]:
+    return await all_of([lambda: ask(client)] * 3) + [await ask(client)]
+
+
+def test_a_client_is_used_in_one_event_loop_after_the_other(engine: Engine) -> None:
+    client = EngineClient(engine.url)
+    for loops in (1, 2, 3):
+        assert asyncio.run(ask_at_once(client)) == ["hi."] * 4
+        # Within a loop a connection is used again, and no loop leaves one behind.
+        assert engine.has_connections(0)
+        assert (engine.requests, engine.opened) == (4 * loops, 3 * loops)
+    asyncio.run(client.close())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_loop_that_ended_without_closing_its_generators_does_not_matter(engine: Engine) -> None:
+    client = EngineClient(engine.url)
+    loop = asyncio.new_event_loop()
+    assert loop.run_until_complete(ask(client)) == "hi."
+    loop.close()
+    assert asyncio.run(ask(client)) == "hi."
+    asyncio.run(client.close())
+    # Python closes what no loop can close any more.
+    del loop
+    gc.collect()
+    assert engine.has_connections(0)
+
+
+def test_closing_a_client_gives_back_the_connections_of_another_running_loop(
+    engine: Engine,
+) -> None:
+    client = EngineClient(engine.url)
+    asked = threading.Event()
+
+    async def main() -> None:
+        assert await ask(client) == "hi."
+        asked.set()
+        # A wait in another thread, so that this loop runs until the connections are back.
+        assert await asyncio.to_thread(engine.has_connections, 0)
+
+    async def ask_and_close() -> None:
+        assert await ask(client) == "hi."
+        assert engine.has_connections(2)
+        await client.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(lambda: asyncio.run(main()))
+        assert asked.wait(5)
+        asyncio.run(ask_and_close())
+        other.result(5)
+
+
+def test_a_closed_client_opens_no_connection_in_another_loop(engine: Engine) -> None:
+    client = EngineClient(engine.url)
+    asyncio.run(ask(client))
+    asyncio.run(client.close())
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(ask(client))
+    assert engine.opened == 1
+
+
+def test_a_proxy_of_the_environment_is_used(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", engine.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    client = EngineClient("http://no-such-host.invalid")
+    assert [asyncio.run(ask(client)) for _ in range(2)] == ["hi."] * 2
+    asyncio.run(client.close())

@@ -78,6 +78,21 @@ class Release(RequestAccess):
         config = arguments.cuda_graph_config
         return config.decode.backend == config.prefill.backend == "disabled"
 
+    def mixes(self, arguments: Any) -> bool:
+        """Return whether prefill and decodes can be in one forward (``--enable-mixed-chunk``).
+
+        With some arguments SGLang refuses that, or switches it off, when it starts. It returns
+        hidden states by the rows of a forward, which it finds only for whole prompts without
+        decodes.
+        """
+        return not (
+            arguments.attention_backend == "dual_chunk_flash_attn"
+            or arguments.attn_cp_size > 1
+            or arguments.dllm_algorithm
+            or arguments.enable_hisparse
+            or arguments.enable_return_hidden_states
+        )
+
     def data_parallel_ranks(self, arguments: Any) -> int:
         """Return the number of schedulers that have a KV pool each and share the requests."""
         return arguments.dp_size or 1

@@ -27,6 +27,13 @@ class Release0523(Release):
 
         return resolved_view(server_args)
 
+    def mixes(self, arguments: Any) -> bool:
+        return super().mixes(arguments) and not (
+            arguments.dsa_prefill_backend == "flashmla_sparse_q8"
+            or arguments.enable_encoder_swa_bounded_replay
+            or arguments.enable_megamoe_for_layernorm_sp
+        )
+
     def data_parallel_ranks(self, arguments: Any) -> int:
         # The first is the number of replicas, the second that of DP attention's ranks.
         return arguments.dp_size * arguments.attn_dp_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,9 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     if is_increment(req):
         return _admit_increment(ask, adder, req)
     result = ask()
+    if kwargs.get("has_chunked_req"):
+        # SGLang can cut one prompt at a time, and would cut this one if streams gave way now.
+        return result
     while lacks_room(result) and state.pins.give_way():
         if joined():
             result = adder.budget_state()
@@ -99,11 +102,16 @@ def allocatable_requests(
 
 
 def make_room(scheduler: Any, running: Any) -> None:
-    """Unpin streams until the largest waiting request has room.
+    """Unpin streams until there is room for what SGLang takes without asking for it.
 
-    This is for priority preemption. SGLang looks for running requests to preempt before it finds
-    out whether there is room, and counts KV that streams hold as used.
+    That is the rest of a prompt that is cut into chunks, and with priority preemption the largest
+    waiting request: SGLang looks for running requests to preempt before it finds out whether there
+    is room, and counts KV that streams hold as used.
     """
+    if scheduler.chunked_req is not None:
+        scheduler.flashmoa.pins.make_room(_rest(scheduler))
+    if not scheduler.enable_priority_preemption:
+        return
     needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]
     if needs:
         scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
@@ -118,6 +126,20 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     return room
 
 
+def can_ride(scheduler: Any, running: Any, starting: Sequence[Any]) -> bool:
+    """Return whether prompts have room enough to ride in this step, and to be completed after it.
+
+    SGLang makes room for decodes only in steps that prefill nothing. So the rest of a prompt must
+    fit without that, however many tokens the decodes beside it have taken.
+    """
+    chunked = scheduler.chunked_req
+    needs = [_need(scheduler, req) for req in starting if req is not chunked]
+    if chunked is not None:
+        needs.append(_rest(scheduler))
+    two_steps = 2 * scheduler.page_size * len(running.reqs)
+    return available_tokens(scheduler.tree_cache) >= max(needs) + two_steps
+
+
 def _promised(scheduler: Any, running: Any) -> int:
     """Return the KV slots that SGLang keeps for running requests, in tokens.
 
@@ -129,10 +151,16 @@ def _promised(scheduler: Any, running: Any) -> int:
     )
     chunked, rest = scheduler.chunked_req, 0
     if chunked is not None:
-        left = total_tokens(chunked) - RELEASE.computed_until(chunked)
-        rest = left + 2 * scheduler.page_size + output_left(chunked)
+        rest = _rest(scheduler) + output_left(chunked)
     # With SGLang's mixed chunk each running request has a token in the batch, too.
     return ceil(answers) + rest + len(running.reqs)
+
+
+def _rest(scheduler: Any) -> int:
+    """Return how many free KV slots the rest of the prompt needs that is cut into chunks."""
+    chunked = scheduler.chunked_req
+    left = total_tokens(chunked) - RELEASE.computed_until(chunked)
+    return left + 2 * scheduler.page_size
 
 
 def _need(scheduler: Any, req: Any) -> int:

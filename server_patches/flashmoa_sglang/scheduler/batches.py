@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.admission import make_room, room_for_streams
+from flashmoa_sglang.scheduler.admission import can_ride, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
@@ -29,7 +30,6 @@ from flashmoa_sglang.scheduler.request import (
 )
 from flashmoa_sglang.scheduler.rides import possible_rides, prompt_tokens, stream_tokens
 from flashmoa_sglang.scheduler.starting import (
-    LARGE_FORWARD,
     can_start,
     may_ride,
     starting_requests,
@@ -73,8 +73,7 @@ def next_prefill_batch(
     # may have held the room that was missing.
     if state.increments_ended or not running.reqs:
         running.batch_is_full = state.increments_ended = False
-    if scheduler.enable_priority_preemption:
-        make_room(scheduler, running)
+    make_room(scheduler, running)
     try:
         state.streams.keep_cached(lambda: room_for_streams(scheduler, running))
         step = _plan(scheduler, running)
@@ -125,7 +124,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         return None
     rides: tuple[Ride, ...] = ()
     if decoding and _can_mix(scheduler):
-        rides = possible_rides(costs, decoding, state.options.itl_budget, page)
+        budget, most = state.options.itl_budget, scheduler.chunked_prefill_size
+        rides = possible_rides(costs, decoding, budget, page, most)
         step = _riding_prompts(scheduler, running, rides, decoding)
         if step is not None:
             return step
@@ -159,11 +159,13 @@ def _riding_prompts(
     """
     state: SchedulerState = scheduler.flashmoa
     starting = starting_requests(scheduler, running)
+    if not starting or not may_ride(scheduler, starting):
+        return None
     marks = [mark for req in starting if (mark := state_of(req).mark) is not None]
     if any(mark.rides for mark in marks):
-        return Step(rides=LARGE_FORWARD)
+        return Step(rides=STEP_SIZES[-1])
     is_linked = len(state.streams) > 0 or any(mark.final for mark in marks)
-    if not starting or not is_linked or not may_ride(scheduler, starting):
+    if not is_linked or not can_ride(scheduler, running, starting):
         return None
     tokens = tokens_to_start(scheduler, starting)
     ride = prompt_tokens(rides, state.costs, decoding, len(starting), tokens)
@@ -182,6 +184,7 @@ def _can_mix(scheduler: Any) -> bool:
     """Return whether prefill can ride in one forward with decodes (SGLang's mixed chunk)."""
     return (
         scheduler.chunked_prefill_size is not None
+        and scheduler.flashmoa.mixes
         and scheduler.spec_algorithm.is_none()
         and not scheduler.require_mlp_sync
         and RELEASE.pipeline_stages(scheduler) == 1

@@ -21,7 +21,9 @@ Ride = tuple[int, float]
 
 
 @lru_cache(maxsize=1024)
-def possible_rides(costs: Costs, decoding: int, budget: float, page: int) -> tuple[Ride, ...]:
+def possible_rides(
+    costs: Costs, decoding: int, budget: float, page: int, most: int
+) -> tuple[Ride, ...]:
     """Return the numbers of tokens of streams that may ride along with a decode step.
 
     With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
@@ -30,6 +32,7 @@ def possible_rides(costs: Costs, decoding: int, budget: float, page: int) -> tup
     Args:
         decoding: number of requests that decode.
         budget: the longest step, as a multiple of the step without them.
+        most: the most tokens of a step that has prefill in it.
     """
     if budget <= 1:
         return ()
@@ -37,7 +40,7 @@ def possible_rides(costs: Costs, decoding: int, budget: float, page: int) -> tup
     below = decoding - decoding % STEP_SIZES[-1]
     steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
     rides = sorted({step - decoding - (step - decoding) % page for step in steps})
-    added = ((ride, costs.added(decoding, ride)) for ride in rides if ride >= FEWEST_RIDING)
+    added = ((ride, costs.added(decoding, ride)) for ride in rides if FEWEST_RIDING <= ride <= most)
     return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
 
 

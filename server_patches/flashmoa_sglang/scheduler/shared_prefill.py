@@ -55,7 +55,8 @@ class SharedPrefill:
 
         Args: original: ``PrefillAdder.add_one_req``, which has matched the request's prefix.
         """
-        if not is_shareable(req):
+        is_full = adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0
+        if not is_shareable(req) or is_full:
             return original()
         self._enter(adder.can_run_list)
         start = RELEASE.cached_tokens(req)

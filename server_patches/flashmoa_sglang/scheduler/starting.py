@@ -28,7 +28,7 @@ def starting_requests(scheduler: Any, running: Any) -> list[Any]:
     chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     if running.batch_is_full:
         return chunked
-    places = scheduler.get_num_allocatable_reqs(len(running.reqs))
+    places = scheduler.get_num_allocatable_reqs(len(running.reqs)) - len(chunked)
     return chunked + scheduler.waiting_queue[: max(places, 0)]
 
 

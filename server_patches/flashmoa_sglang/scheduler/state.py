@@ -44,6 +44,7 @@ class SchedulerState:
         only_streams: whether the batch that is being built is for prompt streams only.
         increments_ended: whether increments have given back KV since a batch was built.
         work: the work that the engine has done so far, in prefill tokens.
+        mixes: whether SGLang's arguments allow prefill and decodes in one forward.
         publishes_early: whether KV is put into the radix tree before its forward has run.
         pins_results: whether increments are pinned when they have been computed instead.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
@@ -62,6 +63,7 @@ class SchedulerState:
         self.role: str = scheduler.server_args.disaggregation_mode
         # A prefill engine of a PD pair sends a request's cached KV before the request's forward has
         # run. Under the overlap schedule, the forward before may still be writing published KV.
+        self.mixes = RELEASE.mixes(RELEASE.resolve_arguments(scheduler.server_args))
         self.publishes_early = not (self.role == "prefill" and scheduler.enable_overlap)
         self.pins_results = not self.publishes_early and can_pin(scheduler)
         self.costs = UNMEASURED

@@ -83,12 +83,12 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int
 ) -> None:
     """While there is a stream, prompts that are too long for one step take several."""
-    arguments = ["--page-size", str(page)]
+    arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
     # On a GPU so slow, next to so many decodes, noise in the measured costs does not count.
     slow = {**RIDING, "FLASHMOA_DEVICE_SLOWDOWN": "4"}
     prompts = [words(60, 60 + number) for number in range(6)]
-    newcomers = [_ask_for(words(480, 71 + number), 4, wanted={}) for number in range(2)]
+    newcomers = [_ask_for(words(480, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
         start_special_engine(engines, model, *arguments, environment=slow) as engine,
         EngineClient(engine.url, timeout=60) as client,
@@ -104,7 +104,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
             answers = [await _ask(http, body) for body in newcomers]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
-        chunks = [step for step in _steps(engine)[before:] if step is not None]
+        steps = _steps(engine)[before:]
         await client.flush_cache()
         bodies = [
             _ask_for(prompt, _meta(answer)["completion_tokens"], wanted={})
@@ -113,7 +113,10 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
         alone = [await _ask(http, body) for body in [*bodies, *newcomers]]
     for answer, expected in zip([*decoding, *answers], alone, strict=True):
         assert answer["text"] and expected["text"].startswith(answer["text"])
+    chunks = [step for step in steps if step is not None]
     assert max(chunks) < 300 and len(chunks) >= len(prompts) + 2 * len(newcomers)
+    # The first has got tokens in steps with chunks, too.
+    assert _meta(decoding[0])["completion_tokens"] > 1 + steps.count(None)
 
 
 _LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 2}

@@ -26,6 +26,7 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "split_batches", lambda _scheduler, result: result)
         patch.setattr(RELEASE, "no_batch", lambda running: (None, running))
         patch.setattr(RELEASE, "pipeline_stages", lambda _: 1)
+        patch.setattr(RELEASE, "mixes", lambda _: True)
         patch.setattr(RELEASE, "check_host_cache", lambda _: None)
         patch.setattr(RELEASE, "release_prefetch", lambda *_: None)
         patch.setattr(RELEASE, "cached_tokens", lambda _: 0)

@@ -76,6 +76,19 @@ def test_requests_that_arrive_together_get_the_room_that_streams_hold(
     assert gave_way == [*"hgfedc"]
 
 
+def test_streams_keep_their_room_while_another_prompt_is_cut_into_chunks(
+    adder: Adder, gave_way: list[str]
+) -> None:
+    """SGLang would cut the request, too, and ends if two are cut."""
+
+    def add(adder: Adder, req: Any, *, has_chunked_req: bool) -> str:
+        assert has_chunked_req
+        return adder.add(req)
+
+    assert admission.admit(add, adder, request(500, 850), has_chunked_req=True) == "no token"
+    assert not gave_way and adder.asked == 1
+
+
 def test_no_more_streams_give_way_than_requests_need(adder: Adder, gave_way: list[str]) -> None:
     assert admission.admit(Adder.add, adder, request(500, 499)) == "continue"
     assert gave_way == []
@@ -137,6 +150,17 @@ def test_streams_give_way_before_requests_are_preempted() -> None:
     for stream in "abc":
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
     scheduler.waiting_queue = [request(1500, 0)]
+    scheduler.enable_priority_preemption = True
+    admission.make_room(scheduler, scheduler.running)
+    assert len(scheduler.flashmoa.pins) == 1
+
+
+def test_streams_give_way_to_the_rest_of_a_prompt_that_is_cut_into_chunks() -> None:
+    scheduler = FakeScheduler(500)
+    for stream in "abc":
+        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
+    scheduler.chunked_req = request(3000, 0)
+    scheduler.chunked_req.computed = 1000
     admission.make_room(scheduler, scheduler.running)
     assert len(scheduler.flashmoa.pins) == 1
 

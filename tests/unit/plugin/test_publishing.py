@@ -51,6 +51,7 @@ def increment(stream: str = "s") -> Any:
 def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
     monkeypatch.setattr(RELEASE, "tokenizer_channel", lambda _: None)
+    monkeypatch.setattr(RELEASE, "mixes", lambda _: True)
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: requests.append(req))
     monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("early", None))
     monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)

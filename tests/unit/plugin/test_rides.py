@@ -20,6 +20,8 @@ MIXED = Costs(
     COSTS.points, 0.01, ((1, 0, 0.01), (1, 16, 0.0102), (1, 64, 0.0132), (1, 256, 0.0324))
 )
 PAGES = st.sampled_from([1, 16, 64])
+# More tokens than any ride here.
+MANY = 1 << 20
 BUDGETS = st.one_of(st.just(1.0), st.floats(0.5, 5))
 # Up to 1024, for fewer than 512 decodes.
 STEPS = (32, 64, 128, 256, 512, 544, 576, 640, 768, 1024)
@@ -71,7 +73,7 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
         used = max(1.0, (sum(waiting) - late) / ride)
         return used * costs.added(decoding, ride) + late * forward / tokens
 
-    rides = possible_rides(costs, decoding, budget, page)
+    rides = possible_rides(costs, decoding, budget, page, MANY)
     chosen = stream_tokens(rides, forward / tokens, waiting, ends)
     allowed = allowed_rides(costs, decoding, budget, page)
     assert chosen in allowed | {0}
@@ -83,14 +85,14 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
 def test_rides_are_in_order_and_within_the_budget(
     costs: Costs, decoding: int, budget: float, page: int
 ) -> None:
-    rides = possible_rides(costs, decoding, budget, page)
+    rides = possible_rides(costs, decoding, budget, page, MANY)
     assert [ride for ride, _ in rides] == sorted(allowed_rides(costs, decoding, budget, page))
     assert all(added == costs.added(decoding, ride) for ride, added in rides)
 
 
 def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     def ride(waiting: int, steps: int, budget: float, fewest: int = 0) -> int:
-        rides = possible_rides(MIXED, 1, budget, 1)
+        rides = possible_rides(MIXED, 1, budget, 1, MANY)
         return stream_tokens(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)
 
     assert ride(160, 100, 4) == 31
@@ -103,7 +105,7 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
 
 def test_only_streams_whose_requests_come_soon_hurry() -> None:
     def ride(waiting: list[int], ends: list[int]) -> int:
-        return stream_tokens(possible_rides(MIXED, 2, 4, 1), 1.0, waiting, ends)
+        return stream_tokens(possible_rides(MIXED, 2, 4, 1, MANY), 1.0, waiting, ends)
 
     assert ride([100, 1600], [100, 5]) == 30
     assert ride([1600, 100], [100, 5]) > 63
@@ -113,7 +115,7 @@ def test_only_streams_whose_requests_come_soon_hurry() -> None:
 
 @given(decoding=st.integers(1, 2000), page=PAGES)
 def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
-    ride = possible_rides(COSTS, decoding, 1e9, page)[-1][0]
+    ride = possible_rides(COSTS, decoding, 1e9, page, MANY)[-1][0]
     assert ride % page == 0 and ride >= FEWEST_RIDING
     # There is always room for the tokens of a whole block.
     assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
@@ -122,7 +124,7 @@ def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: i
 def test_nothing_rides_where_that_costs_more_than_a_forward_of_its_own() -> None:
     mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
     costs = Costs(COSTS.points, 0.01, mixed)
-    rides = possible_rides(costs, 1, 100, 1)
+    rides = possible_rides(costs, 1, 100, 1, MANY)
     assert rides and stream_tokens(rides, costs.per_token_at_best, [1000], [100]) == 0
     assert prompt_tokens(rides, costs, 8, 1, 1000) == 0
 
@@ -147,7 +149,7 @@ def test_prompts_ride_where_they_and_the_decodes_wait_less_in_all(
             left -= ride
         return seconds
 
-    rides = possible_rides(costs, decoding, budget, page)
+    rides = possible_rides(costs, decoding, budget, page, MANY)
     chosen = prompt_tokens(rides, costs, decoding, prompts, tokens)
     alone = (prompts + decoding) * costs.prefill(tokens)
     least = min(map(waited, allowed_rides(costs, decoding, budget, page)), default=inf)
@@ -157,7 +159,7 @@ def test_prompts_ride_where_they_and_the_decodes_wait_less_in_all(
 
 def test_prompts_ride_next_to_many_decodes_and_not_if_many_prompts_wait() -> None:
     def ride(decoding: int, prompts: int, tokens: int) -> int:
-        rides = possible_rides(MIXED, decoding, 4, 1)
+        rides = possible_rides(MIXED, decoding, 4, 1, MANY)
         return prompt_tokens(rides, MIXED, decoding, prompts, tokens)
 
     # Next to one decode, 31 tokens need 0.5 ms more than its step, and later 3.4 ms.

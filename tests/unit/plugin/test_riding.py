@@ -146,6 +146,49 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
     }
 
 
+def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_take() -> None:
+    """SGLang retracts no decode in a step that prefills something."""
+    busy = scheduler(decoding=4)
+    busy.open_stream("a", 5)
+    busy.chunked_req = request(2000, 5)
+    busy.chunked_req.computed = 1600
+    # The rest, a page at each end of it, and two tokens of each decode.
+    for free, rides in ((400 + 2 + 8, True), (400 + 2 + 7, False)):
+        busy.tree_cache.free = free
+        assert step(busy).settings["mixed"] == rides
+    busy.chunked_req, busy.waiting_queue = None, [request(300, 20), request(1, 1)]
+    for free, rides in ((300 + 20 + 2 + 8, True), (300 + 20 + 2 + 7, False)):
+        busy.tree_cache.free = free
+        assert step(busy).settings["mixed"] == rides
+
+
+def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5)
+    busy.max_running_requests = 3
+    busy.chunked_req, busy.waiting_queue = request(2000, 5), [request(400, 5)]
+    busy.chunked_req.computed = 1600
+    # It is not in this step's forward, so it does not matter that it cannot be mixed.
+    busy.waiting_queue[0].return_logprob = True
+    assert step(busy).settings["mixed"]
+
+
+def test_no_ride_is_longer_than_the_longest_forward_that_the_user_allows() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.chunked_prefill_size = 40
+    assert step(busy).increments() == [30]
+
+
+def test_nothing_rides_if_the_engines_arguments_forbid_it() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    busy.flashmoa.mixes = False
+    assert step(busy).queues == []
+    busy.waiting_queue = [request(400, 5)]
+    assert not step(busy).settings["mixed"]
+
+
 def test_prompts_have_a_forward_of_their_own_if_many_wait() -> None:
     """Each would wait for all the decode steps in which they ride."""
     busy = scheduler(decoding=2)

@@ -21,7 +21,7 @@ from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, LinkedTeam
 from flashmoa.observe import Listener, contained, ignore
-from flashmoa.observe.trace import add_trace
+from flashmoa.observe.trace import add_trace, end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ def link(  # noqa: PLR0913 - all but the team have a default
     policies = _make_policies(on_failure, parts)
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
+    previous: TeamLink | None = getattr(parts.owner, _LINK_ATTRIBUTE, None)
+    if previous is not None:
+        end_trace(previous._planner.listener)
     return TeamLink(parts, settings, add_trace(listener, trace, prompts=trace_prompts))
 
 

@@ -66,8 +66,8 @@ def headers_now(
     """Return the headers with which this run is likely to send a request of an earlier run.
 
     Each has the value that this run last sent in place of the earlier one to the same server, or
-    the earlier value if this run has sent that to any server, or an open client of its server sends
-    it with each request. Otherwise it is left out: it may be another user's, or of one request.
+    the earlier value if this run has sent that to any server, or all open clients of its server
+    send it with each request. Otherwise it is left out: it may be another user's.
 
     Args:
         sent: the requests of this run, each after the one of the earlier run that it stands for,
@@ -83,14 +83,17 @@ def headers_now(
             for before, now in sent
             if before.url == now.url == request.url and before.headers.get(name) == earlier
         ]
-        elsewhere = [*(now.headers for _, now in sent), *of_clients]
-        known = there or [earlier for each in elsewhere if each.get(name) == earlier]
+        anywhere = [earlier] if any(now.headers.get(name) == earlier for _, now in sent) else []
+        of_all = (
+            [earlier] if of_clients and all(of.get(name) == earlier for of in of_clients) else []
+        )
+        known = there or anywhere or of_all
         if known and (value := known[-1]) is not None:
             headers[name] = value
         if name == "authorization" and not known and earlier not in (None, _NO_KEY):
             raise NotForecastable(
-                "its key in the run before is none that this run has sent so far, nor that of a "
-                "client that is open, and may be another user's"
+                "its key in the run before is none that this run has sent so far, nor that of all "
+                "clients that are open, and may be another user's"
             )
     return headers
 

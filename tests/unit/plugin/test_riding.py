@@ -162,6 +162,15 @@ def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_t
         assert step(busy).settings["mixed"] == rides
 
 
+def test_with_the_shortest_job_first_no_prompt_is_cut_to_ride() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 5)
+    busy.flashmoa.options = Options(intra_turn="off", schedule="sjf")
+    for tokens, rides in ((40, True), (400, False)):
+        busy.waiting_queue = [request(tokens, 5)]
+        assert step(busy).settings["mixed"] == rides
+
+
 def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 5)

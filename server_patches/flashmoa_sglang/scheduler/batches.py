@@ -169,9 +169,10 @@ def _riding_prompts(
         return None
     tokens = tokens_to_start(scheduler, starting)
     ride = prompt_tokens(rides, state.costs, decoding, len(starting), tokens)
-    # SGLang completes a prompt that it has cut into chunks before it starts another. So with the
-    # shortest job first, shorter jobs would have to wait for all the decode steps in between.
-    if not ride or (tokens > ride and state.options.schedule == "sjf"):
+    # SGLang completes a prompt that it has cut into chunks before it starts another, which would
+    # have to wait for all the decode steps in between, although it is shorter or more important.
+    is_ordered = state.options.schedule == "sjf" or scheduler.enable_priority_scheduling
+    if not ride or (tokens > ride and is_ordered):
         return None
     # What the prompts leave of the ride is for streams.
     return Step(max(0, ride - tokens), least_tokens(state.costs, scheduler.page_size), rides=ride)

@@ -143,6 +143,7 @@ class FakeScheduler:
         self.enable_overlap = True
         self.enable_hierarchical_cache = False
         self.enable_priority_preemption = False
+        self.enable_priority_scheduling = False
         self.disable_radix_cache = False
         self.require_mlp_sync = False
         self.spec_algorithm = SimpleNamespace(is_none=lambda: True)

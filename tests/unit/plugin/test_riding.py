@@ -162,10 +162,14 @@ def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_t
         assert step(busy).settings["mixed"] == rides
 
 
-def test_with_the_shortest_job_first_no_prompt_is_cut_to_ride() -> None:
+@pytest.mark.parametrize("order", ["sjf", "priority"])
+def test_where_the_order_of_prompts_matters_none_is_cut_to_ride(order: str) -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 5)
-    busy.flashmoa.options = Options(intra_turn="off", schedule="sjf")
+    busy.enable_priority_scheduling = order == "priority"
+    busy.flashmoa.options = Options(
+        intra_turn="off", schedule="sjf" if order == "sjf" else "sglang"
+    )
     for tokens, rides in ((40, True), (400, False)):
         busy.waiting_queue = [request(tokens, 5)]
         assert step(busy).settings["mixed"] == rides

@@ -21,7 +21,7 @@ from flashmoa_sglang.scheduler.policy import (
     least_tokens,
     stream_chunk,
 )
-from flashmoa_sglang.scheduler.queue import look_after_queue, order_queue, waits_for_saturation
+from flashmoa_sglang.scheduler.queue import look_after_queue, waits_for_saturation
 from flashmoa_sglang.scheduler.request import (
     expected_output_left,
     is_increment,
@@ -159,10 +159,6 @@ def _riding_prompts(
     """
     state: SchedulerState = scheduler.flashmoa
     starting = starting_requests(scheduler, running)
-    if state.options.schedule == "sjf" and starting:
-        # The plan is for those that SGLang will start, which it puts in order only afterwards.
-        order_queue(None, scheduler.policy, scheduler.waiting_queue)
-        starting = starting_requests(scheduler, running)
     if not starting or not may_ride(scheduler, starting):
         return None
     marks = [mark for req in starting if (mark := state_of(req).mark) is not None]

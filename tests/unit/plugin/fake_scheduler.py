@@ -132,7 +132,6 @@ class FakeScheduler:
         reqs = running or []
         self.tree_cache: Any = Tree(free)
         self.waiting_queue: list[Any] = []
-        self.policy = SimpleNamespace(tree_cache=self.tree_cache, enable_priority_scheduling=False)
         self.chunked_req: Any = None
         self.chunked_prefill_size: int | None = 8192
         self.max_prefill_tokens = 16384

@@ -175,17 +175,6 @@ def test_where_the_order_of_prompts_matters_none_is_cut_to_ride(order: str) -> N
         assert step(busy).settings["mixed"] == rides
 
 
-def test_the_plan_is_for_the_shortest_job_and_not_for_the_first() -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 5)
-    busy.max_running_requests = 3
-    busy.flashmoa.options = Options(intra_turn="off", schedule="sjf")
-    busy.waiting_queue = [request(400, 5), request(40, 5)]
-    built = step(busy)
-    assert built.settings["mixed"]
-    assert [len(req.origin_input_ids) for req in built.clients()] == [40, 400]
-
-
 def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 5)

@@ -90,7 +90,9 @@ async def test_reviewers_at_once_are_linked_to_the_draft(clients: Clients, guide
 async def test_every_way_to_call_the_client_is_linked(
     clients: Clients, downstream: LocalEngine, guide: str, way: str
 ) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{downstream.url}/v1", api_key="none") as stock:
+    # With another key than the other client of this server, it may be another user's.
+    key = clients.second.api_key
+    async with openai.AsyncOpenAI(base_url=f"{downstream.url}/v1", api_key=key) as stock:
 
         async def check(plan: str) -> str:
             messages = [{"role": "user", "content": f"{guide}\nCheck:\n{plan}"}]

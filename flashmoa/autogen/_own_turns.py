@@ -38,8 +38,8 @@ from flashmoa.autogen._stock import client_of, require_stock
 from flashmoa.linking.own_turn import name_calls
 
 # AutoGen starts the tools one or two rounds of the event loop after the answer, and later only if
-# somebody waits for something in between. So the tasks are looked at after these numbers of rounds;
-# a look takes a millisecond where there are 2,000 tasks.
+# an agent awaits something in between. So all tasks are looked at after these numbers of rounds,
+# each time later: looking takes a millisecond where there are 2,000 tasks.
 _PAUSES = (0, 1, 1, 1, 2, 4, 8, 16, 32, 64)
 _RUNS_TOOL = AssistantAgent._execute_tool_call.__code__
 

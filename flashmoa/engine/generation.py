@@ -104,7 +104,7 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
         usage: dict[str, Any] | None = event.get("usage")
         logprobs: dict[str, list[dict[str, Any]] | None] = choice.get("logprobs") or {}
         yield Delta(
-            text=_without_halves(_read_content(delta.get("content"))),
+            text=_without_halves(read_content(delta.get("content"))),
             # SGLang's name, and that of newer vLLM.
             reasoning=_without_halves(
                 delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -115,12 +115,12 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
         )
 
 
-def _read_content(content: Any) -> str:
+def read_content(content: Any) -> str:
     """Return the text of a content, which some servers send as a list of parts."""
     if isinstance(content, list):
-        return "".join(map(_read_content, cast("list[Any]", content)))
+        return "".join(map(read_content, cast("list[Any]", content)))
     if isinstance(content, dict):
-        return _read_content(cast("dict[str, Any]", content).get("text"))
+        return read_content(cast("dict[str, Any]", content).get("text"))
     return content if isinstance(content, str) else ""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from flashmoa.engine import PromptUsage
+from flashmoa.engine.generation import read_content
 from flashmoa.linking.observed_call import CallObserver, CallResult
 
 
@@ -90,7 +91,7 @@ class AnswerReader:
             self._read_tool_call(call.get("index") if self._is_stream else place, call)
         for name, text in message.items():
             if name == "content":
-                self._text += _read_content(text)
+                self._text += read_content(text)
             elif name != "role" and isinstance(text, str):
                 self._other_texts[name] = self._other_texts.get(name, "") + text
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -102,15 +103,6 @@ class AnswerReader:
         call["id"] = piece.get("id") or call["id"]
         call["function"]["name"] = function.get("name") or call["function"]["name"]
         call["function"]["arguments"] += function.get("arguments") or ""
-
-
-def _read_content(content: Any) -> str:
-    """Return the text of a content, which some servers send as a list of parts."""
-    if isinstance(content, list):
-        return "".join(map(_read_content, cast("list[Any]", content)))
-    if isinstance(content, Mapping):
-        return _read_content(cast("Mapping[str, Any]", content).get("text"))
-    return content if isinstance(content, str) else ""
 
 
 def report_end(

@@ -126,7 +126,7 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     return room
 
 
-def can_ride(scheduler: Any, running: Any, starting: Sequence[Any]) -> bool:
+def has_room_to_ride(scheduler: Any, running: Any, starting: Sequence[Any]) -> bool:
     """Return whether prompts have room enough to ride in this step, and to be completed after it.
 
     SGLang makes room for decodes only in steps that prefill nothing. So the rest of a prompt must

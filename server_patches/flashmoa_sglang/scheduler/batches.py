@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.admission import can_ride, make_room, room_for_streams
+from flashmoa_sglang.scheduler.admission import has_room_to_ride, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.policy import (
     fewest_tokens,
@@ -30,8 +30,8 @@ from flashmoa_sglang.scheduler.request import (
 )
 from flashmoa_sglang.scheduler.rides import possible_rides, prompt_tokens, stream_tokens
 from flashmoa_sglang.scheduler.starting import (
+    can_be_mixed,
     can_start,
-    may_ride,
     starting_requests,
     tokens_to_start,
 )
@@ -159,13 +159,13 @@ def _riding_prompts(
     """
     state: SchedulerState = scheduler.flashmoa
     starting = starting_requests(scheduler, running)
-    if not starting or not may_ride(scheduler, starting):
+    if not starting or not can_be_mixed(scheduler, starting):
         return None
     marks = [mark for req in starting if (mark := state_of(req).mark) is not None]
     if any(mark.rides for mark in marks):
         return Step(rides=STEP_SIZES[-1])
     is_linked = len(state.streams) > 0 or any(mark.final for mark in marks)
-    if not is_linked or not can_ride(scheduler, running, starting):
+    if not is_linked or not has_room_to_ride(scheduler, running, starting):
         return None
     tokens = tokens_to_start(scheduler, starting)
     ride = prompt_tokens(rides, state.costs, decoding, len(starting), tokens)

@@ -24,7 +24,7 @@ Ride = tuple[int, float]
 def possible_rides(
     costs: Costs, decoding: int, budget: float, page: int, most: int
 ) -> tuple[Ride, ...]:
-    """Return the numbers of tokens of streams that may ride along with a decode step.
+    """Return the numbers of tokens that may ride along with a decode step.
 
     With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
     than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
@@ -32,7 +32,7 @@ def possible_rides(
     Args:
         decoding: number of requests that decode.
         budget: the longest step, as a multiple of the step without them.
-        most: the most tokens of a step that has prefill in it.
+        most: the most tokens that a forward may prefill (``--chunked-prefill-size``).
     """
     if budget <= 1:
         return ()

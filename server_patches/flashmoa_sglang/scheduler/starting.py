@@ -9,7 +9,7 @@ from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.request import total_tokens, uncached_tokens
 
 # Forwards of more tokens than this are not told apart.
-LARGE_FORWARD = 8192
+_LARGE_FORWARD = 8192
 
 
 def can_start(scheduler: Any, running: Any) -> bool:
@@ -35,7 +35,7 @@ def starting_requests(scheduler: Any, running: Any) -> list[Any]:
 def tokens_to_start(scheduler: Any, starting: Sequence[Any]) -> int:
     """Return about how many tokens requests compute in the next forwards.
 
-    If they are more than :data:`LARGE_FORWARD`, not all of them are counted.
+    If they are more than :data:`_LARGE_FORWARD`, not all of them are counted.
     """
     tokens = 0
     for req in starting:
@@ -43,12 +43,12 @@ def tokens_to_start(scheduler: Any, starting: Sequence[Any]) -> int:
             tokens += total_tokens(req) - RELEASE.computed_until(req)
         else:
             tokens += uncached_tokens(scheduler.tree_cache, req)
-        if tokens >= LARGE_FORWARD:
+        if tokens >= _LARGE_FORWARD:
             break
     return tokens
 
 
-def may_ride(scheduler: Any, starting: Sequence[Any]) -> bool:
+def can_be_mixed(scheduler: Any, starting: Sequence[Any]) -> bool:
     """Return whether SGLang can cut the prompts of all these requests and mix them with decodes.
 
     It mixes no prompt whose log-probabilities are asked for, nor embeddings. With deterministic

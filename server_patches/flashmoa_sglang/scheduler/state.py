@@ -61,9 +61,9 @@ class SchedulerState:
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
         self.role: str = scheduler.server_args.disaggregation_mode
+        self.mixes = RELEASE.mixes(RELEASE.resolve_arguments(scheduler.server_args))
         # A prefill engine of a PD pair sends a request's cached KV before the request's forward has
         # run. Under the overlap schedule, the forward before may still be writing published KV.
-        self.mixes = RELEASE.mixes(RELEASE.resolve_arguments(scheduler.server_args))
         self.publishes_early = not (self.role == "prefill" and scheduler.enable_overlap)
         self.pins_results = not self.publishes_early and can_pin(scheduler)
         self.costs = UNMEASURED

@@ -161,7 +161,7 @@ def test_a_header_that_the_client_has_not_had_before_is_sent_and_one_that_it_los
 async def test_calls_share_a_client_of_their_server_if_their_headers_are_the_same(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another tenant's calls, the header is not known before the first one is sent."""
+    """A header that differs between the server's clients is sent once this run has sent it."""
     made: Counter[str | None] = Counter()
 
     def make(url: str, *, headers: dict[str, str], **more: Any) -> EngineClient:

@@ -16,7 +16,7 @@ from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, LinkedTeam
 from flashmoa.observe import Listener, ignore
-from flashmoa.observe.trace import add_trace
+from flashmoa.observe.trace import add_trace, end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,13 @@ def link(
         )
     if unknown := [name for name in include if name not in workflow.executors]:
         raise ValueError(f"include names {unknown}; the workflow has {sorted(workflow.executors)}")
-    listener = add_trace(listener, trace, prompts=trace_prompts)
+    previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
+    listener = add_trace(
+        listener,
+        trace,
+        prompts=trace_prompts,
+        successor_of=previous.listener if previous is not None else None,
+    )
     return WorkflowLink(workflow, frozenset(include), listener)
 
 
@@ -83,6 +89,7 @@ class WorkflowLink(LinkedTeam):
                 "no agent of this workflow uses FlashMoAChatClient; there is nothing to link. Give "
                 "the agents one as their client."
             )
+        self.listener = listener
         self._workflow = workflow
         self._clients: set[FlashMoAChatClient] = set()
         self._planner = WorkflowLinkPlanner(workflow, include, listener, self._add_client)
@@ -122,6 +129,7 @@ class WorkflowLink(LinkedTeam):
         for client in self._clients:
             client.linked_workflows.discard(self)
         self._planner.end_all("closed")
+        end_trace(self.listener)
 
 
 def _find_calling_executor() -> Executor | None:

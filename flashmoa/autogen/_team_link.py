@@ -83,9 +83,13 @@ def link(  # noqa: PLR0913 - all but the team have a default
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
     previous: TeamLink | None = getattr(parts.owner, _LINK_ATTRIBUTE, None)
-    if previous is not None:
-        end_trace(previous._planner.listener)
-    return TeamLink(parts, settings, add_trace(listener, trace, prompts=trace_prompts))
+    listener = add_trace(
+        listener,
+        trace,
+        prompts=trace_prompts,
+        successor_of=previous.owned_listener if previous is not None else None,
+    )
+    return TeamLink(parts, settings, listener)
 
 
 def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
@@ -112,12 +116,19 @@ class TeamLink(LinkedTeam):
     """Links one team and the teams within it, until it or the team's clients are closed.
 
     Use :func:`link` to make one.
+
+    Attributes:
+        owned_listener: receives its events; ``None`` for a team within a linked team, whose events
+            go to the listener of that one.
     """
 
-    def __init__(self, parts: TeamParts, settings: Settings, listener: Listener) -> None:
+    def __init__(
+        self, parts: TeamParts, settings: Settings, listener: Listener, *, is_inner: bool = False
+    ) -> None:
+        self.owned_listener = None if is_inner else listener
         self._clients = _find_clients(parts)
         inner = {
-            (team.reader or team.owner).name: TeamLink(team, settings, listener)
+            (team.reader or team.owner).name: TeamLink(team, settings, listener, is_inner=True)
             for team in _find_inner_teams(parts)
         }
         self._inner = list(inner.values())
@@ -161,6 +172,8 @@ class TeamLink(LinkedTeam):
         for client in self._clients:
             client.observers.remove(self)
         self._planner.end_all("closed")
+        if self.owned_listener is not None:
+            end_trace(self.owned_listener)
 
 
 def _get_parts(team: Any) -> TeamParts:

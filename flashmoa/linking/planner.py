@@ -21,7 +21,6 @@ from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.run_state import Attempt, RunState
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
-from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +173,6 @@ class LinkPlanner(CallOwner):
         self._links.end_all(reason)
         self.own_turns.clear()
         self._run.end_run()
-        if reason == "closed":  # Its adapter's link has ended.
-            end_trace(self.listener)
 
     async def _plan(self) -> None:
         await anyio.sleep(DELIVERY_SECONDS)

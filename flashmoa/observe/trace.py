@@ -91,10 +91,13 @@ class Trace:
 class _TracedListener:
     """Passes events to a trace and to a listener; neither raises exceptions."""
 
-    def __init__(self, listener: Listener, path: Path | str, *, prompts: bool) -> None:
+    def __init__(
+        self, listener: Listener, path: Path | str, *, prompts: bool, successor_of: Listener | None
+    ) -> None:
         self._place = Path(path).resolve()
         with _lock:
-            is_written = any(other._place == self._place for other in _open)
+            others = [other for other in _open if other is not successor_of]
+            is_written = any(other._place == self._place for other in others)
             trace = Trace(path, prompts=prompts, replace=not is_written)
             _open.add(self)
         self._pass_on = both(contained(trace), contained(listener))
@@ -107,7 +110,13 @@ class _TracedListener:
 _open: WeakSet[_TracedListener] = WeakSet()
 
 
-def add_trace(listener: Listener, path: Path | str | None, *, prompts: bool) -> Listener:
+def add_trace(
+    listener: Listener,
+    path: Path | str | None,
+    *,
+    prompts: bool,
+    successor_of: Listener | None = None,
+) -> Listener:
     """Return a listener that also writes a trace if ``path`` is given.
 
     An existing trace is replaced, unless others of this process are writing it: then all write to
@@ -116,13 +125,14 @@ def add_trace(listener: Listener, path: Path | str | None, *, prompts: bool) -> 
 
     Args:
         prompts: see :class:`Trace`.
+        successor_of: a listener whose trace may be replaced although it has not ended.
 
     Raises:
         OSError, ValueError: see :class:`Trace`.
         ValueError: if prompts are wanted, but no trace.
     """
     if path is not None:
-        return _TracedListener(listener, path, prompts=prompts)
+        return _TracedListener(listener, path, prompts=prompts, successor_of=successor_of)
     if prompts:
         raise ValueError("trace_prompts=True records prompts in a trace; give trace=FILE, too")
     return contained(listener)

@@ -224,8 +224,22 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _group_exists(leader: int) -> bool:
+    """Return whether a process of a group runs.
+
+    Those that have ended do not count, though their parent has not waited for them yet: orphans
+    become children of the first process, which may take its time, or never do it in a container.
+    """
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
         return False
-    return True
+    return any(_runs_in_group(process, leader) for process in Path("/proc").glob("[0-9]*"))
+
+
+def _runs_in_group(process: Path, leader: int) -> bool:
+    try:
+        # The name before it is in parentheses, and may contain any characters.
+        state, _parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(group) == leader and state not in ("Z", "X")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
-# Other processes may use the same core. So there are rounds until the two least times agree.
+# Other processes may use the same core. So each time is taken until the two least ones agree.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _AGREE = 1.1
 _DECODE_STEPS = 8
@@ -51,20 +51,22 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
     answers: dict[int, list[float]] = {1: [], 1 + _DECODE_STEPS: []}
     for rounds in range(1, _MOST_ROUNDS + 1):
         for tokens, seconds in answers.items():
-            await _until_idle(engine)
-            seconds.append(await timed.time_answer(tokens))
+            if rounds <= _LEAST_ROUNDS or not _is_steady(seconds):
+                await _until_idle(engine)
+                seconds.append(await timed.time_answer(tokens))
         # Under the overlap schedule, a decode step of the answer is still running. The next forward
         # would have to wait for it.
         await timed.time_forward([0])
         for size in sizes:
-            await _until_idle(engine)
-            ids = dice.choices(range(engine.vocabulary), k=size)
-            forward = await timed.time_forward(ids)
-            forwards.setdefault(size, []).append(forward.seconds)
             hides_transfers = True
-            if forward.layers is not None:
-                layers.append(forward.layers)
-                hides_transfers = forward.layers.hides_transfers
+            if rounds <= _LEAST_ROUNDS or layers or not _is_steady(forwards.get(size, [])):
+                await _until_idle(engine)
+                ids = dice.choices(range(engine.vocabulary), k=size)
+                forward = await timed.time_forward(ids)
+                forwards.setdefault(size, []).append(forward.seconds)
+                if forward.layers is not None:
+                    layers.append(forward.layers)
+                    hides_transfers = forward.layers.hides_transfers
             # Two sizes are always measured. The least time counts, because this forward may have
             # been slow only because the machine was busy.
             longest = _LONG_SECONDS * slowdown

@@ -2,7 +2,8 @@
 # make test    set everything up and pass the tests (about thirteen minutes)
 # make test-slow   the tests that take long and seldom break (another half an hour)
 # make test-all    both; what continuous integration runs
-# make soak    ten thousand prompt streams: nothing grows (minutes)
+# make soak    ten thousand prompt streams: nothing grows; fifty random programs of
+#              each framework answer the same linked (another half an hour)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
@@ -63,8 +64,9 @@ test-slow: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
 
 test-all: test test-slow
 
-soak: $(READY)
-	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/integration/plugin/test_soak.py -s
+soak: $(READY) .venvs/frameworks/.ready
+	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest -m slow tests/integration/plugin/test_soak.py -s
+	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest -m slow tests/integration/openai -k "random_programs or newest_frameworks" -s
 
 test-releases: $(RELEASE_TESTS)
 

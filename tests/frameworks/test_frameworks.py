@@ -20,6 +20,7 @@ from flashmoa.observe.calls import calls
 from flashmoa.openai import link
 from tests.integration.openai.programs import (
     BODY,
+    PROGRAMS,
     SETTINGS,
     Agent,
     Clients,
@@ -32,7 +33,6 @@ from tests.integration.openai.programs import (
 pytestmark = pytest.mark.anyio
 
 TASK = "Plan three days in Nepal for two people."
-RUNS = 50
 TOKENS = SETTINGS["max_tokens"]
 
 Program = Callable[[], Awaitable[list[str]]]
@@ -161,7 +161,7 @@ async def test_random_programs_answer_the_same_linked(
     make: Callable[[Rounds, Clients, str], Program], clients: Clients, guide: str
 ) -> None:
     events: list[Event] = []
-    for seed in range(RUNS):
+    for seed in range(PROGRAMS):
         program = make(random_program(seed), clients, guide[:2000])
         name = f"{make.__name__} {seed}"
         unlinked = await program()
@@ -174,5 +174,5 @@ async def test_random_programs_answer_the_same_linked(
     row = (len(made), len(linked), len(late), len(declined))
     print(f"{make.__name__}: %d calls, %d linked, %d late, %d declined, texts the same" % row)
     # The first call of each run, and those that are made together with it, cannot be linked.
-    first = sum(len(random_program(seed)[0]) for seed in range(RUNS))
+    first = sum(len(random_program(seed)[0]) for seed in range(PROGRAMS))
     assert len(linked) >= 0.9 * (len(made) - first - len(late))

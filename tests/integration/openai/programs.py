@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from flashmoa.observe import Event, LinkClosed
 from flashmoa.observe.calls import calls
 from flashmoa.openai import AsyncOpenAI, run
 
+# How many random programs are run of each kind; 50 with ``make soak``.
+PROGRAMS = int(os.environ.get("FLASHMOA_PROGRAMS", "10"))
 SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 48}
 BODY = {"ignore_eos": True}
 

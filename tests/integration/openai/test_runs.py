@@ -17,6 +17,7 @@ from flashmoa.observe.trace import read
 from flashmoa.openai import AsyncOpenAI, link, run
 from tests.integration.openai.programs import (
     BODY,
+    PROGRAMS,
     SETTINGS,
     Agent,
     Clients,
@@ -156,13 +157,13 @@ async def test_a_server_without_the_plugin_prefills_in_steps_unless_told_not_to(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_fifty_random_programs_answer_the_same_linked(clients: Clients, guide: str) -> None:
+async def test_random_programs_answer_the_same_linked(clients: Clients, guide: str) -> None:
     async def call(agent: Agent, content: str) -> str:
         chosen = clients.first if agent.is_first else clients.second
         return await ask(chosen, f"{guide[:2000]}\n{agent.role}", content, stream=agent.streams)
 
     reasons: list[str] = []
-    for seed in range(50):
+    for seed in range(PROGRAMS):
         program = partial(play, random_program(seed), call, TASK)
         unlinked = await program()
         await play_linked(f"random {seed}", program)

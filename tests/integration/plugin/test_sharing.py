@@ -26,6 +26,8 @@ pytestmark = pytest.mark.anyio
 SHARED = 2000
 OWN = 40
 REQUESTS = 16
+# Prompt tokens in a forward, where prompts are cut into chunks.
+CHUNK = 512
 # The largest allowed ratio of computed prompt tokens to unique ones.
 DUPLICATES = 1.01
 WAYS = {
@@ -33,7 +35,7 @@ WAYS = {
     "pages of 16, lpm": ["--page-size", "16", "--schedule-policy", "lpm"],
     "level by level": ["--flashmoa-intra-turn", "level", "--schedule-policy", "dfs-weight"],
     "without the overlap schedule": ["--disable-overlap-schedule"],
-    "chunks of 512": ["--chunked-prefill-size", "512", "--page-size", "16"],
+    "chunks": ["--chunked-prefill-size", str(CHUNK), "--page-size", "16"],
 }
 
 
@@ -111,7 +113,10 @@ async def test_sixteen_requests_compute_shared_tokens_once(
 
 
 async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
-    client: EngineClient, texts: list[str], words: Callable[[int, int], str]
+    request: pytest.FixtureRequest,
+    client: EngineClient,
+    texts: list[str],
+    words: Callable[[int, int], str],
 ) -> None:
     """The requests arrive while the engine is busy, so that they are all in one batch."""
     await client.flush_cache()
@@ -127,8 +132,10 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
     avoided = (await fetch_kv_state(client)).duplicates_avoided - before
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
-    # If they wait for each other's chunks, most shared tokens are cached before they are counted.
-    assert avoided >= SHARED
+    # If they wait for each other, most shared tokens are cached before they are counted. A request
+    # for which a chunk has no room would wait without the plugin, too.
+    in_chunks = request.node.callspec.params["sharing_engine"] == "chunks"
+    assert avoided >= (CHUNK if in_chunks else 2 * SHARED)
 
 
 async def test_streams_compute_shared_tokens_once(client: EngineClient, texts: list[str]) -> None:

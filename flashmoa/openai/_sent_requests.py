@@ -75,27 +75,40 @@ def headers_now(
 
     Raises: NotForecastable if the key is left out.
     """
-    headers, of_clients = dict[str, str](), _headers_of_open_clients(request.url)
+    headers: dict[str, str] = {}
     for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
-        earlier = request.headers.get(name)
-        there = [
-            now.headers.get(name)
-            for before, now in sent
-            if before.url == now.url == request.url and before.headers.get(name) == earlier
-        ]
-        anywhere = [earlier] if any(now.headers.get(name) == earlier for _, now in sent) else []
-        of_all = (
-            [earlier] if of_clients and all(of.get(name) == earlier for of in of_clients) else []
-        )
-        known = there or anywhere or of_all
+        known = _known_values(name, request, sent)
         if known and (value := known[-1]) is not None:
             headers[name] = value
+        earlier = request.headers.get(name)
         if name == "authorization" and not known and earlier not in (None, _NO_KEY):
             raise NotForecastable(
                 "its key in the run before is none that this run has sent so far, nor that of all "
                 "clients that are open, and may be another user's"
             )
     return headers
+
+
+def _known_values(
+    name: str, request: SentRequest, sent: Sequence[tuple[SentRequest, SentRequest]]
+) -> list[str | None]:
+    """Return values that a header may have in this run, the likeliest last; none if unknown.
+
+    ``None`` among them: the request has no such header.
+    """
+    earlier = request.headers.get(name)
+    there = [
+        now.headers.get(name)
+        for before, now in sent
+        if before.url == now.url == request.url and before.headers.get(name) == earlier
+    ]
+    if there:
+        return there
+    if any(now.headers.get(name) == earlier for _, now in sent):
+        return [earlier]
+    of_clients = _headers_of_open_clients(request.url)
+    is_of_all = of_clients and all(of.get(name) == earlier for of in of_clients)
+    return [earlier] if is_of_all else []
 
 
 def _headers_of_open_clients(url: str) -> list[Mapping[str, str]]:

@@ -1,0 +1,26 @@
+"""Test when a local engine counts as running, with other processes in its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from flashmoa.engine.local import LocalEngine
+
+
+def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:
+    """Although nobody has waited for the processes, as in a container without an init process."""
+    code = "import subprocess, sys; subprocess.Popen(['cat']).wait()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+    )
+    engine = LocalEngine(process.pid, 1, tmp_path / "engine.log")
+    assert engine.is_running()
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not engine.is_running()
+    process.wait()
+    assert not engine.is_running()

@@ -80,6 +80,9 @@ class WorkflowLink(LinkedTeam):
     """Links one workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
+
+    Attributes:
+        listener: receives its events.
     """
 
     def __init__(self, workflow: Workflow, include: Collection[str], listener: Listener) -> None:

@@ -49,9 +49,9 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
     layers: list[LayerTimes] = []
     # The seconds of whole answers, by their numbers of tokens.
     answers: dict[int, list[float]] = {1: [], 1 + _DECODE_STEPS: []}
-    for rounds in range(1, _MOST_ROUNDS + 1):
+    for _ in range(_MOST_ROUNDS):
         for tokens, seconds in answers.items():
-            if rounds <= _LEAST_ROUNDS or not _is_steady(seconds):
+            if not _is_steady(seconds):
                 await _until_idle(engine)
                 seconds.append(await timed.time_answer(tokens))
         # Under the overlap schedule, a decode step of the answer is still running. The next forward
@@ -59,7 +59,7 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
         await timed.time_forward([0])
         for size in sizes:
             hides_transfers = True
-            if rounds <= _LEAST_ROUNDS or layers or not _is_steady(forwards.get(size, [])):
+            if layers or not _is_steady(forwards.get(size, [])):
                 await _until_idle(engine)
                 ids = dice.choices(range(engine.vocabulary), k=size)
                 forward = await timed.time_forward(ids)
@@ -73,7 +73,7 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
             if hides_transfers and size != sizes[0] and min(forwards[size]) > longest:
                 break
         measured = [*forwards.values(), *answers.values()]
-        if rounds >= _LEAST_ROUNDS and all(map(_is_steady, measured)):
+        if all(map(_is_steady, measured)):
             break
     shorter, longer = (min(seconds) / slowdown for seconds in answers.values())
     points = tuple((size, min(seconds) / slowdown) for size, seconds in forwards.items())
@@ -126,7 +126,7 @@ def _medians(times: dict[tuple[int, int], list[float]]) -> dict[tuple[int, int],
 
 
 def _is_steady(times: list[float]) -> bool:
-    return len(times) > 1 and sorted(times)[1] <= _AGREE * min(times)
+    return len(times) >= _LEAST_ROUNDS and sorted(times)[1] <= _AGREE * min(times)
 
 
 async def _until_idle(engine: Engine) -> None:

@@ -34,3 +34,13 @@ async def test_workflows_share_a_trace_until_their_links_are_closed(tmp_path: Pa
     assert read(file) == events
     await link(chain(), trace=file).close()
     assert read(file) == []
+
+
+async def test_linking_a_workflow_again_replaces_its_trace(tmp_path: Path) -> None:
+    file, workflow = tmp_path / "run.jsonl", chain()
+    event = LinkDeclined(agent="1", engine="", reason="test")
+    link(workflow, trace=file)._planner.listener(event)
+    assert read(file) == [event]
+    second = link(workflow, trace=file)
+    assert read(file) == []
+    await second.close()

@@ -11,7 +11,7 @@ from flashmoa.engine.local import LocalEngine
 
 
 def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:
-    """Although nobody has waited for the processes, as in a container without an init process."""
+    """Ended processes do not count, though nobody waits for them, as in some containers."""
     code = "import subprocess, sys; subprocess.Popen(['cat']).wait()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True

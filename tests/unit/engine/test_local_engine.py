@@ -24,3 +24,22 @@ def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None
     assert not engine.is_running()
     process.wait()
     assert not engine.is_running()
+
+
+def test_an_engine_runs_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+    """A killed process is shown as a zombie while threads of it still hold its sockets."""
+    code = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start()"
+    code += "; ctypes.CDLL(None).pthread_exit(None)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None
+    status = Path(f"/proc/{process.pid}/status")
+    while "State:\tZ" not in status.read_text():
+        os.sched_yield()
+    assert LocalEngine(process.pid, 1, tmp_path / "engine.log").is_running()
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not LocalEngine(process.pid, 1, tmp_path / "engine.log").is_running()
+    process.wait()
+    process.stdin.close()

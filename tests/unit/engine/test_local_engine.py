@@ -11,7 +11,7 @@ from flashmoa.engine.local import LocalEngine
 
 
 def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:
-    """Ended processes do not count, though nobody waits for them, as in some containers."""
+    """Count no ended process, though nobody has waited for it, as in some containers."""
     code = "import subprocess, sys; subprocess.Popen(['cat']).wait()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
@@ -27,7 +27,7 @@ def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None
 
 
 def test_an_engine_runs_until_its_last_thread_has_ended(tmp_path: Path) -> None:
-    """A killed process is shown as a zombie while threads of it still hold its sockets."""
+    """Count a process that is shown as a zombie while a thread of it may hold its sockets."""
     code = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start()"
     code += "; ctypes.CDLL(None).pthread_exit(None)"
     process = subprocess.Popen(

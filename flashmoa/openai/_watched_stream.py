@@ -31,7 +31,10 @@ def watch(response: Any, observer: CallObserver, http_module: Any) -> Any:
                     # Observers get the text before the reader may act upon it.
                     answer.feed(data)
                     yield data
-            except Exception as error:
+            except GeneratorExit:  # The reader has left.
+                answer.end()
+                raise
+            except BaseException as error:
                 answer.end(error)
                 raise
             answer.complete()

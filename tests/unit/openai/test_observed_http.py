@@ -8,6 +8,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -29,6 +30,7 @@ from tests.unit.openai.fake_server import (
 )
 
 pytestmark = pytest.mark.anyio
+EVENTS = {"content-type": "text/event-stream"}
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
 
 
@@ -173,6 +175,32 @@ class Recorder(CallObserver):
 
     def on_failure(self, error: BaseException) -> None:
         self.found.append(error)
+
+
+class Unending(httpx.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield f"data: {json.dumps(chunks()[0])}\n\n".encode()
+        await anyio.sleep_forever()
+
+
+async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
+    """Nobody may close the response afterwards."""
+    response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
+    response.stream = watch(response, recorder, httpx)
+    with anyio.CancelScope() as scope:
+        async for _ in response.aiter_bytes():
+            scope.cancel()
+    assert len(recorder.found) == 2 and isinstance(
+        recorder.found[1], anyio.get_cancelled_exc_class()
+    )
+
+
+async def test_an_answer_whose_reader_leaves_has_ended() -> None:
+    response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
+    pieces = aiter(watch(response, recorder, httpx))
+    await anext(pieces)
+    await pieces.aclose()
+    assert recorder.found[0] == WORDS[0] and len(recorder.found) == 2
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])

@@ -251,8 +251,7 @@ class Workflow:
             try:
                 if pending.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
-                    # None stands for the namespace of the engine's client.
-                    namespace = kv_namespace(parameters) or None
+                    namespace = {**engine.namespace, **kv_namespace(parameters)}
                     self._link(pending, engine, parameters.get("tools"), template_args, namespace)
                 await self._send(answer, pending, engine, parameters, report)
             except BaseException as error:

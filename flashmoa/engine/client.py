@@ -43,7 +43,8 @@ class EngineClient:
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
             that of a link, once the client has vanished.
         namespace: the namespace of its prompt streams' KV, as :func:`kv_namespace` returns it.
-        model: the served model's name, for servers that require it.
+        model: the served model's name, for servers that require it; an adapter in it is part of the
+            namespace.
         without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
             a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
 
@@ -66,7 +67,7 @@ class EngineClient:
         without_plugin: WithoutPlugin = "prefill",
     ) -> None:
         self.url = engine_url(base_url)
-        self.namespace = dict(namespace or {})
+        self.namespace = {**wire.kv_namespace({"model": model}), **(namespace or {})}
         self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
         self._model = model or "default"
         self.without_plugin = check_choice(without_plugin)
@@ -223,11 +224,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def chat(
-        self,
-        messages: Messages,
-        *,
-        prompt_stream_id: str | None = None,
-        **parameters: Any,
+        self, messages: Messages, *, prompt_stream_id: str | None = None, **parameters: Any
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         """Stream a chat completion. Leaving the context aborts it.
 

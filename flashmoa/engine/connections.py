@@ -6,7 +6,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from math import isfinite
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -197,14 +197,24 @@ async def stream_events(
 
     Raises: EngineError if there is no answer, or the answer is an error or not a stream of events.
     """
-    with translate_errors(url):
-        async with http.stream("POST", path, json=_without_none(body)) as response:
+    async with AsyncExitStack() as stack:
+        # Not around the yield: what the user of the events raises is not the engine's fault.
+        with translate_errors(url):
+            sending = http.stream("POST", path, json=_without_none(body))
+            response = await stack.enter_async_context(sending)
             if response.is_error:
                 await response.aread()
                 raise make_refusal(response, url)
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                raise bad_answer(url, path)
-            yield read_events(response)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            raise bad_answer(url, path)
+        yield _read_events(response, url)
+
+
+async def _read_events(response: httpx.Response, url: str) -> AsyncGenerator[dict[str, Any]]:
+    with translate_errors(url):
+        async with aclosing(read_events(response)) as events:
+            async for event in events:
+                yield event
 
 
 def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:

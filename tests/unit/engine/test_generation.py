@@ -31,6 +31,21 @@ async def test_only_line_feeds_end_the_lines_of_events() -> None:
         assert "".join([delta.text async for delta in deltas]) == TEXT
 
 
+async def test_errors_of_the_readers_own_requests_are_not_blamed_on_the_engine() -> None:
+    async with faulty_engine() as engine, EngineClient(engine.url) as client:
+        with pytest.raises(httpx.ConnectError, match="its own server"):
+            async with client.chat([{"role": "user", "content": "Go."}]) as deltas:
+                async for _ in deltas:
+                    raise httpx.ConnectError("its own server")
+
+
+async def test_streams_of_an_adapters_model_name_are_in_its_namespace() -> None:
+    async with EngineClient("http://engine", model="base:adapter") as client:
+        assert client.namespace == {"model": "base:adapter"}
+    async with EngineClient("http://engine", model="base") as client:
+        assert client.namespace == {}
+
+
 @pytest.mark.parametrize(
     ("event", "status", "text"),
     [

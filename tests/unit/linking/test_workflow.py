@@ -30,6 +30,7 @@ class Engine:
     url = "http://engine"
 
     def __init__(self) -> None:
+        self.namespace: dict[str, str] = {}
         self.contents: list[object] = []
 
     @asynccontextmanager

@@ -69,7 +69,7 @@ class LearnedLinkPlanner(LinkPlanner):
         known = recorded.key in self._learned.example or recorded.follows is not None
         engine_request = CallRequest(request.url, request.model, hold_reason)
         call = self.begin(recorded.key, engine_request, rewrite_reason=None, linkable=known)
-        return LearnedCall(call, recorded)
+        return LearnedCall(call, self._learned, recorded)
 
     async def close(self, *, learn: bool) -> None:
         """End the run and every link, and wait until the engines have their KV back.
@@ -160,8 +160,9 @@ class LearnedLinkPlanner(LinkPlanner):
 class LearnedCall(CallObserver):
     """Records the answer to a request, in addition to what a linked call does."""
 
-    def __init__(self, call: LinkedCall, recorded: RecordedCall) -> None:
+    def __init__(self, call: LinkedCall, learned: LearnedRun, recorded: RecordedCall) -> None:
         self._call = call
+        self._learned = learned
         self._recorded = recorded
         self.prompt_stream_id = call.prompt_stream_id
         self.expected_output_tokens = call.expected_output_tokens
@@ -173,7 +174,7 @@ class LearnedCall(CallObserver):
         self._call.on_text(text)
 
     def on_finish(self, result: CallResult) -> None:
-        self._recorded.is_complete = True
+        self._learned.complete(self._recorded)
         self._recorded.answer = result.text if result.is_forwarded else None
         self._recorded.tool_answer = cast("Message | None", result.tool_calls)
         self._call.on_finish(result)

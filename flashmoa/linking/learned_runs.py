@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +69,8 @@ class RecordedCall:
     Attributes:
         key: the call's name, unique in its run; the same call of another run has the same.
         name: the name of the agent that made it.
-        after: the keys of the calls that were complete when it began.
-        is_complete: whether its answer is complete.
+        after: how many calls were complete when it began.
+        completed: how many were complete before its own answer was; ``None`` before that.
         answer: the text of its answer; ``None`` before that, and if it is a tool call.
         has_failed: whether the request failed.
         differed: where its messages were not as an earlier run had them, if they were not. What
@@ -82,8 +83,8 @@ class RecordedCall:
     key: str
     name: str
     request: RecordedRequest
-    after: frozenset[str]
-    is_complete: bool = False
+    after: int
+    completed: int | None = None
     answer: str | None = None
     has_failed: bool = False
     differed: Divergence | None = None
@@ -117,6 +118,7 @@ class LearnedRun:
         # Runs at the same time may replace the program's example.
         self.example = program.example
         self.calls: dict[str, RecordedCall] = {}
+        self._complete = 0  # How many of them are.
         calls = self.example.values()
         self._known = KnownTexts(
             {call.key: call.answer for call in calls if call.answer is not None},
@@ -135,8 +137,7 @@ class LearnedRun:
         key = self.next_key(before) if before is not None else None
         if key is None:
             key = self._likest(name, request) or self._new_key(name)
-        done = frozenset(other.key for other in self.calls.values() if other.is_complete)
-        call = RecordedCall(key, name, request, done)
+        call = RecordedCall(key, name, request, self._complete)
         if before is not None:
             call.follows = before.key
             self._learn_form(before, request)
@@ -144,6 +145,12 @@ class LearnedRun:
             self._learn_differences(call, before)
         self.calls[key] = call
         return call
+
+    def complete(self, call: RecordedCall) -> None:
+        """Note that the answer to a call is complete. Repeating this is harmless."""
+        if call.completed is None:
+            call.completed = self._complete
+            self._complete += 1
 
     def next_key(self, call: RecordedCall) -> str | None:
         """Return the key of the call that brings the results of a call's tools.
@@ -196,11 +203,11 @@ class LearnedRun:
         found: set[str] = set()
         for _ in range(steps):
             begun |= found
-            found |= {
-                key
-                for key, call in self.example.items()
-                if key not in begun and call.after <= begun
-            }
+            missing = [call for call in self.example.values() if call.key not in begun]
+            # A call needs those that were complete before it began.
+            completed = [call.completed for call in missing if call.completed is not None]
+            first = min(completed, default=math.inf)
+            found |= {call.key for call in missing if call.after <= first}
         return [key for key in self.example if key in found]
 
     def predict(self, key: str, texts: Mapping[str, str]) -> Messages:
@@ -223,10 +230,8 @@ class LearnedRun:
 
     def _find_failed(self, name: str, request: RecordedRequest) -> RecordedCall | None:
         """Return the failed call that a request repeats, if it repeats one."""
-        for call in self.calls.values():
-            if call.has_failed and call.name == name and call.request == request:
-                return call
-        return None
+        failed = (call for call in self.calls.values() if call.has_failed and call.name == name)
+        return next((call for call in failed if call.request == request), None)
 
     def _find_followed(self, request: RecordedRequest) -> RecordedCall | None:
         """Return the call whose tools' results a request brings, if it brings any."""

@@ -7,6 +7,7 @@ nothing is looked for twice in the same string. No I/O.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -90,27 +91,23 @@ def replace(string: str, parts: Iterable[tuple[str, str]]) -> str:
     Args:
         parts: each with its replacement. Of those that overlap, the first one is replaced.
     """
-    # Every second piece is a replacement, in which nothing is replaced again.
-    pieces = [string]
+    # Where the replaced parts start and end, in the order of the string, and what replaces them.
+    starts: list[int] = []
+    ends: list[int] = []
+    replacements: list[str] = []
     for part, replacement in parts:
-        pieces = [
-            new
-            for index, piece in enumerate(pieces)
-            for new in ([piece] if index % 2 else _cut(piece, part, replacement))
-        ]
-    return "".join(pieces)
-
-
-def _cut(string: str, part: str, replacement: str) -> list[str]:
-    """Cut a string at each occurrence of a part, and put the replacement between the pieces."""
-    pieces: list[str] = []
-    done = start = 0
-    while (at := string.find(part, start)) >= 0:
-        end = start = at + len(part)
-        if not _splits_word(string, at) and not _splits_word(string, end):
-            pieces += [string[done:at], replacement]
-            done = end
-    return [*pieces, string[done:]]
+        start = 0
+        while (at := string.find(part, start)) >= 0:
+            end = start = at + len(part)
+            place = bisect_right(ends, at)
+            if place < len(starts) and starts[place] < end:
+                start = ends[place]
+            elif not _splits_word(string, at) and not _splits_word(string, end):
+                starts.insert(place, at)
+                ends.insert(place, end)
+                replacements.insert(place, replacement)
+    kept = [string[end:start] for end, start in zip([0, *ends], [*starts, None], strict=True)]
+    return "".join(piece for pair in zip(kept, [*replacements, ""], strict=True) for piece in pair)
 
 
 def _splits_word(string: str, at: int) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
 
 PLAN = "Walk, eat and rest."
@@ -18,7 +21,8 @@ def make_request(*contents: str) -> RecordedRequest:
 def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:
     """Make one call of a run. Return its key."""
     call = run.begin(name, request)
-    call.is_complete, call.answer = True, answer
+    run.complete(call)
+    call.answer = answer
     return call.key
 
 
@@ -172,6 +176,34 @@ def test_failed_calls_are_not_learned() -> None:
     play(run, "check", make_request("Check"), "Fine.")
     run.finish()
     assert list(program.example) == ["check"]
+
+
+@given(st.lists(st.integers(0, 9), max_size=24), st.sets(st.integers(0, 9)), st.integers(1, 3))
+def test_the_calls_that_may_come_need_only_such_as_have_begun(
+    steps: list[int], begun: set[int], ahead: int
+) -> None:
+    """A number begins its call, the second time it completes it."""
+    program = Program()
+    run = LearnedRun(program)
+    done: set[str] = set()
+    needs: dict[str, set[str]] = {}
+    for step in steps:
+        name = f"agent {step}"
+        if name not in needs:
+            run.begin(name, make_request(name))
+            needs[name] = set(done)
+        else:
+            run.complete(run.calls[name])
+            done.add(name)
+    run.finish()
+    again = LearnedRun(program)
+    known = {f"agent {step}" for step in begun} & needs.keys()
+    for name in known:
+        again.begin(name, make_request(name))
+    expected: set[str] = set()
+    for _ in range(ahead):
+        expected |= {name for name, needed in needs.items() if needed <= known | expected}
+    assert set(again.upcoming(ahead)) == expected - known
 
 
 def test_a_tool_call_has_no_text_that_others_get() -> None:

@@ -38,7 +38,7 @@ def request(messages: Sequence[Any]) -> RecordedRequest:
 def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) -> RecordedCall:
     """Make one call of a run."""
     call = run.begin("agent", request(messages))
-    call.is_complete = True
+    run.complete(call)
     if isinstance(answer, str):
         call.answer = answer
     else:

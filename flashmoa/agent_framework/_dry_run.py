@@ -76,8 +76,10 @@ def make_response(
         raise NotForecastable(reason)
     name = cast("AgentExecutor", executor).agent.name
     answer = Message("assistant", [text], author_name=name)
+    # A context_filter may change the messages that it gets.
+    whole = [*map(_copy_message, conversation), answer]
     return AgentExecutorResponse(
-        executor.id, AgentResponse(messages=[answer]), full_conversation=[*conversation, answer]
+        executor.id, AgentResponse(messages=[answer]), full_conversation=whole
     )
 
 
@@ -116,6 +118,11 @@ async def dry_run(
             )
         if reason := _why_unpredictable(executor.agent):
             raise NotForecastable(reason)
+        if executor._context_mode == "custom":
+            raise NotForecastable(
+                f"its context_filter is code of your own; with include=[{executor.id!r}], it is "
+                "run on copies of the messages, to predict its prompt"
+            )
         if client_of(executor) is None:
             raise NotForecastable("its client is not a FlashMoAChatClient; give it one")
     shadow = _make_shadow(executor, included)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_framework import Agent, AgentExecutorResponse, Message, Workflow
+from agent_framework import Agent, AgentExecutor, AgentExecutorResponse, Message, Workflow
 from agent_framework.orchestrations import ConcurrentBuilder, SequentialBuilder
 
 from flashmoa.agent_framework import link
@@ -109,6 +109,34 @@ async def test_user_code_is_not_run_unless_included(clients: Pair, guide: str) -
     (declined,) = [event for event in events if isinstance(event, LinkDeclined)]
     assert declined.agent == "merge" and "include=['merge']" in declined.reason
     assert "merge" not in {event.agent for event in events if isinstance(event, LinkOpened)}
+
+
+async def test_a_context_filter_is_run_beforehand_only_if_included(
+    clients: Pair, guide: str
+) -> None:
+    ran: list[int] = []
+
+    def build() -> Workflow:
+        def keep_last(messages: list[Message]) -> list[Message]:
+            ran.append(len(messages))
+            messages[-1].additional_properties["seen"] = True
+            return messages[-1:]
+
+        writer, reader = agent("writer", clients[0], guide), agent("reader", clients[1], guide)
+        executor = AgentExecutor(reader, context_mode="custom", context_filter=keep_last)
+        return SequentialBuilder(participants=[writer, executor]).build()
+
+    plain = (await build().run(TASK)).get_outputs()[-1].text
+    for include, status in [([], None), (["reader"], "hit")]:
+        ran.clear()
+        events: list[Event] = []
+        workflow = build()
+        link(workflow, include=include, listener=events.append)
+        assert (await workflow.run(TASK)).get_outputs()[-1].text == plain
+        assert statuses(events) == {"writer": None, "reader": status}
+        reasons = [event.reason for event in events if isinstance(event, LinkDeclined)]
+        assert [("context_filter" in reason) for reason in reasons] == ([] if include else [True])
+        assert len(ran) == 1 if not include else len(ran) > 1
 
 
 async def test_an_aggregator_that_calls_a_client_directly_is_linked(

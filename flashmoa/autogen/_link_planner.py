@@ -101,13 +101,13 @@ class TeamLinkPlanner(LinkPlanner):
         """Return the agents that the manager waits for, the inner teams, and ``SUMMARY``."""
         return self._members.active_speakers() | {SUMMARY} | self._inner.keys()
 
-    def take_link(self, agent: str) -> Link | None:
+    def take_link(self, agent: str, url: str) -> Link | None:
         """Return the link to the prompt of a call that has arrived, and hold it no longer.
 
         The link to a ``SocietyOfMindAgent``'s call is held by its inner team's planner.
         """
         inner = self._inner.get(agent)
-        return super().take_link(agent) if inner is None else inner.take_link(SUMMARY)
+        return super().take_link(agent, url) if inner is None else inner.take_link(SUMMARY, url)
 
     def call_finished(self, call: LinkedCall) -> None:
         """Plan again once the message is delivered, if a prompt depends on the order of messages.

@@ -95,6 +95,8 @@ class Link:
             expected_output_tokens=expected_output_tokens,
         )
         self._end_reason: str | None = None
+        # Whether it has ended because no request came in time.
+        self.has_expired = False
         # When each slot last received text, by the event loop's clock.
         self._last_text_at: dict[str, float] = {}
 
@@ -223,7 +225,7 @@ class Link:
                 level = logging.DEBUG if failure in _logged_failures else logging.WARNING
                 _logged_failures.add(failure)
                 text = "The link to %s has ended: %s. Its request is sent all the same."
-                logger.log(level, text, self.agent, f"{error}".removesuffix("."))
+                logger.log(level, text, self.agent, str(error).removesuffix("."))
 
     async def _feed_plain_engine(self, problem: PluginMissing) -> None:
         """Prefill in steps. Raises: PluginMissing if that is off, or there is no route for it."""
@@ -248,28 +250,27 @@ class Link:
     def _report_state(self, state: StreamState) -> None:
         """Report an answer of the engine as an event; the first answer opened the stream."""
         if state.next_seq == 0:
-            upstream = tuple(slot.name for slot in self.prompt.slots)
-            opened = LinkOpened(
+            event = LinkOpened(
                 agent=self.agent,
                 engine=self.engine.url,
-                upstream=upstream,
+                upstream=tuple(slot.name for slot in self.prompt.slots),
                 stream_id=state.id,
                 plain=self._feed is self._plain_feed,
             )
-            self._listener(opened)
-            return
-        advanced = LinkAdvanced(
-            agent=self.agent,
-            engine=self.engine.url,
-            stream_id=state.id,
-            received_tokens=state.received_tokens,
-            prefilled_tokens=state.prefilled_tokens,
-        )
-        self._listener(advanced)
+        else:
+            event = LinkAdvanced(
+                agent=self.agent,
+                engine=self.engine.url,
+                stream_id=state.id,
+                received_tokens=state.received_tokens,
+                prefilled_tokens=state.prefilled_tokens,
+            )
+        self._listener(event)
 
     async def _wait_for_request(self) -> None:
         with anyio.move_on_after(self._unused_seconds):
             await self._feed.hold()
+        self.has_expired = not self.is_over
         self.end("unused")
 
     async def _release(self) -> None:

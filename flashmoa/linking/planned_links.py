@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient, MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.link import Link
-from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
+from flashmoa.linking.placeholders import UNCERTAIN, NotForecastable, Placeholders
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.prompt_feed import forget_plugin
 
@@ -76,9 +76,14 @@ class Forecast:
         """Build the prompt.
 
         Raises:
-            EngineError: if the engine cannot render it.
+            NotForecastable: if the engine refuses it.
+            EngineError: if the engine cannot render it for another reason.
         """
-        return self.placeholders.build_prompt(*[await render() for render in self.renders])
+        try:
+            texts = [await render() for render in self.renders]
+        except (MalformedRequest, PromptTooLarge) as refusal:
+            raise NotForecastable(f"its engine refused the prompt: {refusal}") from refusal
+        return self.placeholders.build_prompt(*texts)
 
 
 class PlannedLinks:
@@ -106,13 +111,15 @@ class PlannedLinks:
         """Add a link that was made from a forecast."""
         self._links[forecast.turn.agent] = link, forecast
 
-    def take(self, agent: str) -> Link | None:
-        """Remove the link for a call of an agent, and return it.
+    def take(self, agent: str, url: str) -> Link | None:
+        """Remove the link for a call of an agent to the engine at ``url``, and return it.
 
         A link that was made for a different call is ended instead, and ``None`` returned.
         """
         link, forecast = self._links.pop(agent, (None, None))
-        if link is None or forecast is None or self._is_as_forecast(link, forecast):
+        if link is None or forecast is None:
+            return link
+        if link.engine.url == url and self._is_as_forecast(link, forecast):
             return link
         link.end("mispredicted")
         return None
@@ -166,6 +173,11 @@ class PlannedLinks:
             return None
         self._links[agent] = link, forecast
         return link
+
+    def has_expired(self, agent: str, prompt: Prompt) -> bool:
+        """Return whether no request came in time for a link to this prompt of an agent."""
+        link, _ = self._links.get(agent, (None, None))
+        return link is not None and link.has_expired and _is_same(link.prompt, prompt)
 
     def are_of_this_run(self) -> bool:
         """Return whether there are links and the team was not reset since they were made."""

@@ -85,9 +85,9 @@ class LinkPlanner(CallOwner):
         """Return the agents whose links are kept although :meth:`upcoming` does not name them."""
         return set()
 
-    def take_link(self, agent: str) -> Link | None:
-        """Remove the link to the prompt of a call that is about to be sent, and return it."""
-        return self._links.take(agent)
+    def take_link(self, agent: str, url: str) -> Link | None:
+        """Remove the link for a call that is about to be sent to ``url``, and return it."""
+        return self._links.take(agent, url)
 
     async def after_run(self) -> None:
         """Do nothing; a subclass may plan for the team's next run when a run has ended."""
@@ -104,7 +104,7 @@ class LinkPlanner(CallOwner):
         run = self._run
         run.changes += 1
         self.own_turns.drop(agent)
-        own_link = self.take_link(agent)
+        own_link = self.take_link(agent, request.engine)
         attempt = run.attempts.get(agent)
         unplanned = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
         missed_link = own_link is None and unplanned and linkable
@@ -233,7 +233,9 @@ class LinkPlanner(CallOwner):
                 attempts[agent] = Attempt.UNFINISHED
             if changes != self._run.changes or not self._run.is_current(turn):
                 return
-            if link := self._links.extend(prompt, forecast):
+            if self._links.has_expired(agent, prompt):
+                self._run.drop_unfinished_attempt(agent)
+            elif link := self._links.extend(prompt, forecast):
                 self._follow_running(link)
             else:
                 await self._open(forecast, prompt, changes)

@@ -136,6 +136,10 @@ class PromptFeed:
                 stream is gone, since then its request has overtaken an append.
         """
         first = self._prompt.take()
+        while not first and not self._stopped and not self._prompt.is_complete:
+            # The prompt begins with a text that is not written yet.
+            await self._wait_for_change()
+            first = self._prompt.take()
         if self._stopped or not first:
             return
         state = await self._open(first)

@@ -75,6 +75,24 @@ async def test_a_failing_upstream_aborts_or_finalizes_its_link(
     await wait_until_idle(client)
 
 
+async def test_a_prompt_that_begins_with_a_text_still_to_come_is_linked(
+    client: EngineClient, words: Words
+) -> None:
+    link = Link(client, Prompt([Slot("A"), " go"]), agent="B")
+    async with anyio.create_task_group() as group:
+        group.start_soon(link.run)
+        await anyio.wait_all_tasks_blocked()
+        text = words(100, 86)
+        link.feed("A", text)
+        link.close_slot("A")
+        with anyio.fail_after(30):
+            while link.stream_id is None:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        _, usage = await generate(client, f"{text} go", 3, link.claim())
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+    await wait_until_idle(client)
+
+
 async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: Words) -> None:
     link = Link(client, Prompt([words(100, 82), Slot("A")]), agent="B")
     async with anyio.create_task_group() as group:

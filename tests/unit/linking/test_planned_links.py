@@ -47,9 +47,18 @@ async def test_a_complete_link_is_used_if_its_agent_received_what_was_forecast(
 ) -> None:
     links = held(engine, Prompt(["known"]), received)
     (link,) = links.all()
-    assert (links.take("b") is link) is is_used
+    assert (links.take("b", engine.url) is link) is is_used
     assert link.is_over is not is_used
-    assert links.take("b") is None
+    assert links.take("b", engine.url) is None
+
+
+async def test_a_link_on_another_engine_than_the_call_goes_to_is_not_used(
+    engine: EngineClient,
+) -> None:
+    links = held(engine, Prompt(["known"]), received=1)
+    (link,) = links.all()
+    assert links.take("b", "http://elsewhere") is None
+    assert link.is_over and not links.all()
 
 
 @pytest.mark.parametrize(("received", "is_used"), [(5, True), (0, True), (None, False)], ids=str)
@@ -57,7 +66,7 @@ async def test_an_uncertain_link_is_used_unless_its_team_was_reset(
     engine: EngineClient, received: int | None, is_used: bool
 ) -> None:
     links = held(engine, Prompt(["known", Slot(UNCERTAIN)]), received, expected=0)
-    assert (links.take("b") is not None) is is_used
+    assert (links.take("b", engine.url) is not None) is is_used
 
 
 async def test_a_waiting_link_is_not_used_after_unforecast_messages(

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from flashmoa import EngineClient
-from flashmoa.engine import EngineInfo, PluginMissing
+from flashmoa.engine import EngineError, EngineInfo, MalformedRequest, PluginMissing
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallRequest, CallResult
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
@@ -33,6 +33,8 @@ class Pair(LinkPlanner):
         self.may_forecast = anyio.Event()
         self.may_forecast.set()
         self.problem: str | None = None
+        self.refusal: EngineError | None = None
+        self.known = ""
         self.turn = TURN
         self._engine = engine
 
@@ -47,7 +49,9 @@ class Pair(LinkPlanner):
         placeholders = Placeholders(turn.writers)
 
         async def render() -> str:
-            return f"Read: {placeholders.padded('writer')}"
+            if self.refusal is not None:
+                raise self.refusal
+            return f"Read: {self.known or placeholders.padded('writer')}"
 
         return Forecast(turn, self._engine, placeholders, [render])
 
@@ -122,6 +126,31 @@ async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pai
     planner.problem = None
     planner.begin("writer", REQUEST, rewrite_reason=None)
     await planner.link()
+
+
+async def test_a_prompt_that_the_engine_refuses_is_declined(planner: Pair) -> None:
+    planner.refusal = MalformedRequest("tools are no list", 400, "malformed")
+    for count in (1, 2):
+        planner.begin("writer", REQUEST, rewrite_reason=None)
+        await planner.planned(count)
+    (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
+    assert declined.agent == "reader" and "tools are no list" in declined.reason
+
+
+async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_changes(
+    planner: Pair,
+) -> None:
+    planner.turn = Turn("reader")
+    planner.known = "the plan"
+    planner.begin("writer", REQUEST, rewrite_reason=None)
+    link = await planner.link()
+    link.has_expired = True
+    link.end("unused")
+    for known, is_same in [("the plan", True), ("the report", False)]:
+        forecasts, planner.known = planner.forecasts, known
+        planner.begin("writer", REQUEST, rewrite_reason=None)
+        await planner.planned(forecasts + 1)
+        assert (await planner.link() is link) is is_same
 
 
 class PlainEngine(EngineClient):

@@ -91,7 +91,7 @@ class Api:
             app.add_api_route(path, _make_endpoint(handler), methods=[method])
         own_routes = app.router.routes[len(sglang_routes) :]
         app.router.routes[:] = own_routes + sglang_routes
-        logging.getLogger("uvicorn.access").addFilter(_is_not_append)
+        logging.getLogger("uvicorn.access").addFilter(_names_no_stream)
 
     async def ready(self, _request: Request) -> dict[str, Any]:
         """Answer whether new requests may come; SGLang's /health would decode a token for that."""
@@ -248,12 +248,13 @@ class Api:
             )
 
 
-def _is_not_append(record: logging.LogRecord) -> bool:
-    """Filter appends out of the access log, which would have a line for every few tokens."""
-    fields = record.args
-    return not (
-        isinstance(fields, tuple) and len(fields) > 2 and f"{fields[2]}".endswith("/append")
-    )
+def _names_no_stream(record: logging.LogRecord) -> bool:
+    """Filter requests to single streams out of the access log.
+
+    Whoever reads a stream's id there could use the stream, and appends would be a line for every
+    few tokens.
+    """
+    return "/prompt_streams/" not in record.getMessage()
 
 
 def _make_endpoint(handler: Handler) -> Handler:

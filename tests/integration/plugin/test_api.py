@@ -76,6 +76,18 @@ async def test_prefill_only_neither_samples_nor_detokenizes(
         assert "Traceback" not in engine.log.read_text()[before:]
 
 
+async def test_ids_of_streams_are_not_in_the_log_of_requests(
+    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+) -> None:
+    """Whoever knows the id could use the stream."""
+    stream = await client.open_stream(text=words(50, 4))
+    await client.append(stream.id, 0, text=" and more")
+    await client.keep_alive(stream.id)
+    await client.delete_stream(stream.id)
+    log = engine.log.read_text()
+    assert "/prompt_streams HTTP" in log and stream.id not in log
+
+
 async def test_prompts_with_different_cache_salts_share_nothing(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:

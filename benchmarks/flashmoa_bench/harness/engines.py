@@ -213,6 +213,10 @@ async def _start_engines(
                     pairs[role.name] = PairStart(start, shell=role.plugin)
                 else:
                     started.add(role.name, await start())
+                    if role.plugin and not arguments.device:
+                        # An engine that starts on the same core would disturb it.
+                        async with EngineClient(started.urls[role.name]) as client:
+                            await _wait_for_costs(client)
             for name, pair in (await stack.enter_async_context(start_pd_pairs(pairs))).items():
                 started.add(f"{name}_prefill", pair.prefill)
                 started.add(f"{name}_decode", pair.decode)

@@ -105,6 +105,26 @@ async def costs(seconds: Callable[[int, int], float], **more: Any) -> tuple[Any,
     return measured, engine
 
 
+@pytest.mark.parametrize("busy", [20, 27], ids=["some rounds", "all rounds"])
+async def test_costs_are_measured_again_if_another_process_slowed_some_of_them_down(
+    busy: int,
+) -> None:
+    measured: list[int] = []
+
+    def seconds(tokens: int, _: int) -> float:
+        measured.append(tokens)
+        return (2 if len(measured) <= busy else 1) * (1e-3 + 1e-5 * tokens)
+
+    found, _ = await costs(seconds)
+    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in SIZES)
+
+
+async def test_costs_under_a_load_that_does_not_end_are_measured_three_times_at_most() -> None:
+    """The load grows all the time."""
+    _, engine = await costs(lambda tokens, before: 1e-3 * (1 + before) + 1e-5 * tokens)
+    assert engine.asked.count(SIZES[-1]) <= 30
+
+
 async def test_costs_are_those_without_a_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "4")
     found, _ = await costs(lambda tokens, _: 1e-4 * tokens)
@@ -117,15 +137,15 @@ async def test_costs_are_the_least_of_several_rounds() -> None:
     found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
     assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in SIZES)
     assert found.decode_step == pytest.approx(0.002)
-    # Each round begins with a forward that is not timed.
-    assert engine.asked == [1, *SIZES] * 3
+    # Each round begins with a forward that is not timed. Three more are compared with the first.
+    assert engine.asked == [1, *SIZES] * 3 + [1] * 3
 
 
 async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
     assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 128]
     found, engine = await costs(lambda _tokens, _before: 0.5)
-    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 9
+    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 12
 
 
 async def test_steps_in_which_tokens_ride_are_measured() -> None:

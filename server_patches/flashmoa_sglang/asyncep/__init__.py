@@ -35,6 +35,9 @@ _EXCLUDED = {
     "speculative_algorithm": "a draft model would take the place of the one with the experts",
     "enable_lora": _MERGE,
     "lora_paths": _MERGE,
+    "enable_paged_experts": "it, too, decides which experts are in a layer's tensors",
+    "enable_nvidia_megakernel": "it computes layers itself, with the tensors of their experts",
+    "enable_amd_monokernel": "it computes layers itself, with the tensors of their experts",
     "kt_weight_path": "it keeps experts in host memory, too, and computes some of them there",
     "enable_two_batch_overlap": "it computes each layer twice, so that every second copy is late",
     "enable_pdmux": (

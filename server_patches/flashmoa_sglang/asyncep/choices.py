@@ -73,8 +73,10 @@ def add_choices(
         return list(argv)
     chosen = _no_graphs(given)
     try:
-        sizes = ModelSizes.read((read_config or _read_config)(command), command.quantization)
-        _check_host_memory(command, sizes, host_bytes)
+        config = (read_config or _read_config)(command)
+        # SGLang quantises weights after it has loaded them.
+        _check_host_memory(command, ModelSizes.read(config), host_bytes)
+        sizes = ModelSizes.read(config, command.quantization)
         chosen += _divide_memory(command, free, sizes)
     except ValueError as error:
         if not _is_divided(command):
@@ -119,16 +121,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments that decide; ``None`` stands for those that are not given."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     options.add_arguments(None, parser)
-    for flags in (
-        ("--device",),
-        ("--dtype",),
-        ("--model-path", "--model"),
-        ("--revision",),
-        ("--quantization",),
-        ("--chunked-prefill-size",),
-        ("--max-prefill-tokens",),
-    ):
-        parser.add_argument(*flags)
+    parser.add_argument("--model-path", "--model")
+    for name in ("device", "dtype", "revision", "quantization"):
+        parser.add_argument(f"--{name}")
+    for name in ("chunked-prefill-size", "max-prefill-tokens"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--mem-fraction-static", type=float)
     parser.add_argument("--base-gpu-id", type=int, default=0)
     parser.add_argument("--gpu-id-step", type=int, default=1)
@@ -214,21 +211,20 @@ def _check_host_memory(
 ) -> None:
     """End the start with SystemExit if the host has no memory for the experts that are copied.
 
-    They are there while the model is loaded, also where devices have them afterwards. One layer
-    more, because a layer's experts are packed one after the other.
+    They are there while the model is loaded, and those of one layer twice while they are packed.
     """
     servers = 1 if command.enable_dp_attention else command.dp
     size = servers * (sizes.copied_bytes + sizes.expert_bytes) // command.nnodes
     stays = options.Options.from_environment().on_device() == 0
-    purpose = "" if stays else "while they are loaded, "
-    purpose += f"the experts of {sizes.layers - 1} layers need"
+    when = "" if stays else "while they are loaded, "
+    purpose = f"{when}the experts of {sizes.layers - 1} layers need"
     if servers > 1:
         purpose += f", in {servers} servers (--dp-size),"
     host_memory.require(size, purpose, available)
 
 
 def _divide_memory(command: argparse.Namespace, free: int, sizes: ModelSizes) -> list[str]:
-    """Return the arguments that divide the device's memory and that the user has not of_plugin.
+    """Return the arguments that divide the device's memory and that the user has not given.
 
     Raises: ValueError with the reason if none can be chosen.
     """
@@ -243,11 +239,12 @@ def _divide_memory(command: argparse.Namespace, free: int, sizes: ModelSizes) ->
     of_plugin = options.Options.from_environment()
     if of_plugin.kv_cache == "off" or command.chunked_prefill_size in ("-1", "0"):
         raise ValueError("without chunks, a forward may be as long as the longest prompt")
-    lengths = command.chunked_prefill_size, command.max_prefill_tokens
+    # A chunk may be longer than --max-prefill-tokens, which bounds only what may join it.
+    length = command.chunked_prefill_size or command.max_prefill_tokens
     plan = make_plan(
         sizes.of_rank(command.tp),
         free - (COMMUNICATION if command.tp > 1 else 0),
-        forward=min((_tokens(length) for length in lengths if length is not None), default=None),
+        forward=None if length is None else _tokens(length),
         fraction=command.mem_fraction_static,
         slots=of_plugin.asyncep_slots if options.is_given("asyncep_slots") else None,
         share=of_plugin.on_device() / of_plugin.replica()[1] if of_plugin.on_device() else 0.0,

@@ -63,6 +63,15 @@ class CudaDevice:
         self.pin(memory)
         return memory
 
+    def free_host_cache(self) -> None:
+        """Give pinned memory that torch keeps for later back to the system.
+
+        SGLang pins the experts that a quantisation repacks, and torch would keep theirs for ever.
+        """
+        public: Any = getattr(torch.accelerator, "empty_host_cache", None)
+        internals: Any = torch._C
+        (public or internals._host_emptyCache)()  # Older torch has no public name for it.
+
     def pin(self, memory: torch.Tensor) -> None:
         """Pin host memory that begins with a page, for the rest of the process's life.
 

@@ -243,5 +243,10 @@ def allocate_on_host(size: int) -> torch.Tensor:
 
 def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
     """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
-    allocate = allocate_on_host if gpu is None else gpu.pinned_memory
-    return [PackedExperts(experts, allocate) for experts in layers]
+    if gpu is None:
+        return [PackedExperts(experts, allocate_on_host) for experts in layers]
+    packed: list[PackedExperts] = []
+    for experts in layers:
+        packed.append(PackedExperts(experts, gpu.pinned_memory))
+        gpu.free_host_cache()
+    return packed

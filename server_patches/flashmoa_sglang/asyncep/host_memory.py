@@ -25,8 +25,8 @@ def require(size: int, purpose: str, available: int | None = None) -> None:
     if size > available:
         raise SystemExit(
             f"--flashmoa-asyncep: {purpose} {size / _GIB:.1f} GiB of host memory, but this machine "
-            f"or container has {available / _GIB:.1f} GiB left. Give it more, take weights in FP8, "
-            "or start without --flashmoa-asyncep on more GPUs (--tp-size)."
+            f"or container has {available / _GIB:.1f} GiB left. Give it more, take a checkpoint in "
+            "FP8, or start without --flashmoa-asyncep on more GPUs (--tp-size)."
         )
 
 

@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 
 # Models that compute with the experts' tensors themselves instead of calling the layer's method.
-_COMPUTE_THEMSELVES = "sglang.srt.models.inkling"
+_COMPUTE_THEMSELVES = ("sglang.srt.models.beam", "sglang.srt.models.inkling")
 
 
 class LayerGuard:

@@ -74,6 +74,7 @@ class FakeGpu:
         self._reaches = {place, *reaches}
         self.main = FakeStream()
         self.streams = [self.main]
+        self.freed_host_caches = 0
         self.pinned: list[torch.Tensor] = []
 
     def new_stream(self) -> FakeStream:
@@ -95,6 +96,9 @@ class FakeGpu:
 
     def synchronize(self) -> None:
         self.run()
+
+    def free_host_cache(self) -> None:
+        self.freed_host_caches += 1
 
     def pinned_memory(self, size: int) -> torch.Tensor:
         memory = torch.zeros(size, dtype=torch.uint8)

@@ -261,12 +261,13 @@ def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
     torch.nn.Sequential().add_module("experts", Layer(2))
 
 
+@pytest.mark.parametrize("module", ["inkling_common.moe", "beam"])
 def test_a_model_that_computes_with_the_tensors_itself_is_refused(
-    offloader: ExpertOffloader,
+    offloader: ExpertOffloader, module: str
 ) -> None:
-    moe_class = type("InklingMoE", (torch.nn.Sequential,), {})
-    moe_class.__module__ = "sglang.srt.models.inkling_common.moe"
-    with pytest.raises(SystemExit, match="InklingMoE computes with the tensors of 0 itself"):
+    moe_class = type("OwnMoE", (torch.nn.Sequential,), {})
+    moe_class.__module__ = f"sglang.srt.models.{module}"
+    with pytest.raises(SystemExit, match="OwnMoE computes with the tensors of 0 itself"):
         offloader.wrap_modules(moe_class(Layer(number)) for number in range(2))
 
 

@@ -42,6 +42,8 @@ def test_everything_is_chosen_and_explained(capsys: pytest.CaptureFixture[str]) 
         ("--chunked-prefill-size 16384", {"--max-prefill-tokens 16384", "static 0.94"}),
         ("--max-prefill-tokens 16384", {"--chunked-prefill-size 16384", "static 0.94"}),
         ("--chunked-prefill-size 16384 --max-prefill-tokens 32768", {"static 0.94"}),
+        # One long prompt fills a chunk, which is longer than all that several prompts may have.
+        ("--chunked-prefill-size 131072 --max-prefill-tokens 16384", {"static 0.77"}),
         ("--flashmoa-asyncep-slots 4", {"--chunked-prefill-size 131072"}),
         ("--quantization fp8", {"--chunked-prefill-size 131072", "static 0.75"}),
         (f"{RELEASE.NO_GRAPHS}", {"--chunked-prefill-size 131072"}),
@@ -54,6 +56,17 @@ def test_what_the_user_gives_is_not_chosen_but_reckoned_with(given: str, chosen:
     for argument in shlex.split(given):
         if argument.startswith("--"):
             assert argument.partition("=")[0] not in text
+
+
+@pytest.mark.parametrize("given", ["", "--quantization fp8"])
+def test_weights_that_are_quantised_after_loading_need_the_hosts_memory_as_they_are_stored(
+    given: str,
+) -> None:
+    with pytest.raises(SystemExit, match="the experts of 47 layers need 5"):
+        choose(given, host_bytes=30 << 30)
+    stored = json.loads((Path(MODEL) / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "fp8"}
+    assert choose(given, read_config=lambda _: stored, host_bytes=30 << 30)
 
 
 def test_where_all_is_given_an_unknown_model_is_not_mentioned(

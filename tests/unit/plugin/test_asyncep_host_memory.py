@@ -36,7 +36,8 @@ def test_a_host_without_memory_for_the_experts_ends_the_start(given: str, proble
         choose(given, **for_model)
     assert problem in str(refused.value)
     if "--dp" not in given:
-        choose(f"{given} --quantization fp8", **for_model)
+        stored = QWEN3_235B | {"quantization_config": {"quant_method": "fp8"}}
+        choose(given, **for_model | {"read_config": lambda _: stored})
         choose(given, **for_model | {"host_bytes": 424 << 30})
 
 

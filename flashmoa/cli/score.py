@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Totals:
-    async with EngineClient(options.engine, api_key=options.api_key) as engine:
+    client = EngineClient(options.engine, api_key=options.api_key, timeout=options.timeout)
+    async with client as engine:
         if options.overwrite:
             # Without an engine the run fails here, before score_file() deletes the old scores.
             with contextlib.suppress(PluginMissing):
@@ -118,6 +119,14 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="most requests at the same time (default: %(default)s)",
     )
     parser.add_argument(
+        "--timeout",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="how long to wait for the scores of a line; those of long lists come together "
+        "(default: %(default)g)",
+    )
+    parser.add_argument(
         "--template-args",
         type=_parse_json_object,
         metavar="JSON",
@@ -125,9 +134,13 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--overwrite", action="store_true", help="delete OUT and start over")
     options = parser.parse_args(arguments)
-    options.errors = options.errors or options.out.with_suffix(".errors.jsonl")
+    out: Path = options.out
+    stem = out.stem if out.suffix == ".jsonl" else out.name
+    options.errors = options.errors or out.with_name(f"{stem}.errors.jsonl")
     if options.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, not {options.concurrency}")
+    if not options.timeout > 0:
+        parser.error(f"--timeout must be above 0, not {options.timeout:g}")
     if len({path.resolve() for path in (options.input, options.out, options.errors)}) < 3:
         parser.error("INPUT, OUT and the file of errors must be three different files")
     try:

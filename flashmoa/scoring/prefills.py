@@ -83,15 +83,15 @@ class Prefills:
             for token, logprob in zip(single, answer.tokens, strict=True):
                 logprobs[(token,)] = logprob
 
-        async def score_long(tokens: Sequence[int]) -> None:
-            # Only one request can use a stream: the one for single tokens, unless there is none.
-            answer = await self._prefill(
-                prompt, continuation=tokens, stream=None if single else stream
-            )
+        async def score_long(tokens: Sequence[int], stream: str | None) -> None:
+            answer = await self._prefill(prompt, continuation=tokens, stream=stream)
             usage.append(answer.usage)
             logprobs[tuple(tokens)] = sum(answer.continuation)
 
-        longer = [partial(score_long, tokens) for tokens in all_tokens if len(tokens) > 1]
+        # Only one request can use a stream: the one for single tokens, or else the first.
+        several = [tokens for tokens in all_tokens if len(tokens) > 1]
+        streams = [None if single else stream, *[None] * len(several)]
+        longer = [partial(score_long, *pair) for pair in zip(several, streams, strict=False)]
         await run_siblings([score_single, *longer] if single else longer, shares)
         found = [logprobs[tuple(tokens)] for tokens in all_tokens]
         return PromptScores(all_tokens, found, PrefillUsage.of(usage))

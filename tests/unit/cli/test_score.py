@@ -50,6 +50,21 @@ def test_wrong_arguments_delete_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.read_text() == SCORES
 
 
+@pytest.mark.parametrize(
+    ("out", "errors"),
+    [("r.v1", "r.v1.errors.jsonl"), ("r.v2", "r.v2.errors.jsonl"), ("r.jsonl", "r.errors.jsonl")],
+)
+async def test_outputs_that_differ_in_their_last_part_have_own_files_of_errors(
+    tmp_path: Path, out: str, errors: str
+) -> None:
+    """Without an engine, a run ends after it has opened its files."""
+    (tmp_path / "input.jsonl").write_text('{"context": "One", "candidates": [" two"]}\n')
+    arguments = [str(tmp_path / "input.jsonl"), "--out", str(tmp_path / out)]
+    call = partial(main, [*arguments, "--engine", "http://127.0.0.1:9"])
+    assert await to_thread.run_sync(call) == 1
+    assert (tmp_path / errors).exists()
+
+
 def test_help_names_all_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from flashmoa_sglang.cpu import torchvision_ops
 
@@ -20,6 +21,7 @@ from flashmoa_sglang.http.scoring.delivery import stream, while_connected  # noq
 from flashmoa_sglang.http.scoring.forwards import (  # noqa: E402
     ItemScores,
     ListScorer,
+    PrefillRoom,
     ScoredPrompt,
 )
 from flashmoa_sglang.http.scoring.size import check_size  # noqa: E402
@@ -81,13 +83,18 @@ class CountingEngine:
 
 
 async def score(
-    engine: CountingEngine, items: int, candidates: list[list[int]], *, shares: bool = True
+    engine: CountingEngine,
+    items: int,
+    candidates: list[list[int]],
+    *,
+    shares: bool = True,
+    room: PrefillRoom | None = None,
 ) -> list[ItemScores]:
     found: list[ItemScores] = []
-    scorer = ListScorer(engine, Terms(dp_rank=1), None, shares, found.append)  # type: ignore[arg-type]
+    room = room or PrefillRoom(engine.max_queued_requests)
+    scorer = ListScorer(engine, Terms(dp_rank=1), None, room, shares, found.append)  # type: ignore[arg-type]
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
     await scorer.run(prompts)
-    assert scorer.usage.prefills == sum(len(batch.input_ids) for batch in engine.batches)
     return found
 
 
@@ -112,6 +119,46 @@ async def test_a_list_fills_neither_the_engine_nor_its_queue(
     assert max(len(batch.input_ids) for batch in engine.batches) == largest
     assert sorted(scores.prompt.index for scores in found) == list(range(items))
     assert sum(len(batch.input_ids) for batch in engine.batches) == items * candidates
+
+
+async def test_lists_at_once_fill_the_engine_no_more_than_one_and_take_turns() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    ends: list[int] = []
+
+    async def one(items: int) -> None:
+        assert len(await score(engine, items, [[7]], room=room)) == items
+        ends.append(items)
+
+    async with asyncio.TaskGroup() as group:
+        for items in (600, 500, 40):
+            group.create_task(one(items))
+    assert engine.most_under_way == 48
+    assert ends[0] == 40
+
+
+async def test_a_list_that_fails_gives_its_room_back() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    for _ in range(3):
+        engine.refuses = {30: "The queue is full."}
+        with pytest.raises(EngineBusy):
+            await score(engine, 400, [[7]], room=room)
+        engine.refuses, engine.under_way = {}, 0
+    with anyio.fail_after(5):
+        assert len(await score(engine, 400, [[7]], room=room)) == 400
+    assert engine.most_under_way == 48
+
+
+async def test_what_is_wrong_with_a_whole_list_names_no_item() -> None:
+    engine = CountingEngine()
+
+    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        raise MalformedRequest("The adapter is not loaded.")
+        yield {}
+
+    engine.run = run  # type: ignore[method-assign]
+    with pytest.raises(MalformedRequest, match=r"^The adapter") as raised:
+        await score(engine, 3, [[7]])
+    assert not raised.value.details
 
 
 async def test_candidates_of_one_token_have_one_prefill_and_each_longer_one_its_own() -> None:
@@ -178,7 +225,8 @@ def test_lists_that_would_take_too_much_memory_are_refused(
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
 async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
     engine = CountingEngine(None)
-    scorer = ListScorer(engine, Terms(), None, shares=True, on_scores=print)  # type: ignore[arg-type]
+    room = PrefillRoom(None)
+    scorer = ListScorer(engine, Terms(), None, room, shares=True, on_scores=print)  # type: ignore[arg-type]
     form = ScoreForm("m", softmax=False, with_tokens=False)
 
     async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:

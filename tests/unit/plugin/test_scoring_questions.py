@@ -113,7 +113,9 @@ def test_item_continues_the_users_last_message_or_is_one() -> None:
 
 def test_fields_of_a_document_are_joined_in_the_order_asked_for() -> None:
     document = {"text": "T", "title": "A", "year": 3}
-    body = RerankBody(query="q", documents=[document, "plain"], rank_fields=["year", "title", "x"])
+    body = RerankBody(
+        query="q", documents=[document, "plain"], rank_fields=["year", "title", "x", "year"]
+    )
     assert document_texts(body) == ["year: 3\ntitle: A", "plain"]
     assert document_texts(RerankBody(query="q", documents=[document])) == ["T"]
     with pytest.raises(MalformedRequest, match=r"documents\[0\] has no text"):

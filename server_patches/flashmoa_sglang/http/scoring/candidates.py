@@ -19,7 +19,7 @@ Candidate = str | list[int]
 _TAIL_LENGTHS = (16, 256)
 # Number of tokens before a candidate that must be those that the tokenizer makes of the tail.
 _MATCHING_TOKENS = 4
-_CACHE_SIZE = 4096
+_CACHE_SIZE, _MOST_CACHED_CHARACTERS = 4096, 256
 
 
 class CandidateTokenizer:
@@ -44,6 +44,8 @@ class CandidateTokenizer:
         return tokens
 
     def _cached(self, prompt: Sequence[int], text: str) -> list[int]:
+        if len(text) > _MOST_CACHED_CHARACTERS:
+            return self._after(prompt, text)
         key = (tuple(prompt[-_TAIL_LENGTHS[0] :]), text)
         if (tokens := self._cache.get(key)) is None:
             tokens = self._cache[key] = self._after(prompt, text)

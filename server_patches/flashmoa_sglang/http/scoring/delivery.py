@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 async def stream(
@@ -44,8 +46,8 @@ async def stream(
     yield "data: [DONE]\n\n"
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Do work for a client that reads the answer only at the end.
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do work for a client, and return its result.
 
     Raises: ClientDisconnect if the client leaves first; the work is cancelled.
     """
@@ -54,12 +56,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, None]) -> 
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(work), asyncio.create_task(leave())]
+    done = asyncio.create_task(work)
+    tasks: list[asyncio.Task[Any]] = [done, asyncio.create_task(leave())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        if not done.done():
             raise ClientDisconnect
-        tasks[0].result()
+        return done.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -39,7 +39,7 @@ class ScoredPrompt:
 
     index: int
     name: str
-    ids: list[int]
+    ids: Sequence[int]
     candidates: list[list[int]]
 
 
@@ -135,11 +135,25 @@ class _Prefill:
         item.left -= 1
 
 
+class PrefillRoom:
+    """Bounds how many prefills of all lists are under way. Lists take turns, batch by batch.
+
+    Args: queue: the most requests that may wait in the engine (``--max-queued-requests``), if that
+        is bounded. Lists fill half of it, since a full queue refuses their own prefills, too.
+    """
+
+    def __init__(self, queue: int | None) -> None:
+        at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
+        self.batch_size = max(1, min(_PREFILLS_IN_BATCH, at_once))
+        self.batches = asyncio.Semaphore(max(1, at_once // self.batch_size))
+
+
 @dataclass(slots=True)
 class ListScorer:
     """Scores the prompts of one request.
 
     Attributes:
+        room: for the prefills of this and all other lists.
         shares: whether the engine computes a prefix once that requests share which come at once.
         on_scores: called with the scores of each prompt as soon as they are there.
         usage: of the prompts that have been scored so far.
@@ -148,6 +162,7 @@ class ListScorer:
     engine: Engine
     terms: Terms
     http_request: Any
+    room: PrefillRoom
     shares: bool
     on_scores: Callable[[ItemScores], None]
     usage: ScoringUsage = field(default_factory=ScoringUsage)
@@ -167,38 +182,25 @@ class ListScorer:
         await self._compute([*chain(*(prefills[1:] for prefills in items))])
 
     async def _compute(self, prefills: Sequence[_Prefill]) -> None:
-        queue = self.engine.max_queued_requests
-        # A queue that one list fills would refuse the list's own prefills, and other clients'.
-        at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
-        size = max(1, min(_PREFILLS_IN_BATCH, at_once))
-        room = asyncio.Semaphore(max(1, at_once // size))
-
-        async def compute(batch: Sequence[_Prefill]) -> None:
-            try:
-                await self._compute_batch(batch)
-            finally:
-                room.release()
-
+        size, batches = self.room.batch_size, self.room.batches
         try:
             async with asyncio.TaskGroup() as group:
                 for start in range(0, len(prefills), size):
-                    await room.acquire()
-                    group.create_task(compute(prefills[start : start + size]))
+                    await batches.acquire()
+                    work = self._compute_batch(prefills[start : start + size])
+                    # A task that is cancelled before it begins gives its room back, too.
+                    group.create_task(work).add_done_callback(lambda _: batches.release())
                     # The batch is sent now, and other requests have their turn before the next.
                     await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
     async def _compute_batch(self, prefills: Sequence[_Prefill]) -> None:
-        at = prefills[0]
-        try:
-            async with aclosing(self.engine.run(self._request(prefills), self.http_request)) as run:
-                async for output in run:
-                    at = prefills[output["index"]]
-                    self._keep(at, output["meta_info"])
-        except ApiError:
-            with name_item(at.item.prompt.name, at.item.prompt.index):
-                raise
+        async with aclosing(self.engine.run(self._request(prefills), self.http_request)) as run:
+            async for output in run:
+                prefill = prefills[output["index"]]
+                with name_item(prefill.item.prompt.name, prefill.item.prompt.index):
+                    self._keep(prefill, output["meta_info"])
 
     def _keep(self, prefill: _Prefill, meta: dict[str, Any]) -> None:
         item = prefill.item

@@ -124,7 +124,8 @@ def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
     if fields:
         if not any(field in entry for field in fields):
             raise MalformedRequest(f"{name} has none of the rank_fields {', '.join(fields)}.")
-        return "\n".join(f"{field}: {entry[field]}" for field in fields if field in entry)
+        named = dict.fromkeys(field for field in fields if field in entry)
+        return "\n".join(f"{field}: {entry[field]}" for field in named)
     if not isinstance(text := entry.get("text"), str):
         raise MalformedRequest(f'{name} has no text; give a text, or an object with a "text".')
     return text

@@ -8,16 +8,18 @@ plugin adds no routes. What only SGLang's route can do is passed on to it.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 from starlette.routing import Match
 
 from flashmoa_sglang.http import bodies as plugin_bodies
 from flashmoa_sglang.http.errors import (
+    ApiError,
     CandidateRefused,
     DecodesOnly,
     MalformedRequest,
@@ -35,7 +37,13 @@ from flashmoa_sglang.http.scoring.candidates import (
     refuse_duplicates,
 )
 from flashmoa_sglang.http.scoring.delivery import stream, while_connected
-from flashmoa_sglang.http.scoring.forwards import ItemScores, ListScorer, ScoredPrompt, name_item
+from flashmoa_sglang.http.scoring.forwards import (
+    ItemScores,
+    ListScorer,
+    PrefillRoom,
+    ScoredPrompt,
+    name_item,
+)
 from flashmoa_sglang.http.scoring.size import check_size
 from flashmoa_sglang.http.token_buffer import common_length
 
@@ -82,6 +90,7 @@ class ScoringApi:
         self._sglang_routes = list(sglang_routes)
         self._named_rank = named_rank
         self._candidates = CandidateTokenizer(reader.require_tokenizer)
+        self._room = PrefillRoom(engine.max_queued_requests)
         # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
         self._shares: bool | None = None
 
@@ -94,7 +103,8 @@ class ScoringApi:
         body.check()
         items = body.items if isinstance(body.items, list) else [body.items]
         answers = body.candidates or body.labels
-        check_size(self._limits, "items", items, body.query or body.messages, len(answers))
+        shared = [body.query or body.messages, body.chat_template_kwargs]
+        check_size(self._limits, "items", items, shared, len(answers))
         self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
@@ -102,6 +112,13 @@ class ScoringApi:
 
     async def rerank(self, request: Request) -> Any:
         """Answer how relevant documents are to a query."""
+        try:
+            return await self._rerank(request)
+        except ApiError as error:
+            # LlamaIndex's JinaRerank shows this field of an answer without results.
+            return JSONResponse({**error.body(), "detail": str(error)}, error.status)
+
+    async def _rerank(self, request: Request) -> Any:
         self._require_prefills()
         body = await plugin_bodies.parse(request, bodies.RerankBody)
         self._reader.require_tokenizer()
@@ -109,10 +126,12 @@ class ScoringApi:
             return await self._pass_on(request)
         if not body.documents:
             raise MalformedRequest("Give at least one document.")
-        check_size(self._limits, "documents", body.documents, body.query)
+        shared = [body.query, body.instruct, body.chat_template_kwargs]
+        check_size(self._limits, "documents", body.documents, shared)
         texts = questions.document_texts(body)
         if body.max_tokens_per_doc is not None:
-            texts = await self._cut(texts, body.max_tokens_per_doc)
+            cutting = self._cut(texts, min(body.max_tokens_per_doc, self._engine.max_prompt_tokens))
+            texts = await while_connected(request, cutting)
         version = request.url.path.split("/")[1].removeprefix("v")
         documents = questions.answered_documents(body)
         form = RerankForm(self._name(body), version, body.top_n, documents)
@@ -124,7 +143,8 @@ class ScoringApi:
         self._require_prefills()
         body = await plugin_bodies.parse(request, bodies.ClassifyBody)
         self._reader.require_tokenizer()
-        check_size(self._limits, "input", questions.inputs(body), body.labels)
+        shared = [body.labels, body.instruct, body.chat_template_kwargs]
+        check_size(self._limits, "input", questions.inputs(body), shared)
         texts = questions.input_texts(body)
         question = questions.classify_question(body, texts, self._renderer.template)
         form = ClassifyForm(self._name(body), body.labels)
@@ -133,14 +153,15 @@ class ScoringApi:
     async def _answer(
         self, request: Request, body: bodies.ListBody, form: Form, question: questions.Question
     ) -> Any:
-        prompts = await self._read(question)
+        prompts = await while_connected(request, self._read(question))
         found: dict[int, dict[str, Any]] = {}
 
         def keep(scores: ItemScores) -> None:
             found[scores.prompt.index] = form.item(scores)
 
         terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
-        scorer = ListScorer(self._engine, terms, request, await self._are_shared(), keep)
+        shares = await self._are_shared()
+        scorer = ListScorer(self._engine, terms, request, self._room, shares, keep)
         if body.stream:
             events = stream(scorer, prompts, form)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -159,12 +180,16 @@ class ScoringApi:
             prompts.append(ScoredPrompt(index, name, ids, answers))
         return prompts
 
-    async def _read_answers(self, question: questions.Question, ids: list[int]) -> list[list[int]]:
+    async def _read_answers(
+        self, question: questions.Question, ids: Sequence[int]
+    ) -> list[list[int]]:
         if not ids:
             raise CandidateRefused("The context is empty; give a text that candidates can follow.")
         self._reader.check_room(len(ids))
         tokens: list[list[int]] = []
         for number, answer in enumerate(question.answers):
+            if isinstance(answer, str):
+                self._reader.check_characters(answer)
             own = self._candidates.tokenize(ids, answer)
             tokens.append(self._reader.check_ids(own, "candidates"))
             if number % _CANDIDATES_BETWEEN_PAUSES == 0:
@@ -177,15 +202,18 @@ class ScoringApi:
 
     async def _tokenize(
         self, prompts: Sequence[plugin_bodies.Prompt], names: Sequence[str]
-    ) -> list[list[int]]:
-        """Return the tokens of prompts. What they begin with in common is tokenised once."""
+    ) -> list[array[int]]:
+        """Return the tokens of prompts. What they begin with in common is tokenised once.
+
+        Lists may have millions of tokens, each of which takes a ninth of the memory in an array.
+        """
+        ids: list[array[int]] = []
         if not prompts or prompts[0].input_ids is not None:
-            own: list[list[int]] = []
             for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
                 with name_item(name, index):
-                    own.append(self._reader.tokenize(prompt))
+                    ids.append(array("i", self._reader.tokenize(prompt)))
                 await asyncio.sleep(0)
-            return own
+            return ids
         buffers: list[TokenBuffer] = []
         texts: list[str] = []
         for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
@@ -197,9 +225,8 @@ class ScoringApi:
             await asyncio.sleep(0)  # Long lists must not hold up other requests.
         first = buffers[0]
         first.append(texts[0][: common_length(min(texts), max(texts))])
-        ids: list[list[int]] = []
         for text in texts:
-            ids.append(first.encode(text, first.add_special_tokens))
+            ids.append(array("i", first.encode(text, first.add_special_tokens)))
             await asyncio.sleep(0)
         return ids
 
@@ -207,12 +234,14 @@ class ScoringApi:
         """Return the beginnings of texts that have at most so many tokens."""
         tokenizer = self._reader.require_tokenizer()
         cut: list[str] = []
-        for text in texts:
+        for index, text in enumerate(texts):
             # The rest is tokenised only if these characters have too few tokens. The last ones may
             # be others than in the whole text.
             head = text[: tokens * _CUT_CHARACTERS]
             ids = tokenizer.encode(head)
             if len(head) < len(text) and len(ids) < tokens + _CUT_CHARACTERS:
+                with name_item(f"documents[{index}]", index):
+                    self._reader.check_characters(text)
                 ids = tokenizer.encode(text)
             # A character of several tokens that is cut in two has no text.
             whole = len(ids) <= tokens

@@ -27,6 +27,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RERANK, {"query": {"title": "q"}, "documents": ["a"]}, "query has no text"),
     (CLASSIFY, {"input": ["a"] * 10_001, "labels": ["x", "y"]}, "input has 10,001 entries"),
     (SCORE, {"query": "a", "items": ["b"] * 101, "candidates": [" a"] * 9_999}, "1,009,899 scores"),
+    (
+        RERANK,
+        {"query": "q", "documents": ["a"] * 9_999, "instruct": "b" * 30_000},
+        "would be 300,",
+    ),
+    (
+        CLASSIFY,
+        {"input": ["a"] * 9_999, "labels": ["x", "y"], "instruct": "b" * 30_000},
+        "would be 300,",
+    ),
     (CLASSIFY, {"input": "a"}, "labels: Field required"),
     (CLASSIFY, {"input": "a", "labels": ["x"]}, "2 to 26"),
     (CLASSIFY, {"input": "a", "labels": ["x", "x"]}, "not 2 with 1 different"),
@@ -49,6 +59,7 @@ async def test_refused_item_is_named(http: httpx.AsyncClient) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["item"]) == (413, "too_large", 1)
     assert error["message"].startswith("documents[1]: The prompt has ")
+    assert answer.json()["detail"] == error["message"]  # What LlamaIndex's JinaRerank shows.
     body = {"query": "To", "items": [" One", " Nep"], "candidates": ["al"]}
     answer = await http.post(SCORE, json=body)
     error = answer.json()["error"]

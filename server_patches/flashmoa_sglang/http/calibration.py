@@ -47,11 +47,13 @@ async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[Lay
 
     Returns: see :func:`_measure_once`.
     """
-    costs, layers = await _measure_once(engine, timed)
+    # A prompt that was measured before would be found in the cache.
+    dice = random.Random(0)
+    costs, layers = await _measure_once(engine, timed, dice)
     for _ in range(_MOST_PASSES - 1):
         if not await _has_load_changed(engine, timed, costs):
             break
-        costs, layers = await _measure_once(engine, timed)
+        costs, layers = await _measure_once(engine, timed, dice)
     return costs, layers
 
 
@@ -67,14 +69,15 @@ async def _has_load_changed(engine: Engine, timed: TimedRequests, costs: Costs) 
     return max(first, last) > _CHANGED * min(first, last)
 
 
-async def _measure_once(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[LayerTimes]]:
+async def _measure_once(
+    engine: Engine, timed: TimedRequests, dice: random.Random
+) -> tuple[Costs, list[LayerTimes]]:
     """Measure the costs of forwards, as the least time of several rounds, since noise only adds.
 
     Return also the times of their layers, if experts are copied to the device. The costs of a
     modelled GPU that is slowed down are those without the slowdown, so that it changes no decision.
     """
     slowdown = Options.from_environment().device_slowdown
-    dice = random.Random(0)
     sizes = [size for size in _SIZES if size <= engine.max_unchunked_prompt]
     forwards: dict[int, list[float]] = {}
     layers: list[LayerTimes] = []

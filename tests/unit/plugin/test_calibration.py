@@ -54,6 +54,7 @@ class FakeEngine:
         self.rides: list[tuple[int, int]] = []
         self._seconds = seconds
         self.asked: list[int] = []
+        self.prompts: set[tuple[int, ...]] = set()
         self.forwards_until_drain = 1 << 30
 
     def others_active(self) -> bool:
@@ -84,6 +85,10 @@ class FakeEngine:
 
     async def time_forward(self, input_ids: Sequence[int], rides: bool = False) -> ForwardTime:
         tokens = len(input_ids)
+        if tokens > 1:
+            # It would be found in the cache.
+            assert tuple(input_ids) not in self.prompts
+            self.prompts.add(tuple(input_ids))
         if not rides:
             assert not self.decodes
             self.asked.append(tokens)
@@ -121,8 +126,8 @@ async def test_costs_are_measured_again_if_another_process_slowed_some_of_them_d
 
 async def test_costs_under_a_load_that_does_not_end_are_measured_three_times_at_most() -> None:
     """The load grows all the time."""
-    _, engine = await costs(lambda tokens, before: 1e-3 * (1 + before) + 1e-5 * tokens)
-    assert engine.asked.count(SIZES[-1]) <= 30
+    _, engine = await costs(lambda tokens, before: (1e-3 + 1e-6 * tokens) * 1.05**before)
+    assert engine.asked.count(SIZES[-1]) == 3 * 3
 
 
 async def test_costs_are_those_without_a_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:

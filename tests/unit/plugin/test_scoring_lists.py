@@ -136,6 +136,28 @@ async def test_lists_at_once_fill_the_engine_no_more_than_one_and_take_turns() -
     assert ends[0] == 40
 
 
+async def test_many_short_lists_fill_the_engine() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(200):
+            group.create_task(score(engine, 1, [[7]], room=room))
+    assert engine.most_under_way == 50
+
+
+async def test_a_list_whose_client_leaves_while_it_waits_takes_no_room() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    async with asyncio.TaskGroup() as group:
+        for seconds in range(40):
+            task = group.create_task(score(engine, 60, [[7]], room=room))
+            for _ in range(seconds):
+                await asyncio.sleep(0)
+            task.cancel()
+        engine.under_way = engine.most_under_way = 0
+    with anyio.fail_after(5):
+        assert len(await score(engine, 400, [[7]], room=room)) == 400
+    assert engine.most_under_way == 48
+
+
 async def test_a_list_that_fails_gives_its_room_back() -> None:
     engine, room = CountingEngine(100), PrefillRoom(100)
     for _ in range(3):
@@ -206,20 +228,30 @@ async def test_a_prefill_that_sglang_aborts_is_named() -> None:
 @pytest.mark.parametrize(
     ("entries", "shared", "answers", "problem"),
     [
-        (11, "q", 2, "items has 11 entries; this server takes at most 10. Send several"),
-        (10, "q", 11, "10 items with 11 candidates each are 110 scores; this server takes at most"),
-        (10, "q" * 101, 2, "would be 1,010 characters in their prompts together"),
-        (5, [{"role": "user", "content": "q" * 200}], 2, "What all 5 items share would be 1,1"),
+        (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
+        (
+            10,
+            ["q"],
+            11,
+            "10 items with 11 candidates each are 110 scores; this server takes at most",
+        ),
+        (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
+        (
+            5,
+            [[{"role": "user", "content": "q" * 200}], None],
+            2,
+            "What all 5 items share would be 1,1",
+        ),
     ],
 )
 def test_lists_that_would_take_too_much_memory_are_refused(
-    entries: int, shared: object, answers: int, problem: str
+    entries: int, shared: list[object], answers: int, problem: str
 ) -> None:
     limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
     with pytest.raises(MalformedRequest, match="Send several requests") as raised:
         check_size(limits, "items", ["x"] * entries, shared, answers)
     assert problem in str(raised.value)
-    check_size(limits, "items", ["x"] * 10, "q" * 100, 10)
+    check_size(limits, "items", ["x"] * 10, ["q\n" * 50, None], 10)
 
 
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +145,25 @@ class PrefillRoom:
 
     def __init__(self, queue: int | None) -> None:
         at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
-        self.batch_size = max(1, min(_PREFILLS_IN_BATCH, at_once))
-        self.batches = asyncio.Semaphore(max(1, at_once // self.batch_size))
+        at_once = max(1, at_once)
+        self.batch_size = min(_PREFILLS_IN_BATCH, at_once)
+        self._turn = asyncio.Lock()
+        self._room = asyncio.Semaphore(at_once)
+
+    async def enter(self, prefills: int) -> None:
+        """Wait for one's turn, and until there is room for so many prefills."""
+        async with self._turn:
+            for entered in range(prefills):
+                try:
+                    await self._room.acquire()
+                except BaseException:
+                    self.leave(entered)
+                    raise
+
+    def leave(self, prefills: int) -> None:
+        """Give the room of so many prefills back."""
+        for _ in range(prefills):
+            self._room.release()
 
 
 @dataclass(slots=True)
@@ -182,14 +200,15 @@ class ListScorer:
         await self._compute([*chain(*(prefills[1:] for prefills in items))])
 
     async def _compute(self, prefills: Sequence[_Prefill]) -> None:
-        size, batches = self.room.batch_size, self.room.batches
+        room = self.room
         try:
             async with asyncio.TaskGroup() as group:
-                for start in range(0, len(prefills), size):
-                    await batches.acquire()
-                    work = self._compute_batch(prefills[start : start + size])
+                for start in range(0, len(prefills), room.batch_size):
+                    batch = prefills[start : start + room.batch_size]
+                    await room.enter(len(batch))
+                    task = group.create_task(self._compute_batch(batch))
                     # A task that is cancelled before it begins gives its room back, too.
-                    group.create_task(work).add_done_callback(lambda _: batches.release())
+                    task.add_done_callback(partial(_leave, room, len(batch)))
                     # The batch is sent now, and other requests have their turn before the next.
                     await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
@@ -234,6 +253,10 @@ class ListScorer:
             **self.terms.namespace(),
             **(unsent() if self.engine.role == "prefill" else {}),
         )
+
+
+def _leave(room: PrefillRoom, prefills: int, _: asyncio.Task[None]) -> None:
+    room.leave(prefills)
 
 
 def _check_end(meta: dict[str, Any]) -> None:

@@ -12,17 +12,21 @@ if TYPE_CHECKING:
 
 
 def check_size(
-    limits: Limits, field: str, entries: Sequence[object], shared: object, answers: int = 2
+    limits: Limits,
+    field: str,
+    entries: Sequence[object],
+    shared: Sequence[object],
+    answers: int = 2,
 ) -> None:
     """Raise MalformedRequest if a list is too long, or its prompts together would be.
 
     Args:
         field: the field of the body that has the list, for messages.
-        shared: what each entry's prompt has besides the entry, as text or in JSON's types.
+        shared: what each entry's prompt has besides the entry, as texts or in JSON's types.
         answers: number of answers that are scored after each prompt.
     """
     count = len(entries)
-    repeated = len(str(shared)) * count
+    repeated = sum(len(str(part)) for part in shared if part) * count
     if count > limits.scored_items:
         problem = (
             f"{field} has {count:,} entries; this server takes at most {limits.scored_items:,}"

@@ -243,10 +243,16 @@ def allocate_on_host(size: int) -> torch.Tensor:
 
 def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
     """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
-    if gpu is None:
-        return [PackedExperts(experts, allocate_on_host) for experts in layers]
+    return pack(layers, allocate_on_host if gpu is None else gpu.pinned_memory, gpu)
+
+
+def pack(
+    layers: Sequence[Experts], allocate: Callable[[int], torch.Tensor], gpu: CudaDevice | None
+) -> list[PackedExperts]:
+    """Pack the experts of these layers, one after the other, and free their own memory."""
     packed: list[PackedExperts] = []
     for experts in layers:
-        packed.append(PackedExperts(experts, gpu.pinned_memory))
-        gpu.free_host_cache()
+        packed.append(PackedExperts(experts, allocate))
+        if gpu is not None:
+            gpu.free_host_cache()
     return packed

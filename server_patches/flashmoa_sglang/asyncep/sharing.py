@@ -23,6 +23,7 @@ from flashmoa_sglang.asyncep.experts import (
     Run,
     Where,
     allocate_on_host,
+    pack,
 )
 from flashmoa_sglang.asyncep.replicas import CPU, Replica, ReplicaError, Share, ShareExchange
 from flashmoa_sglang.asyncep.segments import GpuSegment, HostSegment, map_segment
@@ -165,7 +166,7 @@ def share_experts(
     Args: wait: seconds to wait for the other replicas.
     Raises: ReplicaError if a share cannot be stored, obtained or mapped.
     """
-    packed = [PackedExperts(experts, allocate_on_host) for experts in layers]
+    packed = pack(layers, allocate_on_host, gpu)
     sharing = Sharing(packed, gpu, replica, on_device)
     exchange.introduce(_digest(packed), CPU if gpu is None else gpu.place, on_device)
     # If this replica was running before, the others still use its share.

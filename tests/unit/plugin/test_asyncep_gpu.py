@@ -105,6 +105,11 @@ def test_each_wait_is_needed(
     assert not is_right()
 
 
+def test_pinned_memory_that_a_quantisation_left_is_freed_after_each_layer() -> None:
+    rig = Rig(5, 2)
+    assert rig.gpu.freed_host_caches == len(rig.gpu.pinned) > 1
+
+
 def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before() -> None:
     gpu: Any = FakeGpu()
     done: list[str] = []

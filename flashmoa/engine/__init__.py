@@ -15,6 +15,7 @@ from flashmoa.engine.wire import (
     StreamState,
     StreamUse,
     kv_namespace,
+    stream_namespace,
 )
 from flashmoa.errors import (
     BadAnswer,
@@ -61,4 +62,5 @@ __all__ = [
     "engine_url",
     "kv_namespace",
     "self_hosted_url",
+    "stream_namespace",
 ]

@@ -76,13 +76,13 @@ class Forecast:
         """Build the prompt.
 
         Raises:
-            NotForecastable: if the engine refuses it.
+            NotForecastable: if it cannot be rendered ahead, for instance because of images.
             EngineError: if the engine cannot render it for another reason.
         """
         try:
             texts = [await render() for render in self.renders]
         except (MalformedRequest, PromptTooLarge) as refusal:
-            raise NotForecastable(f"its engine refused the prompt: {refusal}") from refusal
+            raise NotForecastable(f"its prompt cannot be rendered ahead: {refusal}") from refusal
         return self.placeholders.build_prompt(*texts)
 
 

@@ -93,6 +93,24 @@ async def test_a_prompt_that_begins_with_a_text_still_to_come_is_linked(
     await wait_until_idle(client)
 
 
+async def test_only_a_link_that_no_request_came_for_has_expired(
+    client: EngineClient, words: Words
+) -> None:
+    unused = Link(client, Prompt([words(100, 87)]), agent="B", unused_seconds=0.05)
+    await unused.run()
+    assert unused.has_expired and unused.claim() is None
+    used = Link(client, Prompt([words(100, 88)]), agent="B")
+    async with anyio.create_task_group() as group:
+        group.start_soon(used.run)
+        with anyio.fail_after(30):
+            while used.claim() is None:
+                await anyio.sleep(0.01)
+                used = used if not used.is_over else pytest.fail("it ended before its request")
+    assert not used.has_expired
+    await client.delete_stream(used.stream_id or "")
+    await wait_until_idle(client)
+
+
 async def test_cancelling_a_link_closes_its_stream(client: EngineClient, words: Words) -> None:
     link = Link(client, Prompt([words(100, 82), Slot("A")]), agent="B")
     async with anyio.create_task_group() as group:

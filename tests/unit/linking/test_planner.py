@@ -128,7 +128,7 @@ async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pai
     await planner.link()
 
 
-async def test_a_prompt_that_the_engine_refuses_is_declined(planner: Pair) -> None:
+async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> None:
     planner.refusal = MalformedRequest("tools are no list", 400, "malformed")
     for count in (1, 2):
         planner.begin("writer", REQUEST, rewrite_reason=None)

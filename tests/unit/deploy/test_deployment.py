@@ -180,7 +180,8 @@ def test_the_router_starts_and_knows_every_engine(way: str) -> None:
 
 def test_probes_ask_for_routes_that_there_are() -> None:
     app = FastAPI()
-    Api(MagicMock(), MagicMock(), MagicMock()).add_to(app)
+    engine = MagicMock(max_queued_requests=None)
+    Api(engine, MagicMock(), MagicMock()).add_to(app)
     of_engine = {cast("Route", route).path for route in app.routes} | {GENERATE}
     of_router = {cast("Route", route).path for route in application(RouterOptions([])).routes}
     for role, routes in (("engine", of_engine), ("router", of_router)):

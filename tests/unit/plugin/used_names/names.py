@@ -248,8 +248,14 @@ BY_STRING: tuple[tuple[str, Use], ...] = (
 # What a release, by its module, may well not have: asked for with ``getattr`` or ``hasattr``, or in
 # functions that an engine with it does not come to.
 NOT_NEEDED: Mapping[str, tuple[tuple[str, str], ...]] = {
-    # In every release: an answer that is streamed is none of SGLang's classes.
-    "": (("http/stream_requests.py:annotate_chat", "body_iterator"),),
+    "": (
+        # In every release: an answer that is streamed is none of SGLang's classes.
+        ("http/stream_requests.py:annotate_chat", "body_iterator"),
+        # Arguments that only 0.5.23 has, of those that are tested.
+        ("asyncep/__init__.py:problem", "enable_amd_monokernel"),
+        ("asyncep/__init__.py:problem", "enable_nvidia_megakernel"),
+        ("asyncep/__init__.py:problem", "enable_paged_experts"),
+    ),
     "v0_5_12": (
         ("asyncep/__init__.py:problem", "dwdp_size"),
         ("http/rendering.py:ChatRenderer.render", "input_ids"),

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import anyio
 
-from flashmoa.engine import EngineClient, PromptUsage, stream_namespace
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.connections import check_ttl
 from flashmoa.engine.generation import check_ending
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
@@ -251,7 +251,8 @@ class Workflow:
             try:
                 if pending.is_waiting:
                     template_args = parameters.get("chat_template_kwargs")
-                    namespace = stream_namespace(parameters, engine.namespace)
+                    # None stands for the namespace of the engine's client.
+                    namespace = kv_namespace({"model": engine.model, **parameters}) or None
                     self._link(pending, engine, parameters.get("tools"), template_args, namespace)
                 await self._send(answer, pending, engine, parameters, report)
             except BaseException as error:

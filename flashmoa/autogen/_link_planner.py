@@ -168,7 +168,7 @@ class TeamLinkPlanner(LinkPlanner):
         with anyio.move_on_after(_LONGEST_DELIVERY_SECONDS):
             while not all(len(received(name)) > count for name, count in counts.items()):  # noqa: ASYNC110
                 await anyio.sleep(DELIVERY_SECONDS)
-        # The call's text is among the messages now, so that nobody waits for it any more.
+        # The call's text is among the messages now, so that no link waits for it.
         self.call_failed(call)
         if self._run.running:
             self._run.caller = next(iter(self._run.running))

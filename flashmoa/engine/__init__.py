@@ -15,7 +15,6 @@ from flashmoa.engine.wire import (
     StreamState,
     StreamUse,
     kv_namespace,
-    stream_namespace,
 )
 from flashmoa.errors import (
     BadAnswer,
@@ -62,5 +61,4 @@ __all__ = [
     "engine_url",
     "kv_namespace",
     "self_hosted_url",
-    "stream_namespace",
 ]

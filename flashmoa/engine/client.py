@@ -43,8 +43,7 @@ class EngineClient:
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
             that of a link, once the client has vanished.
         namespace: the namespace of its prompt streams' KV, as :func:`kv_namespace` returns it.
-        model: the served model's name, for servers that require it; an adapter in it is part of the
-            namespace.
+        model: the served model's name, for servers that require it.
         without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
             a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
 
@@ -67,9 +66,9 @@ class EngineClient:
         without_plugin: WithoutPlugin = "prefill",
     ) -> None:
         self.url = engine_url(base_url)
-        self.namespace = {**wire.kv_namespace({"model": model}), **(namespace or {})}
+        self.namespace = dict(namespace or {})
         self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
-        self._model = model or "default"
+        self.model = model or "default"
         self.without_plugin = check_choice(without_plugin)
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
@@ -232,7 +231,7 @@ class EngineClient:
             parameters: parameters of OpenAI's chat completions, and SGLang's own.
         """
         body = {
-            "model": self._model,
+            "model": self.model,
             **parameters,
             "messages": list(messages),
             "prompt_stream_id": prompt_stream_id,

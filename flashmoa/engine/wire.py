@@ -27,20 +27,6 @@ def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     return {**fields, "model": model} if isinstance(model, str) and ":" in model else fields
 
 
-def stream_namespace(body: Mapping[str, Any], usual: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the namespace of a prompt stream for one request; ``None``: the usual one.
-
-    Args:
-        body: the request's own fields; without a model, it goes to the client's.
-        usual: the namespace of the client's streams.
-    """
-    own = kv_namespace(body)
-    if "model" in body:
-        return own
-    model = {"model": usual["model"]} if "model" in usual else {}
-    return {**model, **own} if own else None
-
-
 class _EngineAnswer(BaseModel):
     # An engine that is newer than this client may add fields.
     model_config = ConfigDict(extra="ignore", frozen=True)

@@ -1,8 +1,8 @@
 """Send a growing prompt to its prompt stream, at the pace that the engine asks for.
 
 How streams are released: a prompt stream holds KV in its engine until a request uses it, it is
-deleted, or it expires. Therefore whoever opens a stream also deletes it, and does not wait long
-for an engine that does not answer:
+deleted, or it expires. So the opener of a stream also deletes it, and does not wait long for an
+engine that does not answer:
 
 - Opening and deleting a stream are shielded from cancellation (``PromptFeed._run_shielded``), since
   a stream whose id never arrives could not be deleted. Once cancelled, both together may take

@@ -67,7 +67,7 @@ class _PassingAnswer:
         try:
             plain = self._decode(data)
         except Exception as error:
-            # The bytes pass all the same; whoever reads them is told what is wrong with them.
+            # The bytes pass all the same; their reader is told what is wrong with them.
             self.end(error)
             return
         if not self._is_stream:
@@ -102,5 +102,5 @@ class _PassingAnswer:
 
     @cached_property
     def _decoder(self) -> Any:
-        # Decoders have a state, and the response's own one is for whoever reads the response.
+        # Decoders have a state, and the response's own one is for the response's reader.
         return self._make_twin()._get_content_decoder()

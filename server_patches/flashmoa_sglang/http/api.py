@@ -251,8 +251,8 @@ class Api:
 def _names_no_stream(record: logging.LogRecord) -> bool:
     """Filter requests to single streams out of the access log.
 
-    Whoever reads a stream's id there could use the stream, and appends would be a line for every
-    few tokens.
+    A reader of the log who finds a stream's id could use the stream. Appends would also be a line
+    for every few tokens.
     """
     return "/prompt_streams/" not in record.getMessage()
 

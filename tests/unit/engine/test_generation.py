@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from flashmoa import EngineClient
-from flashmoa.engine import stream_namespace
 from flashmoa.engine.generation import read_chat, read_events, read_generation
 from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
@@ -38,33 +37,6 @@ async def test_errors_of_the_readers_own_requests_are_not_blamed_on_the_engine()
             async with client.chat([{"role": "user", "content": "Go."}]) as deltas:
                 async for _ in deltas:
                     raise httpx.ConnectError("its own server")
-
-
-async def test_streams_of_an_adapters_model_name_are_in_its_namespace() -> None:
-    async with EngineClient("http://engine", model="base:adapter") as client:
-        assert client.namespace == {"model": "base:adapter"}
-    async with EngineClient("http://engine", model="base") as client:
-        assert client.namespace == {}
-
-
-ADAPTER = {"model": "base:adapter"}
-
-
-@pytest.mark.parametrize(
-    ("body", "usual", "namespace"),
-    [
-        ({}, ADAPTER, None),
-        ({"cache_salt": "s"}, ADAPTER, {**ADAPTER, "cache_salt": "s"}),
-        ({"model": "base"}, ADAPTER, {}),
-        ({"model": "base", "cache_salt": "s"}, ADAPTER, {"cache_salt": "s"}),
-        ({"model": "base:other"}, ADAPTER, {"model": "base:other"}),
-        ({"cache_salt": "s"}, {"extra_key": "k"}, {"cache_salt": "s"}),
-    ],
-)
-def test_a_stream_is_in_the_namespace_of_its_request(
-    body: dict[str, str], usual: dict[str, str], namespace: dict[str, str] | None
-) -> None:
-    assert stream_namespace(body, usual) == namespace
 
 
 @pytest.mark.parametrize(

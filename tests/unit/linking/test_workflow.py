@@ -29,13 +29,13 @@ class Engine:
 
     url = "http://engine"
 
-    def __init__(self) -> None:
-        self.namespace: dict[str, str] = {}
+    def __init__(self, model: str = "tiny") -> None:
+        self.model = model
         self.contents: list[object] = []
 
     @asynccontextmanager
     async def chat(
-        self, messages: list[dict[str, object]], *, model: str, **_: object
+        self, messages: list[dict[str, object]], *, model: str = "stop", **_: object
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         self.contents.append(messages[-1]["content"])
 
@@ -145,6 +145,26 @@ async def test_tasks_end_before_a_cancelled_close_returns() -> None:
         scope.cancel()
         await host.close()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "namespace"),
+    [
+        ("base:adapter", {}, {"model": "base:adapter"}),
+        ("base:adapter", {"cache_salt": "s"}, {"model": "base:adapter", "cache_salt": "s"}),
+        ("base:adapter", {"model": "stop"}, None),
+        ("base", {"model": "stop", "cache_salt": "s"}, {"cache_salt": "s"}),
+    ],
+)
+async def test_a_link_is_in_the_namespace_of_its_request(
+    model: str, own: dict[str, str], namespace: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespaces: list[object] = []
+    monkeypatch.setattr(Workflow, "_link", lambda *given: namespaces.append(given[-1]))
+    async with workflow(Engine(model)) as flow:
+        draft = flow.ask(user("Draft."), model="stop")
+        await flow.ask(user(f"Shorten {draft}"), **own)
+    assert namespaces == [namespace]
 
 
 async def test_call_that_was_cancelled_elsewhere_is_named() -> None:

@@ -1,4 +1,4 @@
-"""How the prefills of a list are sent, and which lists are refused, without an engine."""
+"""How the prefills of lists are sent, without an engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from flashmoa_sglang.http.scoring.forwards import (  # noqa: E402
     PrefillRoom,
     ScoredPrompt,
 )
-from flashmoa_sglang.http.scoring.size import check_size  # noqa: E402
 from flashmoa_sglang.http.stream import Terms  # noqa: E402
-from flashmoa_sglang.http.streams import Limits  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
 
 pytestmark = pytest.mark.anyio
@@ -223,35 +221,6 @@ async def test_a_prefill_that_sglang_aborts_is_named() -> None:
     ) as raised:
         await score(engine, 40, [[7]])
     assert raised.value.details["item"] == 30
-
-
-@pytest.mark.parametrize(
-    ("entries", "shared", "answers", "problem"),
-    [
-        (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
-        (
-            10,
-            ["q"],
-            11,
-            "10 items with 11 candidates each are 110 scores; this server takes at most",
-        ),
-        (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
-        (
-            5,
-            [[{"role": "user", "content": "q" * 200}], None],
-            2,
-            "What all 5 items share would be 1,1",
-        ),
-    ],
-)
-def test_lists_that_would_take_too_much_memory_are_refused(
-    entries: int, shared: list[object], answers: int, problem: str
-) -> None:
-    limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
-    with pytest.raises(MalformedRequest, match="Send several requests") as raised:
-        check_size(limits, "items", ["x"] * entries, shared, answers)
-    assert problem in str(raised.value)
-    check_size(limits, "items", ["x"] * 10, ["q\n" * 50, None], 10)
 
 
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])

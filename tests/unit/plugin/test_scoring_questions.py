@@ -1,4 +1,4 @@
-"""The prompts that queries, documents and labels become, without an engine."""
+"""The prompts that queries, documents and labels become, and lists that are too large."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from flashmoa_sglang.http.scoring.questions import (  # noqa: E402
     score_question,
     sees,
 )
+from flashmoa_sglang.http.scoring.size import check_size  # noqa: E402
+from flashmoa_sglang.http.streams import Limits  # noqa: E402
 
 RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
 BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
@@ -156,3 +158,32 @@ def test_fields_of_newer_releases_are_left_to_sglang(
 ) -> None:
     body = ScoreBody(**{"query": "q", "items": ["a", "b"], "label_token_ids": [1, 2], **fields})
     assert body.needs_sglang is expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "shared", "answers", "problem"),
+    [
+        (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
+        (
+            10,
+            ["q"],
+            11,
+            "10 items with 11 candidates each are 110 scores; this server takes at most",
+        ),
+        (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
+        (
+            5,
+            [[{"role": "user", "content": "q" * 200}], None],
+            2,
+            "What all 5 items share would be 1,1",
+        ),
+    ],
+)
+def test_lists_that_would_take_too_much_memory_are_refused(
+    entries: int, shared: list[object], answers: int, problem: str
+) -> None:
+    limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
+    with pytest.raises(MalformedRequest, match="Send several requests") as raised:
+        check_size(limits, "items", ["x"] * entries, shared, answers)
+    assert problem in str(raised.value)
+    check_size(limits, "items", ["x"] * 10, ["q\n" * 50, None], 10)

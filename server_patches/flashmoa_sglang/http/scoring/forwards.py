@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +207,7 @@ class ListScorer:
                     await room.enter(len(batch))
                     task = group.create_task(self._compute_batch(batch))
                     # A task that is cancelled before it begins gives its room back, too.
-                    task.add_done_callback(partial(_leave, room, len(batch)))
+                    task.add_done_callback(lambda _, batch=batch: room.leave(len(batch)))
                     # The batch is sent now, and other requests have their turn before the next.
                     await asyncio.sleep(0)
         except BaseExceptionGroup as failures:
@@ -253,10 +252,6 @@ class ListScorer:
             **self.terms.namespace(),
             **(unsent() if self.engine.role == "prefill" else {}),
         )
-
-
-def _leave(room: PrefillRoom, prefills: int, _: asyncio.Task[None]) -> None:
-    room.leave(prefills)
 
 
 def _check_end(meta: dict[str, Any]) -> None:

@@ -30,12 +30,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         RERANK,
         {"query": "q", "documents": ["a"] * 9_999, "instruct": "b" * 30_000},
-        "would be 300,",
+        "characters in their prompts together",
     ),
     (
         CLASSIFY,
         {"input": ["a"] * 9_999, "labels": ["x", "y"], "instruct": "b" * 30_000},
-        "would be 300,",
+        "characters in their prompts together",
     ),
     (CLASSIFY, {"input": "a"}, "labels: Field required"),
     (CLASSIFY, {"input": "a", "labels": ["x"]}, "2 to 26"),

@@ -51,6 +51,12 @@ class Options:
         "The longest decode step with tokens of prompt streams that ride along with it, as a "
         "multiple of the step without them. At most 1: none ride.",
     )
+    costs: str = _option(
+        "",
+        "A file with the answer of GET /flashmoa/info of an engine that runs the same model on the "
+        "same hardware: this engine takes the costs of forwards from it instead of measuring them "
+        "at start.",
+    )
     asyncep: str = _option(
         "off",
         "Where the experts of a mixture-of-experts model are: on the device (off), or copied there "

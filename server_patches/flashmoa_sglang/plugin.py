@@ -25,6 +25,7 @@ from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
 from flashmoa_sglang.http import engine_changes, metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate
 from flashmoa_sglang.http.engine import Engine, is_ours
+from flashmoa_sglang.http.saved_costs import read_costs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
 from flashmoa_sglang.scheduler import admission, batches, queue, results, state
@@ -281,10 +282,16 @@ def _refuse_unsupported(arguments: Any) -> None:
         )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
         raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")
-    if options.Options.from_environment().device and not cpu.lacks_accelerator():
+    own = options.Options.from_environment()
+    if own.device and not cpu.lacks_accelerator():
         raise SystemExit("--flashmoa-device is for engines on a CPU; leave it out on a GPU.")
-    if problem := asyncep.problem(arguments, options.Options.from_environment()):
+    if problem := asyncep.problem(arguments, own):
         raise SystemExit(problem)
+    if own.costs:
+        try:
+            read_costs(own.costs)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     if kv_free.is_on():
         kv_free.refuse_unsupported(arguments)
     verify_arguments(arguments)

@@ -1,7 +1,7 @@
-"""Measures the costs of a forward on this engine, once the server is up.
+"""Measures the costs of a forward on this engine, once the server is up, or reads them from a file.
 
-It runs prefills of growing size, which the scheduler times from the built batch to its result. Each
-waits until no other request uses the engine. Their KV stays in the cache until it is evicted:
+Prefills of growing size are run, which the scheduler times from the built batch to its result.
+Each waits until no other request uses the engine. Their KV stays in the cache until it is evicted:
 SGLang's own switch to cache nothing of a request loses the KV of requests that are cut into chunks.
 """
 
@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs
+from flashmoa_sglang.http.saved_costs import read_costs
 from flashmoa_sglang.http.timed_requests import MEASURED_ANSWER, TimedRequests
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
@@ -170,26 +171,32 @@ async def _until_idle(engine: Engine) -> None:
 
 
 async def calibrate(engine: Engine) -> None:
-    """Measure the costs and send them to the schedulers.
+    """Measure the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
-    If measuring fails, that is logged, and the guess ``UNMEASURED`` stays in use.
+    If that fails, it is logged, and the guess ``UNMEASURED`` stays in use.
     """
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
+    file = Options.from_environment().costs
     try:
-        costs, layers = await measure(engine, TimedRequests(engine))
         most = engine.largest_forward(await engine.kv())
+        if file:
+            costs, saturation = read_costs(file)
+        else:
+            costs, layers = await measure(engine, TimedRequests(engine))
+            saturation = find_saturation(layers, most)
     except Exception as error:
         text = (
             "The cost of a forward could not be measured, so streams are scheduled by a guess: %s"
         )
         logger.warning(text, error)
         return
-    engine.saturation = find_saturation(layers, most)
+    engine.saturation = saturation
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
     engine.use_costs(costs, waits_for)
     logger.info(
-        "A decode step takes %.1f ms, a prefill %s",
+        "%s, a decode step takes %.1f ms, a prefill %s",
+        f"As {file} says" if file else "As measured",
         1000 * costs.decode_step,
         ", ".join(f"of {tokens} tokens {1000 * time:.1f} ms" for tokens, time in costs.points),
     )

@@ -29,6 +29,8 @@ RIDING = {
     # So that what the CPU does besides hardly counts in the measured costs.
     "FLASHMOA_DEVICE_SLOWDOWN": "2",
 }
+# Files with the costs of engines, by what costs depend on in these tests.
+_costs: dict[tuple[object, ...], Path] = {}
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
 
@@ -49,29 +51,51 @@ async def start_special_engine(
     model: Path | str,
     *arguments: str,
     pool: int = 12000,
-    measures: bool = True,
+    has_costs: bool = True,
+    measures: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[LocalEngine]:
     """Start an engine with further arguments on the second core; it must be alive at the end.
 
     Args:
-        measures: whether to wait until it has measured its costs. Before that, increments have
-            different sizes.
+        has_costs: whether to wait until it has its costs. Before that, increments have different
+            sizes.
+        measures: whether it measures its costs itself. Else it takes those of an engine that was
+            started before, if there was one like it, which saves some seconds.
     """
+    variables = {**STRICT, **(environment or {})}
+    overlap = "--disable-overlap-schedule" not in arguments
+    kind = (str(model), overlap, *(variables.get(name) for name in RIDING))
+    if kind in _costs and not measures and "--flashmoa-asyncep" not in arguments:
+        variables["FLASHMOA_COSTS"] = str(_costs[kind])
     engine = await engines.start(
         model,
         core=1,
         arguments=["--max-total-tokens", str(pool), *arguments],
-        environment={**STRICT, **(environment or {})},
+        environment=variables,
     )
     try:
-        if measures:
+        if has_costs:
             await wait_until_measured(engine)
+            if kind not in _costs and (file := await _save_costs(engine)):
+                _costs[kind] = file
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()
     finally:
         await engine.stop()
+
+
+async def _save_costs(engine: LocalEngine) -> Path | None:
+    """Save an engine's costs beside its log, if it has measured all that engines do."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.get("/flashmoa/info")
+    costs = answer.json()["costs"]
+    if costs["points"][-1][0] < 1024 or {decodes for decodes, *_ in costs["mixed"]} != {1, 8, 32}:
+        return None
+    file = engine.log.with_suffix(".json")
+    file.write_bytes(answer.content)
+    return file
 
 
 async def wait_until_measured(engine: LocalEngine) -> None:

@@ -68,7 +68,7 @@ async def test_consumer_that_stops_reading_goes_on_and_frees_the_engines(
 ) -> None:
     """The consumer does not close the stream of messages either, as AutoGen's teams do not."""
     async with EngineClient(engine.url) as direct:
-        agent = MoAAgent("mixture", mixture(direct, tokens=2000), model_client_stream=True)
+        agent = MoAAgent("mixture", mixture(direct, tokens=300), model_client_stream=True)
         messages = [TextMessage(content="What is there to see?", source="user")]
 
         async def read_one() -> None:

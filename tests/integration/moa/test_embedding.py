@@ -21,7 +21,7 @@ async def test_embedding_engine_returns_a_row_per_sentence(
 ) -> None:
     """The plugin adds nothing to an embedding engine, so its routes are missing."""
     async with (
-        start_special_engine(engines, model, "--is-embedding", measures=False) as engine,
+        start_special_engine(engines, model, "--is-embedding", has_costs=False) as engine,
         EngineClient(engine.url) as client,
     ):
         with pytest.raises(PluginMissing):

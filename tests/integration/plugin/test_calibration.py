@@ -24,7 +24,7 @@ async def test_measuring_during_requests_loses_no_kv(
     arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
-        start_special_engine(engines, model, *arguments) as engine,
+        start_special_engine(engines, model, *arguments, measures=True, has_costs=False) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         with anyio.fail_after(60):
@@ -35,6 +35,7 @@ async def test_measuring_during_requests_loses_no_kv(
                         sent += 1
                         ids = [1000 + sent % 2000] * (CHUNK - 8)
                         group.start_soon(_prefill, client, ids)
+        assert sent > 3
         info = await client.info()
         assert info.costs is not None and info.costs.decode_step > 0
         times = [seconds for _, seconds in info.costs.points]

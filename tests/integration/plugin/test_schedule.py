@@ -55,7 +55,7 @@ async def order_of_ends(engine: LocalEngine, bodies: dict[str, dict[str, Any]]) 
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         await in_flight(0)
         async with anyio.create_task_group() as group:
-            group.start_soon(ask, "first", {"text": "The one before", "tokens": 300, "priority": 9})
+            group.start_soon(ask, "first", {"text": "The one before", "tokens": 100, "priority": 9})
             await in_flight(1)
             for count, (name, body) in enumerate(bodies.items(), start=2):
                 group.start_soon(ask, name, body)
@@ -68,11 +68,11 @@ async def test_the_shortest_job_runs_first(one_at_a_time: LocalEngine, words: Wo
     order = await order_of_ends(
         one_at_a_time,
         {
-            "long": {"text": words(20, 1), "tokens": 900},
-            "middling": {"text": words(20, 2), "tokens": 450},
+            "long": {"text": words(20, 1), "tokens": 300},
+            "middling": {"text": words(20, 2), "tokens": 150},
             "expected to be short": {
                 "text": words(20, 3),
-                "tokens": 500,
+                "tokens": 170,
                 "expected_output_tokens": 3,
             },
             "short": {"text": words(20, 4), "tokens": 1},

@@ -140,7 +140,7 @@ async def test_router_without_engines_answers_503(model: Path) -> None:
 
 async def test_embeddings_are_routed(engines: LocalEngines, model: Path, words: Words) -> None:
     async with (
-        start_special_engine(engines, model, "--is-embedding", measures=False) as embedder,
+        start_special_engine(engines, model, "--is-embedding", has_costs=False) as embedder,
         serve_router(make_options(embedder)) as router,
         httpx.AsyncClient(base_url=embedder.url, timeout=60) as direct,
     ):
@@ -185,7 +185,7 @@ async def test_router_forwards_the_clients_api_key_and_never_its_own(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
     async with (
-        start_special_engine(engines, model, "--api-key", "secret", measures=False) as locked,
+        start_special_engine(engines, model, "--api-key", "secret", has_costs=False) as locked,
         serve_router(make_options(locked, api_key="secret")) as router,
     ):
         ask = generation(words(40, 1050))

@@ -60,7 +60,8 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow" tests/integration
 
 test-slow: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m slow -n 2 tests/unit
+	@$(BIN)/python -m pytest -m slow tests/integration
 
 test-all: test test-slow
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
-from tests.integration.support import wait_until_measured
+from tests.integration.support import remember_costs, wait_until_measured
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
 collect_ignore = ["frameworks"]
@@ -57,6 +57,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
     await wait_until_measured(started)
+    await remember_costs(started, model)
     return started
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -64,10 +64,8 @@ async def start_special_engine(
             started before, if there was one like it, which saves some seconds.
     """
     variables = {**STRICT, **(environment or {})}
-    overlap = "--disable-overlap-schedule" not in arguments
-    kind = (str(model), overlap, *(variables.get(name) for name in RIDING))
-    if kind in _costs and not measures and "--flashmoa-asyncep" not in arguments:
-        variables["FLASHMOA_COSTS"] = str(_costs[kind])
+    if not measures and "--flashmoa-asyncep" not in arguments:
+        variables |= known_costs(model, arguments, variables)
     engine = await engines.start(
         model,
         core=1,
@@ -77,8 +75,7 @@ async def start_special_engine(
     try:
         if has_costs:
             await wait_until_measured(engine)
-            if kind not in _costs and (file := await _save_costs(engine)):
-                _costs[kind] = file
+            await remember_costs(engine, model, arguments, variables)
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()
@@ -86,16 +83,41 @@ async def start_special_engine(
         await engine.stop()
 
 
-async def _save_costs(engine: LocalEngine) -> Path | None:
-    """Save an engine's costs beside its log, if it has measured all that engines do."""
+def known_costs(
+    model: Path | str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return environment variables with which an engine need not measure its costs.
+
+    They are empty if no engine was started before that is like it.
+    """
+    file = _costs.get(_kind(model, arguments, environment or {}))
+    return {} if file is None else {"FLASHMOA_COSTS": str(file)}
+
+
+def _kind(
+    model: Path | str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[object, ...]:
+    """Return what costs depend on in these tests."""
+    overlap = "--disable-overlap-schedule" not in arguments
+    return (str(model), overlap, *(environment.get(name) for name in RIDING))
+
+
+async def remember_costs(
+    engine: LocalEngine,
+    model: Path | str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Keep the costs of an engine for others like it, if it has measured all that engines do."""
+    kind = _kind(model, arguments, environment or {})
+    if kind in _costs:
+        return
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         answer = await http.get("/flashmoa/info")
     costs = answer.json()["costs"]
-    if costs["points"][-1][0] < 1024 or {decodes for decodes, *_ in costs["mixed"]} != {1, 8, 32}:
-        return None
-    file = engine.log.with_suffix(".json")
-    file.write_bytes(answer.content)
-    return file
+    if costs["points"][-1][0] >= 1024 and {row[0] for row in costs["mixed"]} == {1, 8, 32}:
+        _costs[kind] = engine.log.with_suffix(".json")
+        _costs[kind].write_bytes(answer.content)
 
 
 async def wait_until_measured(engine: LocalEngine) -> None:

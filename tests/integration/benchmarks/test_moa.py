@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 async def test_moa_measures_accuracy_and_latency_of_every_way(benches: Bench) -> None:
     sizes = ("small", "medium", "large")
-    few = ["--questions", "1", "--timed", "1", "--tokens", "40", "--concurrency", "2"]
+    few = ["--questions", "1", "--timed", "1", "--tokens", "24", "--concurrency", "2"]
     engines = [*sizes, *(f"stock-{size}" for size in sizes)]
     found = await benches.run("moa", engines, *few)
     rows = {row["way"]: row for row in found["rows"]}

@@ -63,6 +63,13 @@ async def client(busy_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         await wait_until_idle(connected)
 
 
+@pytest.fixture
+async def plain(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
+    """An engine on which nothing else runs, and which is not as slow as a modelled GPU."""
+    async with EngineClient(engine.url, timeout=60) as connected:
+        yield connected
+
+
 class Decodes:
     """Requests that decode until they are told to end."""
 
@@ -105,7 +112,7 @@ class Decodes:
 
 
 async def test_streams_and_decodes_change_no_answers(
-    client: EngineClient, way: str, words: Words
+    client: EngineClient, plain: EngineClient, way: str, words: Words
 ) -> None:
     """The streams' tokens ride along with the decodes, or wait until nothing decodes."""
     prompts = [words(40, number) for number in range(2)]
@@ -137,7 +144,7 @@ async def test_streams_and_decodes_change_no_answers(
         assert rode >= 4 * (729 - LAG)
     for prompt, (text, tokens) in decodes.answers.items():
         assert 20 <= tokens < 3000
-        alone, _ = await generate(client, prompt, tokens + 8)
+        alone, _ = await generate(plain, prompt, tokens + 8)
         assert alone.startswith(text)
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):
@@ -145,12 +152,11 @@ async def test_streams_and_decodes_change_no_answers(
         answer, usage = await generate(client, text + " of", 8, stream.id)
         linked.append(answer)
         assert usage.late_tokens is not None and usage.late_tokens < 16
-    await client.flush_cache()
-    assert linked == [(await generate(client, text + " of", 8))[0] for text in texts]
+    assert linked == [(await generate(plain, text + " of", 8))[0] for text in texts]
 
 
 async def test_log_probabilities_stay_the_same_when_streams_ride_along(
-    client: EngineClient, way: str, words: Words
+    client: EngineClient, engine: LocalEngine, way: str, words: Words
 ) -> None:
     """Of a request's answer and of its prompt; another one beside it has none."""
     bodies: list[dict[str, Any]] = [
@@ -169,9 +175,9 @@ async def test_log_probabilities_stay_the_same_when_streams_ride_along(
                     answers[number] = json.loads(line.removeprefix("data: "))
                     begun.set()
 
-    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=120) as http:
         alone = [(await http.post("/generate", json=body)).json() for body in bodies]
-        await client.flush_cache()
+    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
         rode_before = (await fetch_kv_state(client)).rode_along
         async with anyio.create_task_group() as group:
             for number in range(len(bodies)):
@@ -200,7 +206,7 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 async def test_a_request_comes_between_the_forwards_of_a_long_stream(
-    client: EngineClient, words: Words
+    client: EngineClient, plain: EngineClient, words: Words
 ) -> None:
     text = words(6000, 9)
     stream = await client.open_stream(text=text)
@@ -208,9 +214,8 @@ async def test_a_request_comes_between_the_forwards_of_a_long_stream(
     other, _ = await generate(client, words(50, 10), 20)
     linked, usage = await generate(client, text + " of", 8, stream.id)
     assert usage.prompt_tokens == 6001
-    await client.flush_cache()
-    assert other == (await generate(client, words(50, 10), 20))[0]
-    assert linked == (await generate(client, text + " of", 8))[0]
+    assert other == (await generate(plain, words(50, 10), 20))[0]
+    assert linked == (await generate(plain, text + " of", 8))[0]
 
 
 async def test_a_structured_answer_does_not_wait_for_streams(
@@ -243,7 +248,11 @@ async def test_a_structured_answer_does_not_wait_for_streams(
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [RIDING, {}], ids=["modelled GPU", "CPU"])
 async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
-    engines: LocalEngines, model: Path, words: Words, environment: dict[str, str]
+    engines: LocalEngines,
+    plain: EngineClient,
+    model: Path,
+    words: Words,
+    environment: dict[str, str],
 ) -> None:
     """Also those of a request whose first decode follows another request's prefill."""
     async with (
@@ -252,8 +261,7 @@ async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
     ):
         for turn in range(0, 24, 3):
             prompts = [words(60, turn + number) for number in range(3)]
-            expected = [(await generate(client, prompt, 16))[0] for prompt in prompts]
-            await client.flush_cache()
+            expected = [(await generate(plain, prompt, 16))[0] for prompt in prompts]
             stream = await client.open_stream(text="The")
             answers = dict[str, str]()
 

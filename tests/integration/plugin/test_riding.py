@@ -40,18 +40,23 @@ MATRIX = [
 
 @pytest.mark.parametrize(("overlap", "page"), MATRIX)
 async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
-    engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int
+    engines: LocalEngines,
+    engine: LocalEngine,
+    model: Path,
+    words: Words,
+    overlap: bool,
+    page: int,
 ) -> None:
     """Of those that decode, SGLang knows all tokens then, because they were not in that prefill."""
     arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
     newcomers = [_ask_for(words(200, 71 + number), 3) for number in range(5)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=RIDING) as engine,
-        EngineClient(engine.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
+        start_special_engine(engines, model, *arguments, environment=RIDING) as modelled,
+        EngineClient(modelled.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):
-        before = len(_steps(engine))
+        before = len(_steps(modelled))
         async with _decoding(http, _ask_for(words(60, 70), 2000)) as long:
             stream = await client.open_stream(text="The", ttl_seconds=300)
             # So many tokens that some wait in each step.
@@ -59,11 +64,9 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
             answers = [await _ask(http, body) for body in newcomers]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
-        steps = _steps(engine)[before:]
-        await client.flush_cache()
-        tokens: int = _meta(long)["completion_tokens"]
-        bodies = [_ask_for(words(60, 70), tokens), *newcomers]
-        alone = [await _ask(http, body) for body in bodies]
+        steps = _steps(modelled)[before:]
+    tokens: int = _meta(long)["completion_tokens"]
+    alone = await _ask_alone(engine, [_ask_for(words(60, 70), tokens), *newcomers])
     for answer, expected in zip([long, *answers], alone, strict=True):
         # The text of an answer that was left may lack its last character.
         assert answer["text"] and expected["text"].startswith(answer["text"])
@@ -80,7 +83,12 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     [(True, 16), pytest.param(False, 1, marks=pytest.mark.slow)],
 )
 async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
-    engines: LocalEngines, model: Path, words: Words, overlap: bool, page: int
+    engines: LocalEngines,
+    engine: LocalEngine,
+    model: Path,
+    words: Words,
+    overlap: bool,
+    page: int,
 ) -> None:
     """While there is a stream, prompts that are too long for one step take several."""
     arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
@@ -90,11 +98,11 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     prompts = [words(60, 60 + number) for number in range(6)]
     newcomers = [_ask_for(words(480, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=slow) as engine,
-        EngineClient(engine.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
+        start_special_engine(engines, model, *arguments, environment=slow) as modelled,
+        EngineClient(modelled.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):
-        before = len(_steps(engine))
+        before = len(_steps(modelled))
         async with AsyncExitStack() as stack:
             decoding = [
                 await stack.enter_async_context(_decoding(http, _ask_for(prompt, 2000, wanted={})))
@@ -104,13 +112,12 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
             answers = [await _ask(http, body) for body in newcomers]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
-        steps = _steps(engine)[before:]
-        await client.flush_cache()
-        bodies = [
-            _ask_for(prompt, _meta(answer)["completion_tokens"], wanted={})
-            for prompt, answer in zip(prompts, decoding, strict=True)
-        ]
-        alone = [await _ask(http, body) for body in [*bodies, *newcomers]]
+        steps = _steps(modelled)[before:]
+    bodies = [
+        _ask_for(prompt, _meta(answer)["completion_tokens"], wanted={})
+        for prompt, answer in zip(prompts, decoding, strict=True)
+    ]
+    alone = await _ask_alone(engine, [*bodies, *newcomers])
     for answer, expected in zip([*decoding, *answers], alone, strict=True):
         assert answer["text"] and expected["text"].startswith(answer["text"])
     chunks = [step for step in steps if step is not None]
@@ -129,6 +136,12 @@ def _ask_for(text: str, tokens: int, wanted: dict[str, Any] = _LOG_PROBABILITIES
 
 async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> _Answer:
     return (await http.post("/generate", json=body)).raise_for_status().json()
+
+
+async def _ask_alone(engine: LocalEngine, bodies: list[dict[str, Any]]) -> list[_Answer]:
+    """Ask one after the other, an engine in which nothing rides and that is not slowed down."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        return [await _ask(http, body) for body in bodies]
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from flashmoa_bench.harness.pd_pairs import PairStart, StartEngine, start_pd_pai
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.http_calls import metric
-from tests.integration.support import STRICT, wait_until_measured
+from tests.integration.support import STRICT, known_costs, wait_until_measured
 
 _ARGUMENTS = ("--max-total-tokens", "12000", "--enable-metrics", "--enable-cache-report")
 _TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
@@ -42,9 +42,12 @@ class Pair:
 
 @asynccontextmanager
 async def running_pairs(
-    engines: LocalEngines, models: Mapping[str, Path], transport: str = "nixl"
+    engines: LocalEngines, models: Mapping[str, Path], costs_of: Path, transport: str = "nixl"
 ) -> AsyncGenerator[dict[str, Pair]]:
-    """Run a pair for each model; the engines must be alive at the end."""
+    """Run a pair for each model; the engines must be alive at the end.
+
+    Args: costs_of: the model whose costs they take, if they are known.
+    """
     started: list[LocalEngine] = []
 
     def make_start(model: Path) -> StartEngine:
@@ -54,7 +57,7 @@ async def running_pairs(
                     model,
                     core=len(started) % 2,
                     arguments=[*_ARGUMENTS, *arguments],
-                    environment={**_TCP, **STRICT},
+                    environment={**_TCP, **STRICT, **known_costs(costs_of)},
                 )
             )
             return started[-1]

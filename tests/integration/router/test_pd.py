@@ -42,7 +42,7 @@ async def pair(
 ) -> AsyncGenerator[Pair]:
     if reason := _missing(request.param):
         pytest.skip(reason)
-    async with running_pairs(engines, {"pair": model}, request.param) as pairs:
+    async with running_pairs(engines, {"pair": model}, model, request.param) as pairs:
         yield pairs["pair"]
 
 

@@ -22,7 +22,13 @@ from tests.conftest import GUIDE, ROOT
 from tests.integration.moa.agents import QUESTION
 from tests.integration.router.http_calls import chat, generation, metric, post_json
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import STRICT, wait_for_streams, wait_until_idle, wait_until_measured
+from tests.integration.support import (
+    STRICT,
+    known_costs,
+    wait_for_streams,
+    wait_until_idle,
+    wait_until_measured,
+)
 
 pytestmark = [
     pytest.mark.anyio,
@@ -60,7 +66,10 @@ async def expected(engines: LocalEngines, models: dict[str, Path], words: Words)
         http: dict[str, httpx.AsyncClient] = {}
         for core, (name, model) in enumerate(models.items()):
             engine = await engines.start(
-                model, core=core % 2, arguments=["--max-total-tokens", "12000"], environment=STRICT
+                model,
+                core=core % 2,
+                arguments=["--max-total-tokens", "12000"],
+                environment={**STRICT, **known_costs(models["small"])},
             )
             stack.push_async_callback(engine.stop)
             await wait_until_measured(engine)
@@ -80,7 +89,7 @@ async def expected(engines: LocalEngines, models: dict[str, Path], words: Words)
 async def pairs(
     engines: LocalEngines, models: dict[str, Path], expected: Expected
 ) -> AsyncGenerator[dict[str, Pair]]:
-    async with running_pairs(engines, models) as running:
+    async with running_pairs(engines, models, models["small"]) as running:
         yield running
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from pydantic import BaseModel, TypeAdapter
@@ -27,6 +27,9 @@ _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (*Event.__subclasses__(), *CallEvent.__subclasses__())
 }
 
+
+# How ``Trace`` begins each line.
+_LINE_START = '{"event": "'
 
 # Links and runs may be in several threads, and the garbage collector may end a call at any moment.
 _lock = RLock()
@@ -78,9 +81,9 @@ class Trace:
             logger.warning(text, self._path, error)
 
     def _create_file(self) -> None:
-        if self._path.exists() and self._path.stat().st_size:
+        if self._path.exists():
             try:
-                read(self._path)
+                next(_read_events(self._path), None)
             except TraceError as error:
                 raise ValueError(
                     f"{self._path} exists and is not a trace; give another name, or delete it"
@@ -162,24 +165,35 @@ def read(path: Path | str) -> list[Event]:
         OSError: if the file cannot be read.
         TraceError: if the file does not exist, or is not a trace.
     """
+    return list(_read_events(path))
+
+
+def _read_events(path: Path | str) -> Iterator[Event]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                event = _read_line(path, number, line)
+                if event is not None:
+                    yield event
     except UnicodeDecodeError as error:
         raise TraceError(f"{path} is not a trace: it is not text") from error
     except FileNotFoundError as error:
         raise TraceError(f"the file {path} does not exist") from error
-    events: list[Event] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(_from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise TraceError(
-                f"{path} is not a trace, as link(team, trace=FILE) writes it; its line {number} is "
-                f"not an event: {error}"
-            ) from error
-    return events
+
+
+def _read_line(path: Path | str, number: int, line: str) -> Event | None:
+    """Return the event of a line; ``None`` if the line is cut off, as only a last one can be."""
+    try:
+        return _from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError) as error:
+        is_cut = isinstance(error, json.JSONDecodeError) and not line.endswith("\n")
+        # What begins in another way may be a user's file, which must not be replaced.
+        if is_cut and line[: len(_LINE_START)] == _LINE_START[: len(line)]:
+            return None
+        raise TraceError(
+            f"{path} is not a trace, as link(team, trace=FILE) writes it; its line {number} is "
+            f"not an event: {error}"
+        ) from error
 
 
 def _as_json(event: Event) -> dict[str, Any]:
@@ -191,8 +205,11 @@ def _as_json(event: Event) -> dict[str, Any]:
     return {"event": type(event).__name__, **plain}
 
 
-def _from_json(line: dict[str, Any]) -> Event:
-    return _adapter(_KINDS[line.pop("event")]).validate_python(line)
+def _from_json(line: object) -> Event:
+    if not isinstance(line, dict):
+        raise TypeError(f"{line!r:.80} is not a JSON object")
+    values = cast("dict[str, Any]", line)
+    return _adapter(_KINDS[values.pop("event")]).validate_python(values)
 
 
 @cache

@@ -146,7 +146,8 @@ def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize(
-    "line", ["no json", "[]", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}']
+    "line",
+    ["no json", "[]", "1", "{}", '{"event": "Unheard"}', '{"event": "FirstToken", "at": "x"}'],
 )
 def test_reading_a_file_that_is_not_a_trace_raises_trace_error(
     file: Path, line: str, capsys: Any
@@ -160,12 +161,23 @@ def test_reading_a_file_that_is_not_a_trace_raises_trace_error(
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path) -> None:
-    program = tmp_path / "team.py"
-    program.write_text("print('Hello!')\n")
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize(
+    "text", ["print('Hello!')", '{"accuracy": 0.9', "[1]", '{"event": "click"}', "12"]
+)
+def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path, text: str, end: str) -> None:
+    other = tmp_path / "results.json"
+    other.write_text(text + end)
     with pytest.raises(ValueError, match="is not a trace; give another name"):
-        Trace(program)
-    assert program.read_text() == "print('Hello!')\n"
+        Trace(other)
+    assert other.read_text() == text + end
+
+
+def test_only_the_first_line_of_a_trace_is_read_before_it_is_replaced(file: Path) -> None:
+    """A long trace would hold up the event loop."""
+    file.write_text(f"{file.read_text()}no event\n")
+    Trace(file)
+    assert read(file) == []
 
 
 def test_command_shows_timeline_calls_and_links(file: Path, tmp_path: Path, capsys: Any) -> None:

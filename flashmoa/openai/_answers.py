@@ -7,8 +7,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.generation import read_content
+from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.observed_call import CallObserver, CallResult
 
 
@@ -120,14 +123,28 @@ def report_end(
         observer.on_failure(error or RuntimeError(reader.problem))
 
 
-def report_whole(content: bytes, observer: CallObserver, *, is_stream: bool = False) -> None:
-    """Tell an observer of an answer, given the whole body of its response.
+def report_whole(
+    response: Any, content: bytes, observer: CallObserver, *, is_stream: bool = False
+) -> None:
+    """Tell an observer of an answer, or of a refusal, of which all bytes are there.
+
+    No text is reported on its way: when its first token came is not known.
 
     Args:
+        response: the response, of httpx or httpx2.
+        content: its whole body, without content encoding.
         is_stream: see :class:`AnswerReader`.
     """
+    if response.is_error:
+        observer.on_failure(_make_refusal(response, content))
+        return
     reader = AnswerReader(is_stream=is_stream)
-    text, result = reader.feed(content), reader.result()
-    if result is not None and result.is_forwarded:
-        observer.on_text(text)
+    reader.feed(content)
     report_end(reader, observer)
+
+
+def _make_refusal(response: Any, content: bytes) -> Exception:
+    url = str(response.request.url)
+    request = httpx.Request("POST", url)
+    refusal = httpx.Response(response.status_code, content=content, request=request)
+    return make_refusal(refusal, url.partition("/v1/")[0])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 from weakref import WeakSet
 
 from flashmoa.linking.observed_call import CallObserver
-from flashmoa.openai._answers import AnswerReader, report_end, report_whole
+from flashmoa.openai._answers import report_whole
 from flashmoa.openai._watched_stream import is_event_stream, watch
 from flashmoa.openai_requests import as_stream, read_chat_body, with_body
 from flashmoa.openai_tap import TappedRequest, UnusableStream
@@ -92,7 +92,8 @@ async def _send_observed(
     if options.get("stream"):
         response.stream = watch(response, observer, _module_of(request))
     else:
-        report_whole(response.content, observer, is_stream=is_event_stream(response))
+        is_stream = is_event_stream(response)
+        report_whole(response, response.content, observer, is_stream=is_stream)
     return response
 
 
@@ -110,9 +111,7 @@ async def _send_tapped(
     except UnusableStream:
         logger.exception("A streamed answer could not be put together; it is asked for again")
         response = await send(request, **options)
-    reader = AnswerReader(is_stream=False)
-    reader.feed(response.content)
-    report_end(reader, observer)
+    report_whole(response, response.content, observer)
     return response
 
 

@@ -50,6 +50,7 @@ class _PassingAnswer:
     """Reads an answer from the bytes of a response as they pass, and reports it once."""
 
     def __init__(self, response: Any, observer: CallObserver) -> None:
+        self._response = response
         self._observer = observer
         self._is_encoded = "content-encoding" in response.headers
         # Given a stream, a response does not try to read a body.
@@ -84,7 +85,7 @@ class _PassingAnswer:
             self.end()
         elif not self._is_over:
             self._is_over = True
-            report_whole(b"".join(self._document), self._observer)
+            report_whole(self._response, b"".join(self._document), self._observer)
 
     def end(self, error: BaseException | None = None) -> None:
         """Report the answer, of which no more bytes will be read; ``error`` says why not."""

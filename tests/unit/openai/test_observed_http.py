@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from flashmoa.linking.observed_call import CallObserver, CallResult
-from flashmoa.observe import CallFailed, CallFinished, Event
+from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
 from flashmoa.openai._watched_stream import watch
 from tests.unit.openai.fake_server import (
@@ -32,6 +32,7 @@ from tests.unit.openai.fake_server import (
 pytestmark = pytest.mark.anyio
 EVENTS = {"content-type": "text/event-stream"}
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 def texts(events: list[Event]) -> list[str]:
@@ -161,6 +162,50 @@ async def test_an_answer_in_a_wrong_encoding_fails_as_outside_of_runs(server: Fa
             await call()
     assert found[0] is found[1]
     assert [type(event) for event in events].count(CallFailed) == 1
+
+
+def refusal(status: int, body: bytes, **headers: str) -> httpx.Response:
+    answer = in_pieces([body], "application/json", **headers)
+    answer.status_code = status
+    return answer
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"tools": [TOOL]}])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+async def test_a_refusal_is_reported_with_its_message(
+    server: FakeServer, asked: dict[str, Any], is_wrapped: bool
+) -> None:
+    problem = {"object": "error", "message": "the prompt is too long", "code": 400}
+    body = {"error": problem} if is_wrapped else problem
+    server.chat = lambda _: refusal(400, json.dumps(body).encode())
+    events: list[Event] = []
+    async with server.client() as client, run("refused", listener=events.append):
+        with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
+            await client.chat.completions.create(model="m", messages=MESSAGES, **asked)
+    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    assert failed.error_type == "MalformedRequest" and "the prompt is too long" in failed.error
+
+
+async def test_a_compressed_refusal_is_reported_with_its_message(server: FakeServer) -> None:
+    body = gzip.compress(b"Not yet.")
+    server.chat = lambda _: refusal(503, body, **{"content-encoding": "gzip"})
+    events: list[Event] = []
+    async with server.client() as client, run("refused", listener=events.append):
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    assert failed.error_type == "EngineDraining" and "Not yet." in failed.error
+
+
+async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
+    server: FakeServer,
+) -> None:
+    """Answers of agents with tools do."""
+    events: list[Event] = []
+    async with server.client() as client, run("tools", listener=events.append):
+        await ask(client, "Go.", tools=[TOOL])
+    assert [type(event) for event in events] == [CallStarted, PromptSent, CallFinished]
+    assert texts(events) == [TEXT]
 
 
 class Recorder(CallObserver):

@@ -29,14 +29,14 @@ class Overlap:
         ahead: seconds of its stream's prefills before its request was sent.
         under_decode: seconds of these in which another call was decoding.
         left: seconds from the request to the first token: the rest of the prefill, the queue, the
-            network and one decode step.
+            network and one decode step; ``None`` if the answer came as a whole.
         ahead_tokens: number of prompt tokens that the stream computed.
         left_tokens: number of prompt tokens that were computed after the request came.
     """
 
     ahead: float
     under_decode: float
-    left: float
+    left: float | None
     ahead_tokens: int
     left_tokens: int
 
@@ -56,13 +56,13 @@ def overlaps(calls: Sequence[Call]) -> dict[str, Overlap]:
 def _compute_overlap(call: Call, decodes: _Intervals) -> Overlap | None:
     usage, sent = call.usage, call.started.at
     stream = usage.prompt_stream if usage is not None else None
-    if usage is None or stream is None or stream.status != "hit" or call.first_token is None:
+    if usage is None or stream is None or stream.status != "hit":
         return None
     spans = _union((span.start, min(span.end, sent)) for span in stream.prefills)
     return Overlap(
         ahead=sum(end - start for start, end in spans),
         under_decode=sum(_within(decodes, start, end) for start, end in spans),
-        left=call.first_token - sent,
+        left=call.first_token - sent if call.first_token is not None else None,
         ahead_tokens=usage.streamed_tokens or 0,
         left_tokens=usage.late_tokens or 0,
     )
@@ -98,9 +98,10 @@ request went out, and the tokens it computed. The time is that of the stream's p
 at the request; a span includes waiting for its turn and forwards shared with others. Streams \
 that the call did not hit do not count. Under decode: the part of that time in \
 which another call was decoding, first token to last. Left: the time from the request to its \
-first token: the rest of the prefill, the queue, the network and one decode step. The time is \
-engine prefill taken off the path between two agents, added up over calls. It is not a measured \
-comparison with a run without links; flashmoa bench workflows makes one."""
+first token (an answer that comes as a whole has none): the rest of the prefill, the queue, \
+the network and one decode step. The time is engine prefill taken off the path between two \
+agents, added up over calls. It is not a measured comparison with a run without links; flashmoa \
+bench workflows makes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Summary:
         calls, failed: number of calls, and number of those that failed.
         first_token: median of the seconds from request to first token; ``None`` if no call had one.
         linked: number of calls that found their prompt streams.
-        overlap: the sum of these calls' overlaps.
+        overlap: the sum of these calls' overlaps; ``left`` is of those where it is known.
     """
 
     end_to_end: float
@@ -124,12 +125,15 @@ class Summary:
 
     def __str__(self) -> str:
         overlap = self.overlap
-        return (
+        text = (
             f"end to end {seconds(self.end_to_end)}; {self.linked:,} of {self.calls:,} calls found "
             f"their prompt streams. Of their prompt tokens, {overlap.ahead_tokens:,} were "
-            f"prefilled ahead and {overlap.left_tokens:,} were left to compute; their first tokens "
-            f"came {seconds(overlap.left)} after their requests, added up"
+            f"prefilled ahead and {overlap.left_tokens:,} were left to compute"
         )
+        if overlap.left is None:
+            return text
+        came = f"their first tokens came {seconds(overlap.left)} after their requests, added up"
+        return f"{text}; {came}"
 
 
 def summary(calls: Sequence[Call]) -> Summary:
@@ -138,6 +142,7 @@ def summary(calls: Sequence[Call]) -> Summary:
     ends = [call.ended.at for call in calls if call.ended is not None]
     waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
     hits = overlaps(calls).values()
+    left = [hit.left for hit in hits if hit.left is not None]
     return Summary(
         end_to_end=max(ends) - min(starts) if ends else 0.0,
         calls=len(calls),
@@ -147,7 +152,7 @@ def summary(calls: Sequence[Call]) -> Summary:
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
             under_decode=sum(hit.under_decode for hit in hits),
-            left=sum(hit.left for hit in hits),
+            left=sum(left) if left else None,
             ahead_tokens=sum(hit.ahead_tokens for hit in hits),
             left_tokens=sum(hit.left_tokens for hit in hits),
         ),

@@ -4,7 +4,9 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const MINUTES = 600;
 
+// A time that is not known is null, or missing.
 function seconds(value) {
+  if (value === null || value === undefined) return "–";
   if (Math.abs(value) < 0.9995) return `${(value * 1000).toFixed(0)} ms`;
   if (value < MINUTES) return `${value.toFixed(2)} s`;
   return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;

@@ -8,7 +8,7 @@ function summarise(run) {
   const figures = [
     ["End to end", seconds(whole), "first request to last token"],
     ["Calls", count(calls), failed ? `${failed} failed` : `of ${run.lanes.length} agents`],
-    ["To the first token", token === null ? "–" : seconds(token), "median of all calls"],
+    ["To the first token", seconds(token), "median of all calls"],
     ["Linked", `${count(linked)} of ${count(calls)}`, "found their prompt streams"],
     ["Tokens prefilled ahead", count(overlap.ahead_tokens), ahead],
     ["Tokens left", count(overlap.left_tokens), `${seconds(overlap.left)} to first tokens`],
@@ -31,7 +31,9 @@ function overlapRows(run) {
   const lanes = new Map();
   for (const { lane, overlap } of hits) {
     const sum = lanes.get(lane) ?? { name: run.lanes[lane].agent, calls: 0 };
-    for (const [key, value] of Object.entries(overlap)) sum[key] = (sum[key] ?? 0) + value;
+    for (const [key, value] of Object.entries(overlap)) {
+      if (value !== null) sum[key] = (sum[key] ?? 0) + value;
+    }
     sum.calls += 1;
     lanes.set(lane, sum);
   }
@@ -45,7 +47,7 @@ function compare(run) {
     box.append(element("p", "No call of this run found a prompt stream."));
     return;
   }
-  const most = Math.max(...rows.map((row) => row.ahead + row.left), 1e-9);
+  const most = Math.max(...rows.map((row) => row.ahead + (row.left ?? 0)), 1e-9);
   for (const row of rows) box.append(compared(row, most));
   const legend = element("ul", undefined, { class: "legend" });
   const kinds = [
@@ -68,7 +70,7 @@ function compared({ name, at, calls, ahead, under_decode: under, left, ...tokens
   const bar = element("span", undefined, { class: "stack" });
   for (const [kind, value] of [["under", under], ["otherwise", ahead - under], ["left", left]]) {
     const part = element("i", undefined, { class: kind });
-    part.style.width = `${(100 * value) / most}%`;
+    part.style.width = `${(100 * (value ?? 0)) / most}%`;
     bar.append(part);
   }
   const early = `${seconds(ahead)} (${count(tokens.ahead_tokens)} tokens) ahead`;

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from flashmoa.cli import trace as command
-from flashmoa.observe import Event
+from flashmoa.observe import Event, FirstToken
 from flashmoa.observe.calls import calls
 from flashmoa.observe.page import page
 from flashmoa.observe.trace import read
@@ -67,6 +67,15 @@ def show(browser: Browser, tmp_path: Path) -> Generator[Show]:
         assert len(requested) == 1
         shown.close()
     assert errors == []
+
+
+def test_an_answer_that_came_as_a_whole_has_no_time_to_its_first_token(show: Show) -> None:
+    for number in (3, 60):  # Calls are compared one by one, or by agent.
+        first, *rest = [event for event in long_run(number) if isinstance(event, FirstToken)]
+        assert first.call_id == "c0"  # It is no hit.
+        shown = show([event for event in long_run(number) if event not in rest])
+        expect(shown.locator("#summary")).to_contain_text("– to first tokens")
+        expect(shown.locator("#overlap .figures").first).to_contain_text("– (")
 
 
 def test_page_shows_lanes_flows_figures_and_calls(show: Show) -> None:

@@ -91,6 +91,21 @@ def test_summary_has_the_figures_of_a_run() -> None:
     assert [seconds(x) for x in (0.0004, 0.9996, 2377)] == ["0 ms", "1.00 s", "39 min 37 s"]
 
 
+def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
+    """It has no first token: agents with tools may not ask for a stream."""
+    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
+    whole = summary(calls(event for event in events if not isinstance(event, FirstToken)))
+    assert (whole.linked, whole.overlap) == (1, Overlap(4.0, 0.0, None, 70, 10))
+    assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
+    more = summary(calls([*events, *whole_answer("C")]))
+    assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)
+
+
+def whole_answer(agent: str) -> list[Event]:
+    made = call(agent, 10, 11, 12, use((5, 6)))
+    return [event for event in made if not isinstance(event, FirstToken)]
+
+
 def test_handoffs_follow_the_order_of_the_prompt() -> None:
     # B wrote while A did; its text could flow only once that of A was complete.
     events: list[Event] = [

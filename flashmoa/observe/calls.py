@@ -8,6 +8,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypedDict
 
 from flashmoa.engine import PromptUsage, kv_namespace
@@ -144,10 +145,12 @@ class Handoff:
 def handoffs(events: Sequence[Event]) -> dict[str, list[Handoff]]:
     """Return the handoffs into each linked call, by its ``call_id``.
 
-    For each agent named in the link (``upstream``, in the prompt's order) the writer is its latest
-    call that had produced text before the reader was sent and was still writing when the link was
-    opened. Text can only flow in prompt order: a span starts at the writer's first token, or when
-    the text before it in the prompt is complete, whichever is later.
+    For each agent named in the link (``upstream``, in the prompt's order) the writer is a call that
+    had produced text before the reader was sent and was still writing when the link was opened: the
+    one that ended last before the reader was sent, or if none did, the latest one. (Runs at the
+    same time may have agents of the same names.) Text can only flow in prompt order: a span starts
+    at the writer's first token, or when the text before it in the prompt is complete, whichever is
+    later. It ends when the reader is sent, at the latest.
     """
     links = {event.stream_id: event for event in events if isinstance(event, LinkOpened)}
     by_agent: defaultdict[str, list[Call]] = defaultdict(list)
@@ -162,28 +165,41 @@ def handoffs(events: Sequence[Event]) -> dict[str, list[Handoff]]:
         names = dict.fromkeys(link.upstream)
         writers = [_find_writer(by_agent[name], link, reader) for name in names]
         result[reader.started.call_id] = _sequential_handoffs(
-            [writer for writer in writers if writer is not None]
+            [writer for writer in writers if writer is not None], reader.started.at
         )
     return result
 
 
 def _find_writer(candidates: Sequence[Call], link: LinkOpened, reader: Call) -> Call | None:
-    for call in reversed(candidates):
-        token, ended = call.first_token, call.ended
-        if token is None or call is reader or token > reader.started.at:
-            continue
-        if ended is None or ended.at >= link.at:
-            return call
-    return None
+    sent = reader.started.at
+    writing = [
+        call
+        for call in candidates
+        if call is not reader
+        and call.first_token is not None
+        and call.first_token <= sent
+        and (call.ended is None or call.ended.at >= link.at)
+    ]
+    done = [call for call in writing if call.ended is not None and call.ended.at <= sent]
+    # A prompt has whole texts, as a rule.
+    return max(done, key=_end, default=writing[-1] if writing else None)
 
 
-def _sequential_handoffs(writers: Sequence[Call]) -> list[Handoff]:
-    """Return the span in which each writer's text flowed, given the writers in prompt order."""
+def _end(call: Call) -> float:
+    return call.ended.at if call.ended is not None else inf
+
+
+def _sequential_handoffs(writers: Sequence[Call], sent: float) -> list[Handoff]:
+    """Return the span in which each writer's text flowed, given the writers in prompt order.
+
+    Args:
+        sent: when the reader's request was sent.
+    """
     complete = 0.0
     spans: list[Handoff] = []
     for call in writers:
         start = max(call.first_token or 0.0, complete)
-        end = call.ended.at if call.ended is not None else start
+        end = min(_end(call), sent)
         complete = max(start, end)
         spans.append(Handoff(call.started.call_id, start, complete))
     return spans

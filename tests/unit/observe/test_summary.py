@@ -129,6 +129,26 @@ def test_a_handoff_starts_at_the_writers_last_call_before_the_readers() -> None:
     assert handoffs([opened, *events]) == {"M": [Handoff("A2", 3.5, 4)]}
 
 
+@pytest.mark.parametrize(("other", "end"), [(3, 30), (3, 8)])
+def test_a_handoff_is_not_from_another_run_that_has_the_same_agents(other: int, end: int) -> None:
+    named = {"agent": "A", "engine": "http://e"}
+    events: list[Event] = []
+    for name, start, stop in (("mine", 1, 10), ("other", other, end)):
+        who = {**named, "call_id": name}
+        started, token = CallStarted(**who, at=start), FirstToken(**who, at=start + 0.5)
+        events += [started, token, CallFinished(**who, at=stop)]
+    events += call("B", 10.1, 11, 12, use((5, 6)))
+    opened = LinkOpened(agent="B", engine="http://e", at=4, upstream=("A",), stream_id="s")
+    assert handoffs([opened, *events]) == {"B": [Handoff("mine", 1.5, 10)]}
+
+
+def test_a_handoff_ends_when_the_reader_is_sent() -> None:
+    """A reader may be sent while a writer still writes."""
+    opened = LinkOpened(agent="B", engine="http://e", at=0, upstream=("A",), stream_id="s")
+    events = [opened, *call("A", 0, 1, 9), *call("B", 5, 6, 7, use((1, 2)))]
+    assert handoffs(events) == {"B": [Handoff("A", 1, 5)]}
+
+
 def test_notes_name_failures_lateness_and_declined_links() -> None:
     who = {"agent": "B", "engine": "http://e"}
     events: list[Event] = [

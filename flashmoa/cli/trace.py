@@ -66,7 +66,7 @@ def show(events: Sequence[Event], console: Console) -> None:
     if not any(isinstance(event, CallFinished) for event in events):
         console.print("No call in this trace has finished.")
         return
-    console.print(draw(lanes(events), columns=min(console.width, 120)), markup=False)
+    console.out(draw(lanes(events), columns=min(console.width, 120)))
     console.print(_make_call_table(events))
     closed = Counter(event.reason for event in events if isinstance(event, LinkClosed))
     links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())

@@ -1,10 +1,22 @@
-"""Test the timeline in the terminal."""
+"""Test the timeline in the terminal, and in Perfetto."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from flashmoa.cli.trace import show
 from flashmoa.engine import PromptUsage, Span, StreamUse
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
-from flashmoa.observe.timeline import draw, lanes
+from flashmoa.observe.events import CallEvent
+from flashmoa.observe.timeline import LEGEND, draw, lanes, perfetto
 
 A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b", "call_id": "b"}
@@ -29,6 +41,61 @@ def test_prefill_is_drawn_under_the_upstreams_decode() -> None:
     assert set(ahead[5:]) <= set(decode) | set(range(12))
     assert min(ahead) < min(decode) < max(ahead) < max(decode)
     assert "10.00 s" in rows[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["an agent with a long name " * 9, "旅行計画を書くエージェント" * 9]
+)
+def test_long_and_wide_names_are_shortened(name: str) -> None:
+    events = [replace(event, agent=name) if event.agent == "A" else event for event in EVENTS]
+    first, second, *_ = draw(lanes(events), columns=60).splitlines()
+    assert cell_len(first) == cell_len(second) <= 60
+    assert cell_len(first.partition("|")[0]) == cell_len(second.partition("|")[0]) <= 21
+    assert first.lstrip().startswith(name[:5]) and "…" in first
+
+
+def test_lines_of_the_timeline_are_not_wrapped() -> None:
+    out = io.StringIO()
+    events = [replace(event, agent="the planner of trips") for event in EVENTS]
+    show(events, Console(file=out, width=40, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert next(line for line in lines if "█" in line and "|" in line).endswith("|")
+    assert any(LEGEND in line for line in lines)
+
+
+def test_an_agent_on_two_engines_has_two_lanes() -> None:
+    moved = [replace(event, engine="http://c") for event in EVENTS[3:]]
+    assert len(lanes([*EVENTS, *renamed(moved, "c")])) == 3
+
+
+def renamed(events: Sequence[Event], call_id: str) -> list[Event]:
+    return [
+        replace(event, call_id=call_id) if isinstance(event, CallEvent) else event
+        for event in events
+    ]
+
+
+SECONDS = st.floats(0, 3, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), max_size=6))
+def test_bars_of_one_perfetto_thread_do_not_overlap(times: list[tuple[float, ...]]) -> None:
+    """Calls of one agent at the same time, and prefills of one during another."""
+    events: list[Event] = []
+    for number, (start, waited, wrote, early) in enumerate(sorted(times)):
+        who = {**A, "call_id": f"{number}"}
+        span = Span(start=start - early, end=start - early / 3, tokens=1)
+        stream = StreamUse(id="s", status="hit", prefills=[span])
+        usage = PromptUsage(prompt_tokens=1, completion_tokens=1, prompt_stream=stream)
+        token = start + waited
+        events += [CallStarted(**who, at=start), FirstToken(**who, at=token)]
+        events.append(CallFinished(**who, at=token + wrote, usage=usage))
+    bars = [entry for entry in perfetto(events)["traceEvents"] if entry["ph"] == "X"]
+    assert len(bars) == 3 * len(times)
+    ends: dict[int, int] = {}
+    for bar in sorted(bars, key=lambda bar: (bar["ts"], bar["dur"])):
+        assert bar["ts"] >= ends.get(bar["tid"], 0) and bar["dur"] >= 0
+        ends[bar["tid"]] = bar["ts"] + bar["dur"]
 
 
 def test_unfinished_call_has_no_bar() -> None:

@@ -197,9 +197,9 @@ def test_perfetto_shows_prefill_during_upstream_decode() -> None:
     events: list[dict[str, Any]] = perfetto(RUN)["traceEvents"]
     threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert len(threads) == len(processes) == 2
+    assert set(threads) == {"A", "B", "B, prefill ahead"} and len(processes) == 2
     bars = {(e["tid"], e["cat"]): e for e in events if e["ph"] == "X"}
-    ahead, decode = bars[threads["B"], "ahead"], bars[threads["A"], "decode"]
+    ahead, decode = bars[threads["B, prefill ahead"], "ahead"], bars[threads["A"], "decode"]
     assert (ahead["ts"], ahead["dur"], ahead["args"]) == (1_000_000, 5_000_000, {"tokens": 500})
     assert ahead["ts"] < decode["ts"] + decode["dur"] and decode["ts"] < ahead["ts"] + ahead["dur"]
     (counter,) = [e for e in events if e["ph"] == "C"]

@@ -11,15 +11,15 @@ text made of what was sent, in the order in which most chat templates show it: t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashmoa.observe.calls import Call
+from flashmoa.observe.earlier_prompts import ComparedPrompt, EarlierPrompts, RenderedPrompt
 from flashmoa.observe.events import PromptSent
 from flashmoa.observe.prompt_changes import REMEDIES, Change, explain_difference, find_changes
 from flashmoa.observe.prompt_text import (
     common_prefix,
-    count_repeated,
     first_difference,
     prompt_parts,
     share_repeated,
@@ -32,22 +32,7 @@ HOW_TO_RECORD = "link(team, trace=FILE, trace_prompts=True)"
 # Prefilling fewer tokens takes about as long as prefilling one.
 _FEWEST_TOKENS = 32
 NO_BREAK = f"no prompt had {_FEWEST_TOKENS} tokens or more computed again as its prefix broke"
-# Of how much text agents must have in common, behind a difference, to be expected to share it.
-_SHARED_CHARACTERS = 1000
 _SHOWN_CHARACTERS = 48
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """A prompt as the engine's chat template renders it.
-
-    Attributes:
-        text: the prompt up to its last message.
-        opening: the rest, with which the template opens the answer.
-    """
-
-    text: str
-    opening: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,59 +173,35 @@ def group_breaks(breaks: Iterable[PrefixBreak]) -> list[BreakGroup]:
     return sorted(groups, key=lambda group: -group.again_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A call's prompt: as it was sent, its parts, and as the engine renders it, if known."""
-
-    call: Call
-    sent: PromptSent
-    parts: list[str]
-    rendered: RenderedPrompt | None
-
-
 def find_breaks(
     calls: Iterable[Call], rendered: Mapping[str, RenderedPrompt] | None = None
 ) -> list[PrefixBreak]:
     """Return the breaks of a run, in the order of its calls.
 
     An agent's prompt is compared with its prompt before, on the same engine and for the same model;
-    an agent's first prompt with those of other agents there.
+    an agent's first prompt with the latest ones of other agents there.
 
     Args:
         calls: the calls, in the order in which they started; those without a prompt do not count.
         rendered: the calls' prompts as the engine renders them, by ``call_id``, as far as known.
     """
-    made: defaultdict[tuple[str, str], list[_Prompt]] = defaultdict(list)
+    made: defaultdict[tuple[str, str], EarlierPrompts] = defaultdict(EarlierPrompts)
     found: list[PrefixBreak] = []
     for call in calls:
         if call.prompt is None:
             continue
         as_text = (rendered or {}).get(call.started.call_id)
-        prompt = _Prompt(call, call.prompt, prompt_parts(call.prompt), as_text)
+        prompt = ComparedPrompt(call, call.prompt, prompt_parts(call.prompt), as_text)
         earlier = made[call.started.engine, call.started.model]
-        own = [one for one in earlier if one.call.agent == call.agent]
-        expected = own[-1] if own else _find_expected(prompt, earlier)
-        broken = _compare(expected, prompt, len(own) + 1) if expected is not None else None
+        expected = earlier.newest.get(call.agent) or earlier.find_expected(prompt)
+        number = earlier.add(prompt)
+        broken = _compare(expected, prompt, number) if expected is not None else None
         if broken is not None:
             found.append(broken)
-        earlier.append(prompt)
     return found
 
 
-def _find_expected(prompt: _Prompt, earlier: Sequence[_Prompt]) -> _Prompt | None:
-    """Return the prompt with which an agent's first one could have shared much more than it did."""
-    best, most, shared = None, 0, 0
-    for other in earlier:
-        first = first_difference(other.parts, prompt.parts)
-        prefix = sum(map(len, prompt.parts[:first]))
-        common = prefix + count_repeated(other.parts, prompt.parts, first)
-        shared = max(shared, prefix)
-        if common >= most:
-            best, most = other, common
-    return best if most - shared >= _SHARED_CHARACTERS else None
-
-
-def _compare(earlier: _Prompt, later: _Prompt, number: int) -> PrefixBreak | None:
+def _compare(earlier: ComparedPrompt, later: ComparedPrompt, number: int) -> PrefixBreak | None:
     """Return where a prompt leaves an earlier one; ``None`` if it begins with it, or is shorter."""
     before = _add_answer(earlier, later)
     old_parts, new_parts = prompt_parts(before), later.parts
@@ -275,7 +236,7 @@ def _compare(earlier: _Prompt, later: _Prompt, number: int) -> PrefixBreak | Non
     )
 
 
-def _add_answer(earlier: _Prompt, later: _Prompt) -> PromptSent:
+def _add_answer(earlier: ComparedPrompt, later: ComparedPrompt) -> PromptSent:
     """Return an agent's prompt with its answer at the end, if the later one has a message there.
 
     The answer is in the engine's cache, too. What the model wrote for a tool call is not known.

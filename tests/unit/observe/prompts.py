@@ -8,7 +8,8 @@ from typing import Any
 from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, PromptSent
 from flashmoa.observe.calls import Call
-from flashmoa.observe.prefix_breaks import PrefixBreak, RenderedPrompt, find_breaks
+from flashmoa.observe.earlier_prompts import RenderedPrompt
+from flashmoa.observe.prefix_breaks import PrefixBreak, find_breaks
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]

@@ -16,13 +16,16 @@ from rich.table import Table
 
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
+from flashmoa.observe.notes import notes
 from flashmoa.observe.page import page
 from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, NO_BREAK, find_breaks, group_breaks
-from flashmoa.observe.summary import COLUMNS, overlaps, row, summary
+from flashmoa.observe.summary import COLUMNS, overlaps, row, seconds, summary
 from flashmoa.observe.timeline import draw, lanes, perfetto
 from flashmoa.observe.trace import TraceError, read
 
 _MOST_BREAKS = 10
+_MOST_NOTES = 10
+_FAILURES = ("failed", "upstream failed")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,9 +65,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(events: Sequence[Event], console: Console) -> None:
-    """Print the timeline, the calls, what was prefilled ahead, and where prefixes broke."""
+    """Print the timeline, the calls, what was prefilled ahead, what went wrong, and where prefixes
+    broke."""
     if not any(isinstance(event, CallFinished) for event in events):
         console.print("No call in this trace has finished.")
+        console.print(_describe_notes(events), markup=False, soft_wrap=True, end="")
         return
     console.out(draw(lanes(events), columns=min(console.width, 120)))
     console.print(_make_call_table(events))
@@ -72,7 +77,19 @@ def show(events: Sequence[Event], console: Console) -> None:
     links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())
     console.print(f"links, by why they ended: {links or 'none'}", markup=False)
     console.print(str(summary(calls(events))), markup=False)
+    console.print(_describe_notes(events), markup=False, soft_wrap=True, end="")
     console.print(f"\n{_describe_breaks(events)}", markup=False, soft_wrap=True)
+
+
+def _describe_notes(events: Sequence[Event]) -> str:
+    """Return the first notes of a run as lines; of many, those of failures."""
+    begin = min((event.at for event in events), default=0.0)
+    found = sorted(notes(events), key=lambda note: note.kind not in _FAILURES)
+    shown = sorted(found[:_MOST_NOTES], key=lambda note: note.at)
+    lines = [f"  {seconds(note.at - begin)}, {note.agent}: {note.text}\n" for note in shown]
+    if len(found) > len(shown):
+        lines.append(f"  ... and {len(found) - len(shown)} more; --html shows all\n")
+    return "".join(["\nWhat failed, or did not go as planned\n", *lines]) if lines else ""
 
 
 def _describe_breaks(events: Sequence[Event]) -> str:

@@ -11,10 +11,12 @@ import pytest
 
 from flashmoa.cli import trace as command
 from flashmoa.observe import (
+    CallFailed,
     CallStarted,
     Event,
     LinkAdvanced,
     LinkClosed,
+    LinkDeclined,
     LinkOpened,
     PromptSent,
     UpstreamFailed,
@@ -191,6 +193,22 @@ def test_command_shows_timeline_calls_and_links(file: Path, tmp_path: Path, caps
     file.write_text("")
     assert command.main([str(file)]) == 0
     assert "No call in this trace has finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", [RUN, []])
+def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Event]) -> None:
+    """Also if no call has finished, and after many notes of other kinds."""
+    file = tmp_path / "run.jsonl"
+    trace = Trace(file)
+    declined = [LinkDeclined(**B, at=11.0 + n, reason="no room") for n in range(12)]
+    who = {**B, "call_id": "last"}
+    failed = CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
+    for event in [*run, *declined, CallStarted(**who, at=24.0), failed]:
+        trace(event)
+    assert command.main([str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
+    assert f"... and {4 if run else 3} more; --html shows all" in shown
 
 
 def test_perfetto_shows_prefill_during_upstream_decode() -> None:

@@ -179,7 +179,11 @@ COLUMNS = (
     "first token",
     "link",
 )
-"""The columns of a table of calls: tokens, but for the times ``ahead`` and ``first token``."""
+"""The columns of a table of calls: tokens, but for the times ``ahead`` and ``first token``.
+
+A prompt's tokens are ``cached`` or ``late``; ``streamed`` are those of the cached ones that its
+link had computed (on an engine without the plugin: that it had asked for).
+"""
 
 
 def row(call: Call, overlap: Overlap | None) -> list[str]:

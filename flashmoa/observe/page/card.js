@@ -57,8 +57,7 @@ function callRows(run, call, span) {
     rows.push(["first token", `after ${seconds(call.token - call.start)}`]);
     rows.push(["decode", amount(told("written"), seconds(call.end - call.token))]);
   }
-  const split = ["cached", "streamed", "late"].filter((name) => told(name) !== "");
-  const parts = split.map((name) => `${told(name)} ${name}`).join(", ");
+  const parts = promptParts(told, call.link).join(", ");
   rows.push(["prompt", told("prompt") && `${told("prompt")} tokens${parts && `: ${parts}`}`]);
   rows.push(["link", (call.link || "none") + (agents.length ? `, from ${agents.join(", ")}` : "")]);
   if (call.overlap) {
@@ -69,6 +68,15 @@ function callRows(run, call, span) {
   }
   rows.push(["model", call.model], ["error", call.failed], ["text", call.text]);
   return rows;
+}
+
+// A prompt's tokens are cached or late. Those that were streamed are cached, too; an engine without
+// the plugin does not say whether it still had them.
+function promptParts(told, link) {
+  const parts = ["cached", "streamed", "late"].filter((name) => told(name) !== "");
+  const texts = parts.map((name) => `${told(name)} ${name}`);
+  if (link === "plain" || parts[0] !== "cached" || parts[1] !== "streamed") return texts;
+  return [`${told("cached")} cached (${told("streamed")} of them streamed)`, ...texts.slice(2)];
 }
 
 function state(call) {

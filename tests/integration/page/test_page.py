@@ -109,7 +109,8 @@ def test_hovering_over_a_call_or_a_prefill_shows_its_card(show: Show) -> None:
     expect(card).to_be_hidden()
     shown.locator("rect.decode").nth(3).hover()
     decode, late = f"{usage.completion_tokens} tokens in", f"{usage.late_tokens} late"
-    for words in ("summary", decode, late, "hit, from planner, local, language"):
+    cached = f"{usage.cached_tokens} cached ({usage.streamed_tokens} of them streamed)"
+    for words in ("summary", decode, f"{cached}, {late}", "hit, from planner, local, language"):
         expect(card).to_contain_text(words)
     expect(card).not_to_contain_text("this prefill")
     shown.locator("rect.ahead").last.hover()

@@ -25,6 +25,7 @@ from flashmoa.engine import (
 
 _TIMEOUT_SECONDS = 30.0
 _IN_STEPS = "prefill prompts there in a few steps only, for its own prefix cache"
+_ONE_CHECKOUT = "pip install both from one checkout, and restart the engine"
 _CAPABILITIES = {"prefill_only", "render", "prompt_streams", "prompt_stream_id"}
 
 
@@ -75,6 +76,10 @@ async def check_engine(target: EngineToCheck) -> list[Finding]:
 async def _explain_failure(error: EngineError, url: str, key: str | None) -> Finding:
     """Explain why the server at ``url`` does not answer ``/flashmoa/info`` as an engine does."""
     if isinstance(error, EngineUnreachable):
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            text = f"the certificate of {url} is not trusted ({error.__cause__})"
+            remedy = "SSL_CERT_FILE=FILE for clients, with the certificate of its authority"
+            return fix("engine", text, remedy)
         if "SSL" in str(error):
             return fix("engine", f"{url} does not speak https", "--engine http://HOST:PORT")
         port = urlsplit(url).port or 80
@@ -95,7 +100,14 @@ async def _explain_failure(error: EngineError, url: str, key: str | None) -> Fin
 
 
 async def _identify_server(url: str, key: str | None) -> Finding:
-    """Find out what kind of server answers at ``url``, if it is not SGLang with the plugin."""
+    """Find out what kind of server answers at ``url``, if it is not SGLang with this plugin."""
+    plugin: Any = (await _get_json(url, key, "/flashmoa/info")).get("plugin")
+    if isinstance(plugin, dict) and "version" in plugin:
+        text = (
+            f"{url} has flashmoa-sglang {plugin['version']}, whose answers this client, "
+            f"flashmoa {flashmoa.__version__}, cannot read"
+        )
+        return fix("versions", text, _ONE_CHECKOUT)
     if "model_path" in await _get_json(url, key, "/model_info", "/get_model_info"):
         text = f"{url} is SGLang without the plugin: links {_IN_STEPS}"
         remedy = "where SGLang runs: pip install ./server_patches, unset SGLANG_PLUGINS, restart"
@@ -127,8 +139,7 @@ def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
     if plugin != flashmoa.__version__:
         client = flashmoa.__version__
         text = f"the engine's plugin has version {plugin}, but this client has {client}"
-        remedy = "pip install both from one checkout, and restart the engine"
-        findings.append(note("versions", text, remedy))
+        findings.append(note("versions", text, _ONE_CHECKOUT))
     if "render" in info.capabilities and "prompt_streams" not in info.capabilities:
         text = "the engine keeps no KV, and linking needs it"
         findings.append(fix("settings", text, "start the engine without --flashmoa-kv-cache off"))

@@ -54,7 +54,7 @@ def check_plugin() -> list[Finding]:
         text = "neither SGLang nor the plugin is installed: engines have to run elsewhere"
         return [note("SGLang", text, "give --engine URL to check one")]
     if sglang is None:
-        remedy = "make setup (CPU), or pip install sglang==0.5.18 (GPU)"
+        remedy = f"make setup (CPU), or {_install_command()} (GPU)"
         return [fix("SGLang", "the plugin is installed, but SGLang is not", remedy)]
     if plugin is None:
         text = "SGLang is installed, but flashmoa-sglang is not: engines started here cannot link"

@@ -14,6 +14,8 @@ from flashmoa.doctor.findings import Finding, fix, note, ok
 
 _GIB = 2**30
 _DEVICES = Path("/dev")
+# Those of NVIDIA's driver, of WSL 2 and of ROCm.
+_GPUS = ("nvidia[0-9]*", "dxg", "kfd")
 # Bytes that an engine's three processes take together, with a tiny model on a CPU.
 _MIN_MEMORY = 3 * _GIB
 # Docker's default of 64 MiB is too little for tensor-parallel ranks.
@@ -57,8 +59,8 @@ def _check_compiler() -> Finding:
 
 
 def accelerators() -> list[str]:
-    """Return the names of the system's NVIDIA devices."""
-    return [path.name for path in sorted(_DEVICES.glob("nvidia[0-9]*"))]
+    """Return the names of the system's GPU devices."""
+    return [path.name for name in _GPUS for path in sorted(_DEVICES.glob(name))]
 
 
 def _check_accelerator() -> list[Finding]:
@@ -67,23 +69,30 @@ def _check_accelerator() -> list[Finding]:
     if build is None:
         remedy = "make setup (CPU), or install SGLang, which installs torch (GPU)"
         return [fix("torch", "it is not installed", remedy)]
-    version, cuda = build
-    torch = ok("torch", f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}")
+    version, runtime = build
+    torch = ok("torch", f"{version}, {runtime or 'without CUDA'}")
     if not devices:
         text = "there is none: engines run on the plugin's CPU platform"
         return [torch, note("GPU", text)]
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
         return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
-    if cuda is None:
+    if runtime is None:
         text = f"{', '.join(devices)} found, but this torch is built without CUDA"
         index = "https://download.pytorch.org/whl/cu128"
-        return [fix("GPU", text, f"pip install --force-reinstall torch --index-url {index}")]
+        remedy = f"pip install --force-reinstall torch --index-url {index}"
+        if devices[0].startswith("nvidia"):
+            return [torch, fix("GPU", text, remedy)]
+        # These devices are there with GPUs, too, that SGLang does not support.
+        remedy = f"for an NVIDIA GPU: {remedy}; for AMD's, install SGLang for ROCm"
+        return [torch, note("GPU", f"{text} or ROCm", remedy)]
     return [torch, ok("GPU", ", ".join(devices))]
 
 
 def _torch_build() -> tuple[str, str | None] | None:
-    """Return the versions of torch and of its CUDA, ``None`` if torch is not installed.
+    """Return the version of torch, and the name and version of its CUDA or ROCm if it has one.
+
+    Returns: ``None`` if torch is not installed.
 
     They are read from a file, since importing torch takes seconds.
     """
@@ -95,8 +104,9 @@ def _torch_build() -> tuple[str, str | None] | None:
     except OSError:
         return None
     version = re.search(r"__version__ = '([^']+)'", text)
-    cuda = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
-    return version[1] if version else "?", cuda[1] if cuda else None
+    found = re.search(r"^(cuda|hip)\b[^=]*= '([^']+)'", text, re.MULTILINE)
+    runtime = f"{'CUDA' if found[1] == 'cuda' else 'ROCm'} {found[2]}" if found else None
+    return version[1] if version else "?", runtime
 
 
 def _check_memory() -> Finding:
@@ -122,7 +132,10 @@ def available_memory() -> int | None:
     group = Path("/sys/fs/cgroup")
     limit, used = _read(group / "memory.max"), _read(group / "memory.current")
     if used and limit.strip().isdigit():
-        bounds.append(max(0, int(limit) - int(used)))
+        # The page cache counts as used, but gives way to programs.
+        cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+        free = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+        bounds.append(max(0, min(int(limit), free)))
     return min(bounds, default=None)
 
 

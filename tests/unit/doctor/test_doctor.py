@@ -6,16 +6,27 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import anyio
 import pytest
 from flashmoa_sglang import internals, releases
 
+import flashmoa
 from flashmoa.cli import doctor
-from flashmoa.doctor import EngineToCheck, check_engine, check_installation, installation, machine
+from flashmoa.doctor import (
+    EngineToCheck,
+    check_engine,
+    check_installation,
+    installation,
+    machine,
+    running,
+)
+from flashmoa.engine import EngineUnreachable
 from tests.unit.plugin.renamed import Renamed
 
 pytestmark = pytest.mark.anyio
@@ -24,13 +35,20 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def other_server() -> Iterator[str]:
     """Start a web server that answers every path with a page."""
+    with serve("text/html", b"<html></html>") as url:
+        yield url
+
+
+@contextmanager
+def serve(kind: str, body: bytes) -> Generator[str]:
+    """Start a web server that answers every path alike; yield its URL."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("content-type", "text/html")
+            self.send_header("content-type", kind)
             self.end_headers()
-            self.wfile.write(b"<html></html>")
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -101,6 +119,9 @@ def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     assert [finding.level for finding in installation.check_plugin()] == ["note"]
     monkeypatch.setattr(installation, "installed", {"sglang": "0.5.18"}.get)
     assert installation.check_plugin()[1].remedy == "pip install ./server_patches"
+    monkeypatch.setattr(installation, "installed", {"flashmoa-sglang": "1"}.get)
+    (sglang,) = installation.check_plugin()
+    assert f"pip install sglang=={releases.TESTED[-1]} (GPU)" in sglang.remedy
 
 
 async def test_system_other_than_linux_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +148,24 @@ async def test_a_server_that_is_not_an_engine_is_a_problem(other_server: str) ->
     assert (finding.level, finding.text) == ("fix", f"{other_server} answers, but is not an engine")
 
 
+async def test_an_engine_with_another_version_of_the_plugin_is_named_with_both() -> None:
+    info = {"plugin": {"version": "0.0.1"}, "sglang": {"version": "0.5.12"}}
+    with serve("application/json", json.dumps(info).encode()) as url:
+        (finding,) = await check_engine(EngineToCheck(url))
+    assert finding.level == "fix" and "one checkout" in finding.remedy
+    assert "flashmoa-sglang 0.0.1" in finding.text and flashmoa.__version__ in finding.text
+
+
+async def test_a_certificate_that_is_not_trusted_is_said_so() -> None:
+    problem = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
+    error = EngineUnreachable(f"https://engine cannot be reached ({problem})")
+    error.__cause__ = OSError(problem)
+    finding = await running._explain_failure(error, "https://engine", None)
+    assert finding.level == "fix" and "SSL_CERT_FILE" in finding.remedy
+    assert "the certificate of https://engine is not trusted" in finding.text
+    assert "self-signed certificate" in finding.text
+
+
 async def test_report_shows_remedies_and_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     # anyio.run() needs a thread without the session's event loop.
     command = ["--engine-only", "--engine", "http://127.0.0.1:9"]
@@ -142,5 +181,49 @@ def test_torch_without_cuda_is_to_be_fixed_if_there_is_a_gpu(
     monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
     assert machine._check_accelerator()[-1].level == "fix"
-    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "12.8"))
+    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "CUDA 12.8"))
     assert machine._check_accelerator()[-1].text == "nvidia0"
+
+
+@pytest.mark.parametrize("device", ["dxg", "kfd"])
+def test_gpus_of_wsl_and_rocm_are_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    (tmp_path / device).touch()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
+    found = machine._check_accelerator()[-1]
+    assert found.level == "note" and f"{device} found" in found.text and found.remedy
+    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "ROCm 6.4"))
+    assert machine._check_accelerator()[-1].text == device
+
+
+@pytest.mark.parametrize(
+    ("lines", "build"),
+    [
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None", "CUDA 12.8"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.4'", "ROCm 6.4.4"),
+        ("cuda = None\nhip = None", None),
+    ],
+)
+def test_what_torch_is_built_for_is_read_from_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, build: str | None
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{lines}\n")
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(machine, "find_spec", lambda _name: spec)
+    assert machine._torch_build() == ("2.13.0", build)
+
+
+@pytest.mark.parametrize(("stat", "free"), [("anon 5\ninactive_file 300\n", 500), ("", 200)])
+def test_a_containers_page_cache_is_free_memory(
+    monkeypatch: pytest.MonkeyPatch, stat: str, free: int
+) -> None:
+    files = {
+        "/proc/meminfo": "MemAvailable: 1000 kB\n",
+        "/sys/fs/cgroup/memory.max": "1000\n",
+        "/sys/fs/cgroup/memory.current": "800\n",
+        "/sys/fs/cgroup/memory.stat": stat,
+    }
+    monkeypatch.setattr(machine, "_read", lambda path: files[str(path)])
+    assert machine.available_memory() == free

@@ -258,7 +258,7 @@ class AgentCall(Answer):
         self.finished = time.time()
         self.finish_reason = reader.finish_reason
         self.usage = self._requests[0].spent() if len(self._requests) == 1 else self.spent()
-        report.finished(self.written, self.usage, self.finish_reason)
+        report.finished(self.written, reader.usage, self.finish_reason)
 
     def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> CallReader:
         """Return the reader of a request's answer, and count the request."""

@@ -24,6 +24,7 @@ from flashmoa.moa import (
     agents,
 )
 from flashmoa.moa.embedding import Embedding
+from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 from tests.unit.moa.test_early_exit import embedding
 
@@ -131,12 +132,14 @@ async def test_staircase_asks_a_thinking_aggregator_until_it_answers() -> None:
 
 async def test_broken_answer_is_continued_by_another_engine() -> None:
     rest: dict[str, Script] = {"m": ["is ", "18."]}
+    events: list[Event] = []
     async with (
         scripted_engine({"m": SCRIPTS["cut"], "plain": SCRIPTS["plain"]}) as (_, broken),
         scripted_engine(rest) as (other, backup),
     ):
         last = Model(broken, "m", {"max_tokens": 9}, backups=[backup])
-        mixture = MixtureOfAgents([[Model(broken, "plain")], [last]], prompt=PROMPT)
+        layers = [[Model(broken, "plain")], [last]]
+        mixture = MixtureOfAgents(layers, prompt=PROMPT, listener=events.append)
         async with mixture.answering("?") as run:
             pieces = [piece async for piece in run]
             result = await run.result()
@@ -146,6 +149,9 @@ async def test_broken_answer_is_continued_by_another_engine() -> None:
     assert body["continue_final_message"] and body["max_tokens"] == 8
     assert result.final.retries and result.final.engine == backup.url
     assert result.final.usage is not None and result.final.usage.completion_tokens == 3
+    # The event has what the last request used; the first one has an event of its failure.
+    usage = [event.usage for event in events if isinstance(event, CallFinished)][-1]
+    assert usage is not None and (usage.completion_tokens, usage.cached_tokens) == (2, None)
 
 
 async def test_request_that_is_wrong_is_not_repeated() -> None:

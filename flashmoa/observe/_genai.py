@@ -37,8 +37,9 @@ MODEL = "gen_ai.request.model"
 FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 STREAM = "flashmoa.link.stream_id"
 REASON = "flashmoa.link.reason"
-# The conventions list no inference engine as provider; any other name is allowed.
-_PROVIDER = {"gen_ai.provider.name": "sglang"}
+# The conventions require a provider, list no inference engine, and allow any other name. Events do
+# not say which engine it is.
+_PROVIDER = {"gen_ai.provider.name": "self_hosted"}
 UNKNOWN_ERROR = "_OTHER"
 # Bucket boundaries that the conventions give for the histograms.
 _SECONDS = [0.01 * 2**power for power in range(14)]

@@ -192,6 +192,10 @@ class OpenTelemetry:
         if isinstance(event, LinkClosed):  # A link that never had a stream.
             self._meters.record_link_end(event)
             link = None
+            # The call that came too early for it has started already.
+            if event.reason == "too late" and (late := self._late_call(event.agent)) is not None:
+                _add_events(late.spans[0], [event])
+                return
         if link is None:
             events = deque[Event](maxlen=_MAX_PENDING_EVENTS)
             self._linkless.setdefault(event.agent, events).append(event)
@@ -200,6 +204,11 @@ class OpenTelemetry:
             _add_events(link.span, [event])
         else:
             link.pending.append(event)
+
+    def _late_call(self, agent: str) -> _Call | None:
+        """Return an agent's newest running call that came before its link's stream was open."""
+        running = (call for call in reversed(self._calls.values()) if call.started.late)
+        return next((call for call in running if call.started.agent == agent), None)
 
     def _link_of(self, event: Event) -> _Link | None:
         """Return an event's link by its stream, else the newest link to that agent."""

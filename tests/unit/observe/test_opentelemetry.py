@@ -118,7 +118,7 @@ def test_linked_call_has_spans_of_agent_chat_link_and_prefill(telemetry: Telemet
     assert chat.kind is trace.SpanKind.CLIENT and agent.kind is trace.SpanKind.INTERNAL
     assert dict(chat.attributes or {}) == {
         "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "sglang",
+        "gen_ai.provider.name": "self_hosted",
         "gen_ai.request.model": "m",
         "gen_ai.request.stream": True,
         "gen_ai.agent.name": "B",
@@ -233,8 +233,9 @@ def test_links_without_a_stream_are_events_of_the_call(telemetry: Telemetry) -> 
         LinkWaits(**B, at=1.0, upstream="A", reason="it has tools"),
         UpstreamFailed(**B, at=2.0, upstream="A", failure="error", action="finalize"),
         LinkDeclined(agent="B", engine="", at=2.5, reason="its code is not known"),
-        LinkClosed(**B, at=3.0, stream_id=None, reason="too late"),
         CallStarted(**CALL, at=4.0, model="m", late=True),
+        CallStarted(agent="C", engine="", call_id="2", at=4.0, model="other", late=True),
+        LinkClosed(**B, at=4.1, stream_id=None, reason="too late"),
         CallFinished(**CALL, at=5.0),
     ]
     report(telemetry.listener(), before)

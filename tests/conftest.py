@@ -11,7 +11,8 @@ from hypothesis import settings
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
 from flashmoa.engine.tiny_models import tiny_model
-from tests.integration.support import remember_costs, wait_until_measured
+from tests.integration.engine_costs import remember_costs
+from tests.integration.support import wait_until_measured
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
 collect_ignore = ["frameworks"]

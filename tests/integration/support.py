@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.engine_costs import known_costs, remember_costs
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 # A model with experts in all of its five layers.
@@ -26,11 +27,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 RIDING = {
     "FLASHMOA_DEVICE": "h200_sxm",
     "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-32B",
-    # So that what the CPU does besides hardly counts in the measured costs.
-    "FLASHMOA_DEVICE_SLOWDOWN": "2",
 }
-# Files with the costs of engines, by what costs depend on in these tests.
-_costs: dict[tuple[object, ...], Path] = {}
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
 
@@ -60,11 +57,10 @@ async def start_special_engine(
     Args:
         has_costs: whether to wait until it has its costs. Before that, increments have different
             sizes.
-        measures: whether it measures its costs itself. Else it takes those of an engine that was
-            started before, if there was one like it, which saves some seconds.
+        measures: whether it measures its costs itself even if they are known.
     """
     variables = {**STRICT, **(environment or {})}
-    if not measures and "--flashmoa-asyncep" not in arguments:
+    if not measures:
         variables |= known_costs(model, arguments, variables)
     engine = await engines.start(
         model,
@@ -75,49 +71,12 @@ async def start_special_engine(
     try:
         if has_costs:
             await wait_until_measured(engine)
-            await remember_costs(engine, model, arguments, variables)
+            await remember_costs(engine, model, arguments)
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()
     finally:
         await engine.stop()
-
-
-def known_costs(
-    model: Path | str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return environment variables with which an engine need not measure its costs.
-
-    They are empty if no engine was started before that is like it.
-    """
-    file = _costs.get(_kind(model, arguments, environment or {}))
-    return {} if file is None else {"FLASHMOA_COSTS": str(file)}
-
-
-def _kind(
-    model: Path | str, arguments: Sequence[str], environment: Mapping[str, str]
-) -> tuple[object, ...]:
-    """Return what costs depend on in these tests."""
-    overlap = "--disable-overlap-schedule" not in arguments
-    return (str(model), overlap, *(environment.get(name) for name in RIDING))
-
-
-async def remember_costs(
-    engine: LocalEngine,
-    model: Path | str,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> None:
-    """Keep the costs of an engine for others like it, if it has measured all that engines do."""
-    kind = _kind(model, arguments, environment or {})
-    if kind in _costs:
-        return
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = await http.get("/flashmoa/info")
-    costs = answer.json()["costs"]
-    if costs["points"][-1][0] >= 1024 and {row[0] for row in costs["mixed"]} == {1, 8, 32}:
-        _costs[kind] = engine.log.with_suffix(".json")
-        _costs[kind].write_bytes(answer.content)
 
 
 async def wait_until_measured(engine: LocalEngine) -> None:

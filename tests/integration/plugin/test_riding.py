@@ -93,12 +93,10 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     """While there is a stream, prompts that are too long for one step take several."""
     arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
-    # On a GPU so slow, next to so many decodes, noise in the measured costs does not count.
-    slow = {**RIDING, "FLASHMOA_DEVICE_SLOWDOWN": "4"}
     prompts = [words(60, 60 + number) for number in range(6)]
     newcomers = [_ask_for(words(480, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=slow) as modelled,
+        start_special_engine(engines, model, *arguments, environment=RIDING) as modelled,
         EngineClient(modelled.url, timeout=60) as client,
         httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):

@@ -31,12 +31,6 @@ COMMON = ("--chunked-prefill-size", "1024")
 # The ranks need not be on different cores. They would wait for each other's core otherwise.
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
 PAIRS = 8
-# A smaller model than that of the other tests with riding tokens, whose steps take half the time.
-MODELLED = {
-    **RIDING,
-    "FLASHMOA_DEVICE_MODEL": "Qwen/Qwen3-8B",
-    "FLASHMOA_DEVICE_SLOWDOWN": "4",
-}
 
 
 class Case:
@@ -162,7 +156,7 @@ async def test_linked_equals_unlinked_and_all_kv_comes_back(
 ) -> None:
     arguments = [*COMMON, "--page-size", str(page), "--tp-size", str(ranks)]
     arguments += [] if overlap else ["--disable-overlap-schedule"]
-    environment = {**MODELLED, **(BOTH_ON_ONE_CORE if ranks > 1 else {})}
+    environment = {**RIDING, **(BOTH_ON_ONE_CORE if ranks > 1 else {})}
     async with start_special_engine(engines, model, *arguments, environment=environment) as engine:
         rode_along = await check(engine, Case(words), words)
     # Without this, increments would only have run in forwards of their own.
@@ -175,7 +169,7 @@ async def test_requests_of_several_adapters_are_linked_exactly(
 ) -> None:
     paths = [f"{name}={build_adapter(tmp_path / name, model, ord(name))}" for name in "ab"]
     arguments = [*COMMON, "--lora-paths", *paths, "--lora-backend", "torch_native"]
-    async with start_special_engine(engines, model, *arguments, environment=MODELLED) as engine:
+    async with start_special_engine(engines, model, *arguments, environment=RIDING) as engine:
         await check(engine, Case(words, ("a", None, "b")), words)
 
 
@@ -191,7 +185,7 @@ async def test_a_model_with_sliding_windows_is_linked_exactly(
     """On a CPU there is one pool, also for a model that has another one for its windows' KV."""
     windows = build_sliding_window_model(tmp_path / "windows", model, hybrid=hybrid)
     arguments = [*COMMON, "--page-size", str(page)]
-    async with start_special_engine(engines, windows, *arguments, environment=MODELLED) as engine:
+    async with start_special_engine(engines, windows, *arguments, environment=RIDING) as engine:
         await check(engine, Case(words), words)
         async with EngineClient(engine.url, timeout=60) as client:
             assert (await fetch_kv_state(client)).shares

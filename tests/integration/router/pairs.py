@@ -12,8 +12,9 @@ import httpx
 from flashmoa_bench.harness.pd_pairs import PairStart, StartEngine, start_pd_pairs
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.engine_costs import known_costs
 from tests.integration.router.http_calls import metric
-from tests.integration.support import STRICT, known_costs, wait_until_measured
+from tests.integration.support import STRICT, wait_until_measured
 
 _ARGUMENTS = ("--max-total-tokens", "12000", "--enable-metrics", "--enable-cache-report")
 _TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}

@@ -19,16 +19,11 @@ from flashmoa.engine.tiny_models import tiny_model
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, MixtureResult, Model
 from tests.conftest import GUIDE, ROOT
+from tests.integration.engine_costs import known_costs
 from tests.integration.moa.agents import QUESTION
 from tests.integration.router.http_calls import chat, generation, metric, post_json
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import (
-    STRICT,
-    known_costs,
-    wait_for_streams,
-    wait_until_idle,
-    wait_until_measured,
-)
+from tests.integration.support import STRICT, wait_for_streams, wait_until_idle, wait_until_measured
 
 pytestmark = [
     pytest.mark.anyio,

@@ -39,7 +39,7 @@ and one of
                                      each separately with "multiple": true
 or "query": text and "documents": [texts], which are ranked by relevance (needs the plugin);
 and optionally an "id", which its scores then have, too. After an interrupted run, the same
-command scores the lines that have no scores yet.
+command without --overwrite scores the lines that have no scores yet.
 
 exit status: 0 all lines are scored; 1 the run stopped before the end; 2 an argument is wrong;
 3 some lines were skipped; 130 the run was interrupted
@@ -54,13 +54,13 @@ def main(arguments: Sequence[str]) -> int:
         with _ProgressDisplay(options.input.stat().st_size) as display:
             totals = anyio.run(_score, options, display)
     except KeyboardInterrupt:
-        print("flashmoa score: stopped; run the same command again to continue", file=sys.stderr)
+        print(f"flashmoa score: stopped; {options.continuation}", file=sys.stderr)
         return _EXIT_INTERRUPTED
     except (NotResumable, OSError) as error:
         print(f"flashmoa score: {error}", file=sys.stderr)
         return _EXIT_STOPPED
     except EngineError as error:
-        print(f"flashmoa score: {error}\nRun the same command again to continue.", file=sys.stderr)
+        print(f"flashmoa score: {error}\n{options.continuation}", file=sys.stderr)
         return _EXIT_STOPPED
     _print_summary(totals, options, time.monotonic() - started)
     # An earlier run may have skipped lines although this one did not. score_file() removes the
@@ -75,6 +75,7 @@ async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Tota
             # Without an engine the run fails here, before score_file() deletes the old scores.
             with contextlib.suppress(PluginMissing):
                 await engine.info()
+            options.continuation = "run it again without --overwrite to continue"
         scorer = Scorer(
             engine, template_args=options.template_args, concurrency=options.concurrency
         )
@@ -136,6 +137,7 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     out: Path = options.out
     stem = out.stem if out.suffix == ".jsonl" else out.name
+    options.continuation = "run the same command again to continue"
     options.errors = options.errors or out.with_name(f"{stem}.errors.jsonl")
     if options.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, not {options.concurrency}")

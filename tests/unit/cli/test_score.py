@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
+from flashmoa.cli import score
 from flashmoa.cli.score import main
+from flashmoa.engine import EngineClient, EngineError
 from flashmoa.scoring.lines import resume
 
 pytestmark = pytest.mark.anyio
@@ -30,6 +32,36 @@ async def test_overwrite_keeps_old_scores_without_an_input_or_an_engine(
     assert status == 1
     assert problem in capsys.readouterr().err
     assert out.read_text() == SCORES
+
+
+@pytest.mark.parametrize("error", [EngineError("the engine ended"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("overwrite", "advice"),
+    [
+        ([], "run the same command again to continue"),
+        (["--overwrite"], "run it again without --overwrite to continue"),
+    ],
+)
+async def test_a_run_that_stopped_says_how_to_continue_without_losing_scores(
+    tmp_path: Path,
+    overwrite: list[str],
+    advice: str,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def answer(*_: object, **__: object) -> None:
+        pass
+
+    async def stop(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(EngineClient, "info", answer)
+    monkeypatch.setattr(score, "score_file", stop)
+    (tmp_path / "input.jsonl").touch()
+    arguments = [str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out.jsonl"), *overwrite]
+    await to_thread.run_sync(partial(main, arguments))
+    assert advice in capsys.readouterr().err
 
 
 def test_overwrite_keeps_old_scores_if_the_input_cannot_be_opened(tmp_path: Path) -> None:

@@ -39,8 +39,13 @@ _CAUSES = (
         "this SGLang release does not know the model's architecture {}",
     ),
     (
-        r"out of memory|OutOfMemoryError|DefaultCPUAllocator|Not enough memory"
-        r"|^MemoryError|Cannot allocate memory",
+        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        "the model's weights leave no room for the KV pool; raise --mem-fraction-static, divide "
+        "the model among more GPUs (--tp), or use a smaller one",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|DefaultCPUAllocator|^MemoryError"
+        r"|Cannot allocate memory",
         "there is not enough memory; lower --mem-fraction-static or --max-total-tokens, or use a "
         "smaller model",
     ),

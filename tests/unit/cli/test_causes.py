@@ -22,6 +22,8 @@ OUTPUTS = {
     ),
     "ERROR:    [Errno 98] error while attempting to bind on address": "choose another one",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB": "not enough memory",
+    "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
+    "mem_fraction_static=0.8": "raise --mem-fraction-static",
     "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't "
     "allocate memory": "not enough memory",
     "RuntimeError: Failed to find C compiler. Please specify via CC environment variable.": (

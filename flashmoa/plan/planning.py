@@ -14,7 +14,7 @@ from flashmoa.plan.engines import EngineSpec, make_tokenizer, modelled_engines
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.placement import answer_lengths, check_names, place
 from flashmoa.plan.result import PlanResult, summarise
-from flashmoa.plan.runs import WAYS, Round, TeamRunner, different_text, limit_turns
+from flashmoa.plan.runs import WAYS, Round, TeamRunner, find_difference, limit_turns
 from flashmoa.plan.team_file import TeamFile
 from flashmoa.plan.team_members import Caller, find_callers
 
@@ -62,7 +62,7 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanRes
 
     Raises:
         PlanError: if the team or the engines that are asked for cannot be planned, or an answer
-            was not the same linked.
+            was not the same in all runs.
         EngineError: if an engine does not start, or this machine is too slow for the GPUs.
     """
     progress(f"loading {options.file.path}")
@@ -84,11 +84,8 @@ async def plan(options: PlanOptions, progress: Callable[[str], None]) -> PlanRes
         )
         steps = {name: engine.step for name, engine in zip(setup.engines, engines, strict=True)}
         rounds = await _play(runner, options, progress)
-    if agent := different_text(rounds):
-        raise PlanError(
-            f"{agent} did not always answer the same prompt with the same text, which is an error "
-            "in FlashMoA; please report it"
-        )
+    if problem := find_difference(rounds):
+        raise PlanError(problem)
     return summarise(rounds, setup.gpus, steps, setup.placement)
 
 

@@ -202,30 +202,41 @@ def modelled_client(caller: Caller, url: str, tokens: int) -> FlashMoAChatComple
     )
 
 
-def different_text(rounds: Sequence[Round]) -> str | None:
-    """Return the name of an agent that answered the same prompt differently, ``None`` if none did.
+def find_difference(rounds: Sequence[Round]) -> str | None:
+    """Return in a sentence which agent's answers differed between runs, ``None`` if none did.
 
     Agents that write side by side end in any order, and their readers' prompts have that order. So
     answers are compared between runs in which the same calls had ended before.
     """
-    known: dict[tuple[Any, ...], str] = {}
+    known: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for played in rounds:
         for run in played.runs:
-            for key, text in _texts(run).items():
-                if known.setdefault((run.copy, *key), text) != text:
-                    return key[0]
+            for key, (text, prompt) in _answers(run).items():
+                other_text, other_prompt = known.setdefault((run.copy, *key), (text, prompt))
+                if text != other_text and prompt != other_prompt:
+                    return (
+                        f"the prompt of {key[0]} differed between runs, which cannot be compared "
+                        "then; let the file build the same team and prompts whenever it is loaded"
+                    )
+                if text != other_text:
+                    return (
+                        f"{key[0]} did not always answer the same prompt with the same text, which "
+                        "is an error in FlashMoA; please report it"
+                    )
     return None
 
 
-def _texts(run: TeamRun) -> dict[tuple[Any, ...], str]:
+def _answers(run: TeamRun) -> dict[tuple[Any, ...], tuple[str, Any]]:
+    """Return the text of each answer with its prompt."""
     ended = sorted(
         ((call, call.finished) for call in run.calls if call.finished is not None),
         key=lambda pair: pair[1].at,
     )
     turns = Counter[str]()
-    texts: dict[tuple[Any, ...], str] = {}
+    answers: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for call, answer in ended:
         turns[call.agent] += 1
         before = tuple(other.agent for other, end in ended if end.at <= call.started.at)
-        texts[call.agent, turns[call.agent], before] = answer.text
-    return texts
+        prompt = call.prompt and (call.prompt.messages, call.prompt.tools)
+        answers[call.agent, turns[call.agent], before] = answer.text, prompt
+    return answers

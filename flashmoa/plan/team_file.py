@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -102,22 +103,43 @@ class TeamFile:
 
 @contextmanager
 def _import_file(path: Path) -> Generator[ModuleType]:
-    """Import a file under a name of its own; its neighbours can be imported while that is held."""
+    """Import a file under a name of its own; its neighbours can be imported while that is held.
+
+    The next load imports the neighbours again, since agents that they define keep what they heard.
+    """
     name = f"flashmoa_planned_{next(_numbers)}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise PlanError(f"{path} is neither Python (.py) nor a dumped team (.json)")
     module = module_from_spec(spec)
-    folder = str(path.resolve().parent)
+    folder = path.resolve().parent
+    loaded_before = set(sys.modules)
     # Python puts a program's folder first, too.
-    sys.path.insert(0, folder)
+    sys.path.insert(0, str(folder))
     # Annotations of dataclasses and tools are looked up in their module.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
         yield module
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(str(folder))
+        for other in set(sys.modules) - loaded_before:
+            if _is_neighbour(sys.modules[other], folder):
+                del sys.modules[other]
+
+
+def _is_neighbour(module: ModuleType, folder: Path) -> bool:
+    """Return whether a module was found in ``folder`` itself.
+
+    One of an environment below the folder was not: some packages cannot be imported twice.
+    """
+    spec = getattr(module, "__spec__", None)
+    if not isinstance(spec, ModuleSpec):
+        return False
+    top = folder / spec.name.partition(".")[0]
+    # A package without __init__.py has folders only.
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return any(place == f"{top}.py" or Path(place).is_relative_to(top) for place in places)
 
 
 def _clients_for(build: Callable[..., Any]) -> list[FlashMoAChatCompletionClient]:

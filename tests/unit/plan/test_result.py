@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined, PromptSent
 from flashmoa.plan.report import show
 from flashmoa.plan.result import PlanResult, summarise
-from flashmoa.plan.runs import Round, TeamRun, Way, different_text
+from flashmoa.plan.runs import Round, TeamRun, Way, find_difference
 
 GPUS = {"engine 1": "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"}
 STEPS = {"engine 1": 0.01}
@@ -73,8 +73,27 @@ def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None
 
 def test_an_answer_that_changed_is_found() -> None:
     rounds = [make_round("unlinked", 0.5), make_round("linked", 0.1)]
-    assert different_text(rounds) is None
-    assert different_text([*rounds, make_round("linked", 0.1, "other")]) == "reader"
+    assert find_difference(rounds) is None
+    problem = find_difference([*rounds, make_round("linked", 0.1, "other")])
+    assert problem is not None
+    assert "reader did not always answer the same prompt with the same text" in problem
+
+
+def test_a_prompt_that_changed_is_not_blamed_on_the_answer() -> None:
+    rounds: list[Round] = []
+    for text in ("words", "other"):
+        (run,) = make_round("unlinked", 0.5, text).runs
+        prompt = PromptSent(
+            agent="reader",
+            engine="engine 1",
+            call_id="reader 2",
+            messages=[{"role": "user", "content": f"Not {text}."}],
+        )
+        run = TeamRun(1, run.seconds, (*run.events, prompt))
+        rounds.append(Round("unlinked", run.seconds, [run], {}))
+    problem = find_difference(rounds)
+    assert problem is not None
+    assert problem.startswith("the prompt of reader differed between runs")
 
 
 def test_answers_after_other_calls_and_of_other_copies_are_not_compared() -> None:
@@ -82,4 +101,4 @@ def test_answers_after_other_calls_and_of_other_copies_are_not_compared() -> Non
     writer = make_events("writer", 0, 1, 2, "draft")
     before = Round("linked", 3, [TeamRun(1, 3, (*writer, *early))], {})
     rounds = [make_round("unlinked", 0.5), before, make_round("linked", 0.1, "more", copy=2)]
-    assert different_text(rounds) is None
+    assert find_difference(rounds) is None

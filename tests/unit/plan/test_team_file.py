@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,34 @@ async def test_each_load_gives_a_new_team(tmp_path: Path) -> None:
     first, second = await TeamFile(file).load(), await TeamFile(file).load()
     assert first.team is not second.team
     assert find_callers(first.team)[0].client is not find_callers(second.team)[0].client
+
+
+@pytest.mark.parametrize("agents", ["agents.py", "agents/__init__.py", "agents/all.py"])
+async def test_each_load_gives_new_agents_of_the_modules_beside_the_file(
+    tmp_path: Path, agents: str
+) -> None:
+    beside = tmp_path / agents
+    beside.parent.mkdir(exist_ok=True)
+    beside.write_text(teams.TEAM)
+    module = "agents.all as agents" if agents == "agents/all.py" else "agents"
+    file = tmp_path / "mine.py"
+    file.write_text(f"""
+import {module}
+team = agents.RoundRobinGroupChat([agents.writer, agents.critic], max_turns=2)
+""")
+    first, second = await TeamFile(file).load(), await TeamFile(file).load()
+    assert first.team._participants[0] is not second.team._participants[0]
+
+
+async def test_installed_packages_below_the_files_folder_are_imported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / ".venv" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "installed_once.py").touch()
+    monkeypatch.syspath_prepend(str(packages))
+    await load(tmp_path, f"import installed_once\n{teams.ENDING}")
+    assert sys.modules.pop("installed_once")
 
 
 @pytest.mark.parametrize("example", ["chain", "mapreduce"])

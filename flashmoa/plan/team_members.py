@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from autogen_agentchat.agents import MessageFilterAgent, SocietyOfMindAgent, UserProxyAgent
 from autogen_agentchat.base import (
@@ -15,6 +16,7 @@ from autogen_agentchat.base import (
 from autogen_agentchat.conditions import MaxMessageTermination, TokenUsageTermination
 from autogen_agentchat.teams import BaseGroupChat, GraphFlow, RoundRobinGroupChat
 from autogen_core.models import ChatCompletionClient
+from autogen_core.tools import BaseTool, Workbench
 
 from flashmoa.plan.errors import PlanError
 from flashmoa.plan.placement import Address
@@ -57,7 +59,8 @@ class Caller:
 def find_callers(team: BaseGroupChat) -> list[Caller]:
     """Return the agents of a team, and of teams within it, that call a model.
 
-    Raises: PlanError if none does, or two of them have one name.
+    Raises: PlanError if none does, two of them have one name, or one holds a client in a place
+        where it cannot be replaced.
     """
     callers = list(_callers_of(team))
     names = [caller.name for caller in callers]
@@ -65,6 +68,7 @@ def find_callers(team: BaseGroupChat) -> list[Caller]:
         raise PlanError("no agent of this team has a model client; there is nothing to plan")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"two agents are named {twice!r}; give them different names")
+    _check_all_found(team, callers)
     return callers
 
 
@@ -93,6 +97,38 @@ def _held_clients(owner: Any) -> Iterator[tuple[Holder, ChatCompletionClient]]:
     for attribute, value in getattr(owner, "__dict__", {}).items():
         if isinstance(value, ChatCompletionClient):
             yield Holder(owner, attribute), value
+
+
+def _check_all_found(team: BaseGroupChat, callers: Sequence[Caller]) -> None:
+    """Check that agents hold no clients but those of ``callers``. Raises: PlanError if one does."""
+    owners = {id(holder.owner) for caller in callers for holder in caller.holders}
+    for member in team._participants:
+        seen: set[int] = set()
+        waiting: list[Any] = [member]
+        while waiting:
+            owner = waiting.pop()
+            # Modelled engines call no tools.
+            if id(owner) in seen or isinstance(owner, BaseTool | Workbench | type | ModuleType):
+                continue
+            seen.add(id(owner))
+            held = _contents(owner)
+            clients = [value for value in held if isinstance(value, ChatCompletionClient)]
+            if clients and id(owner) not in owners:
+                raise PlanError(
+                    f"{member.name} holds a {type(clients[0]).__name__} in a {type(owner).__name__}"
+                    ", where the plan cannot replace it; give the client to the agent itself, or "
+                    "put the agent that has it into the team"
+                )
+            waiting += [value for value in held if not isinstance(value, ChatCompletionClient)]
+
+
+def _contents(owner: Any) -> list[Any]:
+    """Return the items of a collection, or the attributes of another object."""
+    if isinstance(owner, dict):
+        return list(cast("dict[Any, Any]", owner).values())
+    if isinstance(owner, list | tuple | set | frozenset):
+        return list(cast("Collection[Any]", owner))
+    return list(getattr(owner, "__dict__", {}).values())
 
 
 def check_plannable(team: BaseGroupChat) -> None:

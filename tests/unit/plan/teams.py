@@ -43,6 +43,21 @@ inner = RoundRobinGroupChat([writer, filtered], max_turns=2)
 society = SocietyOfMindAgent("society", inner, model_client=small)
 team = RoundRobinGroupChat([society], max_turns=1)
 """
+WRAPPED = f"""{TEAM}
+from autogen_agentchat.agents import BaseChatAgent
+
+class Wrapper(BaseChatAgent):
+    produced_message_types = ()
+
+    async def on_messages(self, messages, cancellation_token):
+        raise NotImplementedError
+
+    async def on_reset(self, cancellation_token):
+        pass
+
+wrapper = Wrapper("wrapper", "holds a client")
+team = RoundRobinGroupChat([writer, wrapper], max_turns=2)
+"""
 LINKED = f"""{TEAM}
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 

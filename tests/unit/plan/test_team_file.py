@@ -140,6 +140,24 @@ async def test_agents_within_agents_and_teams_are_found(tmp_path: Path) -> None:
     assert [caller.name for caller in callers] == ["writer", "filtered", "society"]
 
 
+@pytest.mark.parametrize("held", ["critic", "[small]", "{'one': (small,)}"])
+async def test_a_client_in_a_place_where_it_cannot_be_replaced_is_refused(
+    tmp_path: Path, held: str
+) -> None:
+    """Requests to it would be real ones."""
+    team = (await load(tmp_path, f"{teams.WRAPPED}wrapper.held = {held}\n")).team
+    with pytest.raises(PlanError, match="wrapper holds a OpenAIChatCompletionClient in a"):
+        find_callers(team)
+
+
+@pytest.mark.parametrize("held", ["small", "team", "AgentTool(critic)"])
+async def test_a_client_that_is_replaced_or_in_a_tool_is_not_refused(
+    tmp_path: Path, held: str
+) -> None:
+    text = f"from autogen_agentchat.tools import AgentTool\n{teams.WRAPPED}wrapper.held = {held}\n"
+    assert find_callers((await load(tmp_path, text)).team)
+
+
 async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> None:
     text = teams.ENDING.replace("max_tokens=40", "add_name_prefixes=True, temperature=1")
     caller = find_callers((await load(tmp_path, text)).team)[1]

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from flashmoa.plan.report import show
 
     console = Console()
+    _keep_from_proxies("127.0.0.1")
     try:
         options = _make_options(parsed)
         with console.status("") as status:
@@ -51,6 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     return 0
+
+
+def _keep_from_proxies(host: str) -> None:
+    """Let this process's HTTP clients, those of agents, too, reach a host without any proxy."""
+    kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    # Of the two spellings, this one prevails.
+    os.environ["no_proxy"] = f"{kept},{host}" if kept else host
 
 
 def _find_missing() -> str | None:

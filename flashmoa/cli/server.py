@@ -94,7 +94,8 @@ class Server:
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and not self._is_stop_overdue():
             try:
-                answer = httpx.get(f"{self._url}/model_info", timeout=2)
+                # No proxy reaches this machine's own addresses.
+                answer = httpx.get(f"{self._url}/model_info", timeout=2, trust_env=False)
                 if answer.status_code in (200, 401):
                     self._progress.finish()
                     ready = f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)\n"

@@ -55,7 +55,8 @@ class LocalEngine:
             minutes.
         """
         deadline = time.monotonic() + _START_SECONDS
-        async with httpx.AsyncClient() as http:
+        # No proxy reaches this machine's own addresses.
+        async with httpx.AsyncClient(trust_env=False) as http:
             while time.monotonic() < deadline:
                 if not self.is_running():
                     raise EngineError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from urllib.request import proxy_bypass
 
 import pytest
 from anyio import to_thread
@@ -54,6 +55,18 @@ async def test_without_the_package_of_times_its_installation_is_shown(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     assert await run(CHAIN, *SHORT) == 1
     assert "pip install './server_patches[device]'" in capsys.readouterr().err
+
+
+async def test_the_engines_of_a_plan_are_not_asked_through_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "internal")
+    monkeypatch.setenv("no_proxy", "")
+    await run("missing.py")
+    assert proxy_bypass("127.0.0.1")
+    assert proxy_bypass("internal")
+    assert not proxy_bypass("elsewhere")
 
 
 def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

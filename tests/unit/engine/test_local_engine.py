@@ -5,9 +5,45 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+
+import anyio
+import pytest
 
 from flashmoa.engine.local import LocalEngine
+from flashmoa.engine.modelled_gpus import read_device
+
+
+class _Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"internal_states": [{"modelled_gpu": {"name": "h200"}}]}')
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def port_of_server() -> Iterator[int]:
+    """Return the port of a server that answers like an engine that is ready."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Ready) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.anyio
+async def test_an_engine_on_this_machine_is_not_asked_through_a_proxy(
+    port_of_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    engine = LocalEngine(os.getpgid(0), port_of_server, tmp_path / "engine.log")
+    with anyio.fail_after(5):
+        await engine.wait_until_ready()
+    assert await read_device(engine.url) == {"name": "h200"}
 
 
 def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:

@@ -34,10 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0 if arguments else 2
+    problem = _installation_problem()
+    if problem is not None:
+        _print_message(problem)
+        return 2
     options, arguments = _parse_own_options(arguments)
     problem = (
-        _installation_problem()
-        or _model_problem(options)
+        _model_problem(options)
         or port_problem(options.port)
         or _drain_problem(options.drain_seconds)
     )
@@ -60,7 +63,9 @@ def _serve(arguments: Sequence[str], options: argparse.Namespace) -> int:
         )
     if compiler() is None:
         _print_message("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
-    problem = Server(arguments, options.host, options.port, options.drain_seconds).run()
+    scheme = "http" if options.ssl_certfile is None else "https"
+    address = scheme, options.host, options.port
+    problem = Server(arguments, *address, options.drain_seconds).run()
     if problem is not None:
         _print_message(problem.text)
         return problem.status
@@ -74,7 +79,8 @@ def _print_message(text: str) -> None:
 def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command's own argument, and the SGLang arguments that are checked here.
 
-    Return them with the arguments that are SGLang's, which it parses itself.
+    Those of ``--config``'s file count, too. Return them with the arguments that are SGLang's, which
+    it parses itself.
     """
     own = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     own.add_argument("--drain-seconds", type=float, default=30.0)
@@ -83,8 +89,11 @@ def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     checked.add_argument("--model-path", "--model")
     checked.add_argument("--host", default="127.0.0.1")
     checked.add_argument("--port", type=int, default=_DEFAULT_PORT)
+    checked.add_argument("--ssl-certfile")
     checked.add_argument("--config")
-    return checked.parse_known_args(of_sglang, options)[0], of_sglang
+    choices = import_module("flashmoa_sglang.asyncep.choices")
+    with_file = choices.read_config_file(of_sglang)
+    return checked.parse_known_args(with_file, options)[0], of_sglang
 
 
 def _drain_problem(seconds: float) -> str | None:

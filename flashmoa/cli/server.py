@@ -45,15 +45,21 @@ class Server:
 
     Args:
         arguments: SGLang's arguments.
-        host, port: the address that ``arguments`` make SGLang listen on.
+        scheme, host, port: the address that ``arguments`` make SGLang listen on; ``http`` or
+            ``https``.
         drain_seconds: how long requests may still run once the server is asked to stop.
     """
 
     def __init__(
-        self, arguments: Sequence[str], host: str, port: int, drain_seconds: float = 30.0
+        self,
+        arguments: Sequence[str],
+        scheme: str,
+        host: str,
+        port: int,
+        drain_seconds: float = 30.0,
     ) -> None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._command = [sys.executable, "-m", "flashmoa_sglang.serve", *arguments]
         self._drain_seconds = drain_seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,8 +100,10 @@ class Server:
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and not self._is_stop_overdue():
             try:
-                # No proxy reaches this machine's own addresses.
-                answer = httpx.get(f"{self._url}/model_info", timeout=2, trust_env=False)
+                # No proxy reaches this machine's own addresses, and certificates do not name them.
+                answer = httpx.get(
+                    f"{self._url}/model_info", timeout=2, trust_env=False, verify=False
+                )
                 if answer.status_code in (200, 401):
                     self._progress.finish()
                     ready = f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)\n"

@@ -59,7 +59,7 @@ def add_choices(
 
     Raises: SystemExit if the host has no memory for the experts.
     """
-    given = _read_config_file(argv)
+    given = read_config_file(argv)
     command = _parse(given)
     if options.Options.from_environment().asyncep == "off":
         return list(argv)
@@ -98,7 +98,7 @@ def _say(text: str) -> None:
     print(f"flashmoa serve: --flashmoa-asyncep {mode}: {text}", file=sys.stderr, flush=True)
 
 
-def _read_config_file(argv: Sequence[str]) -> list[str]:
+def read_config_file(argv: Sequence[str]) -> list[str]:
     """Return the arguments with those of ``--config``'s file before them, as SGLang reads them."""
     if "--config" not in argv:
         return list(argv)

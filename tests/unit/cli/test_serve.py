@@ -11,19 +11,23 @@ from pathlib import Path
 import pytest
 
 from flashmoa.cli import moa, router, serve
+from flashmoa.engine.local import free_port
 
 SERVER = """
 import sys
 from flashmoa.cli.server import Server
-server = Server([], "127.0.0.1", 9, *map(float, sys.argv[2:]))
-server._command = [sys.executable, "-c", sys.argv[1]]
+instead, scheme, port, *drain_seconds = sys.argv[1:]
+server = Server([], scheme, "127.0.0.1", int(port), *map(float, drain_seconds))
+server._command = [sys.executable, "-c", instead]
 print("ended:", server.run(), flush=True)
 """
 
 
-def start(instead: str, *drain_seconds: str) -> subprocess.Popen[str]:
+def start(
+    instead: str, *drain_seconds: str, address: tuple[str, int] = ("http", 9)
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SERVER, instead, *drain_seconds],
+        [sys.executable, "-c", SERVER, instead, *map(str, address), *drain_seconds],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,6 +84,49 @@ def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert out == ("finished\n" if finishes else "") + "ended: None\n"
+
+
+READY = """
+import http.server, ssl
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        server.has_answered = True
+
+server = http.server.HTTPServer(("127.0.0.1", PORT), Ready)
+if CERTIFICATE:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*CERTIFICATE)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+server.has_answered = False
+while not server.has_answered:
+    server.handle_request()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_server_is_ready_when_it_answers_without_a_proxy_or_with_a_certificate(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    files = [str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")]
+    make = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-subj", "/CN=elsewhere"]
+    subprocess.run([*make, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    port = free_port()
+    ready = f"PORT, CERTIFICATE = {port}, {files if scheme == 'https' else None}\n{READY}"
+    out, _ = start(ready, address=(scheme, port)).communicate(timeout=60)
+    assert f"flashmoa: ready on {scheme}://127.0.0.1:{port} " in out
+
+
+def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model-path: m\nhost: 0.0.0.0\nport: 31000\nssl-certfile: c.pem\n")
+    options, of_sglang = serve._parse_own_options(["--config", str(file), "--host", "::1"])
+    assert (options.model_path, options.host, options.port) == ("m", "::1", 31000)
+    assert options.ssl_certfile == "c.pem"
+    assert of_sglang == ["--config", str(file), "--host", "::1"]
 
 
 def test_only_its_own_argument_is_kept_from_sglang() -> None:

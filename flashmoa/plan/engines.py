@@ -22,7 +22,14 @@ from flashmoa.plan.errors import PlanError
 
 # Of the tiny models, the smallest one; only its tokenizer is used.
 _SHAPE = "test"
-_CHECK = "from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu; print(modelled_gpu().name)"
+# An engine makes its KV pool as it starts, which is checked before.
+_CHECK = """
+from types import SimpleNamespace
+from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
+gpu = modelled_gpu()
+gpu.size_engine(SimpleNamespace(mem_fraction_static=None, max_total_tokens=None))
+print(gpu.name)
+"""
 _MEASURED_SECONDS = 120.0
 
 
@@ -65,6 +72,8 @@ class EngineSpec:
 
 
 def _explain(reason: str) -> str:
+    # The plan's options have the names of the engine's, without the prefix.
+    reason = reason.replace("--flashmoa-device-", "--").replace("--flashmoa-device", "--gpu")
     if find_spec("aiconfigurator_core") is None:
         return (
             "the GPUs' times need aiconfigurator-core, which is not installed (pip install "

@@ -31,6 +31,7 @@ async def run(*arguments: str) -> int:
         ([CHAIN, *SHORT, "--team", "nothing"], "has no AgentChat team named nothing"),
         ([CHAIN, *SHORT, "--gpu", "h900"], "No data sheet of a GPU 'h900'. Known are: a100"),
         ([CHAIN, *SHORT, "--model", "Qwen/Qwen9"], "No config.json of the model 'Qwen/Qwen9'"),
+        ([CHAIN, *SHORT, "--model", "Qwen/Qwen3-235B-A22B"], "give a larger --tp or another GPU"),
         ([CHAIN, *SHORT, "--tp", "1", "--tp", "2", "--tp", "4"], "--tp is given 3 times, for 2"),
         ([CHAIN, "--output-tokens", "planner=0"], "'0' is not a whole number above 0"),
         ([CHAIN, *SHORT, "--include", "nobody"], "--include names 'nobody'"),

@@ -131,11 +131,14 @@ def _contents(owner: Any) -> list[Any]:
     return list(getattr(owner, "__dict__", {}).values())
 
 
-def check_plannable(team: BaseGroupChat) -> None:
+def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
     """Check that a team's course does not depend on what its agents say.
 
     Modelled engines write words that mean nothing: no tool is called, no speaker is named, and no
     condition on the text is met.
+
+    Args:
+        within: the name of the member that the team is within; ``None`` for the user's team.
 
     Raises: PlanError if someone is chosen by a model, a person is asked, an answer has to be
         structured, or the team might never end.
@@ -147,9 +150,11 @@ def check_plannable(team: BaseGroupChat) -> None:
             "turns that you expect"
         )
     if not _ends(team):
+        name = f"team {team.name}" if within is None else f"inner team of {within}"
+        remedy = "give --max-turns N" if within is None else "give it max_turns in the file"
         raise PlanError(
-            f"the team {team.name} might never end, since no agent says what its "
-            "termination condition waits for; give --max-turns N"
+            f"the {name} might never end, since no agent says what its termination condition waits "
+            f"for; {remedy}"
         )
     for member in team._participants:
         agent = _unwrap(member)
@@ -162,7 +167,7 @@ def check_plannable(team: BaseGroupChat) -> None:
             )
         inner = agent._team if isinstance(agent, SocietyOfMindAgent) else agent
         if isinstance(inner, BaseGroupChat):
-            check_plannable(inner)
+            check_plannable(inner, agent.name)
 
 
 def _ends(team: BaseGroupChat) -> bool:

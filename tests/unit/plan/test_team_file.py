@@ -115,6 +115,10 @@ async def test_a_file_without_a_team_is_refused(tmp_path: Path, text: str, probl
     [
         (teams.ENDLESS, "might never end.*--max-turns N"),
         (teams.BY_BOTH, "might never end"),
+        (
+            teams.NESTED.replace("max_turns=2", "termination_condition=approved"),
+            "the inner team of society might never end.*give it max_turns in the file",
+        ),
         (teams.SELECTED, "speakers are chosen by what models say"),
         (teams.STRUCTURED, "typed answers with structured output"),
     ],

@@ -18,7 +18,7 @@ from flashmoa.observe.calls import Call
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Says what a run waited for in one call of its critical path; times in seconds.
+    """Says how long a run waited for one call; times in seconds.
 
     Attributes:
         turn: number of the agent's call, from 1.
@@ -53,17 +53,20 @@ def critical_path(calls: Sequence[Call]) -> list[Call]:
     return path[::-1]
 
 
-def waits(calls: Sequence[Call], steps: Mapping[str, float]) -> list[Wait]:
+def waits(
+    calls: Sequence[Call], steps: Mapping[str, float], path: Sequence[Call] | None = None
+) -> list[Wait]:
     """Return what a run waited for in each call of its critical path; see :class:`Wait`.
 
     Args:
         steps: seconds of a decode step of one request on each engine.
+        path: other calls, which have ended, in the path's place.
     """
     turns, turn_of = Counter[str](), dict[str, int]()
     for call in calls:
         turns[call.agent] += 1
         turn_of[call.started.call_id] = turns[call.agent]
-    path = critical_path(calls)
+    path = critical_path(calls) if path is None else path
     # Calls that are sent together come moments after one another; none of them can be helped.
     begin = path[0].started.at if path else 0.0
     return [

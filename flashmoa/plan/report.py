@@ -8,6 +8,7 @@ from rich.table import Table
 
 from flashmoa.observe import LinkDeclined, LinkWaits
 from flashmoa.observe.timeline import draw, lanes
+from flashmoa.plan.bound import Wait
 from flashmoa.plan.result import PlanResult
 from flashmoa.plan.runs import WAYS, TeamRun
 
@@ -81,17 +82,21 @@ def _make_wait_table(result: PlanResult) -> Table:
         table.add_column(name)
     for name in ("prompt", "TTFT", "hideable", "TTFT linked", "decode"):
         table.add_column(name, justify="right")
-    for wait, linked in zip(result.waits, result.linked_prefill, strict=True):
+    for wait, linked in zip(result.waits, result.linked_waits, strict=True):
         table.add_row(
             wait.agent if wait.turn == 1 else f"{wait.agent} ({wait.turn})",
             wait.engine,
             str(wait.prompt_tokens),
-            f"{'~' if wait.is_estimated else ''}{wait.prefill * 1000:.0f} ms",
+            _first_token(wait),
             f"{wait.avoidable * 1000:.0f} ms",
-            "-" if linked is None else f"{linked * 1000:.0f} ms",
+            "-" if linked is None else _first_token(linked),
             f"{wait.decode:.2f} s",
         )
     return table
+
+
+def _first_token(wait: Wait) -> str:
+    return f"{'~' if wait.is_estimated else ''}{wait.prefill * 1000:.0f} ms"
 
 
 def _make_engine_table(result: PlanResult) -> Table:

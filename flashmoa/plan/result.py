@@ -29,8 +29,7 @@ class PlanResult:
         spread: shortest and longest time of a copy.
         typical: for each way, the run that has the median; what is said of calls is theirs.
         waits: what ``typical`` waited for unlinked, call by call.
-        linked_prefill: for these calls, the time to the first token linked; ``None`` for a call
-            that the linked run does not have.
+        linked_waits: the same calls in the linked run; ``None`` for one that it does not have.
     """
 
     rounds: int
@@ -40,7 +39,7 @@ class PlanResult:
     spread: Mapping[str, tuple[float, float]]
     typical: Mapping[str, TeamRun]
     waits: Sequence[Wait]
-    linked_prefill: Sequence[float | None]
+    linked_waits: Sequence[Wait | None]
     engines: Sequence[EngineShare]
 
     @property
@@ -78,8 +77,8 @@ class PlanResult:
             "busiest_engine": self.busiest.name,
             "engines": [asdict(engine) for engine in self.engines],
             "calls": [
-                {**asdict(wait), "prefill_linked": linked}
-                for wait, linked in zip(self.waits, self.linked_prefill, strict=True)
+                {**asdict(wait), "prefill_linked": linked and linked.prefill}
+                for wait, linked in zip(self.waits, self.linked_waits, strict=True)
             ],
         }
 
@@ -101,9 +100,10 @@ def summarise(
     typical = {way: _typical(played) for way, played in by_way.items()}
     times = {way: [run.seconds for run in _all_runs(played)] for way, played in by_way.items()}
     unlinked = waits(typical["unlinked"].calls, steps)
-    linked = {
-        (wait.agent, wait.turn): wait.prefill for wait in waits(typical["linked"].calls, steps)
-    }
+    # Another call may hold up the end of the linked run.
+    calls = typical["linked"].calls
+    ended = [call for call in calls if call.finished is not None]
+    linked = {(wait.agent, wait.turn): wait for wait in waits(calls, steps, ended)}
     return PlanResult(
         rounds=len(by_way["linked"]),
         copies=len(rounds[0].runs),
@@ -112,7 +112,7 @@ def summarise(
         spread={way: (min(values), max(values)) for way, values in times.items()},
         typical=typical,
         waits=unlinked,
-        linked_prefill=[linked.get((wait.agent, wait.turn)) for wait in unlinked],
+        linked_waits=[linked.get((wait.agent, wait.turn)) for wait in unlinked],
         engines=[
             EngineShare(
                 name,

@@ -51,7 +51,8 @@ def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanRes
     assert result.saved == pytest.approx(0.3)
     assert result.bound == pytest.approx(0.5 - 0.01)
     assert [wait.agent for wait in result.waits] == ["writer", "reader"]
-    assert result.linked_prefill == pytest.approx([1, 0.2])
+    prefills = [wait.prefill for wait in result.linked_waits if wait is not None]
+    assert prefills == pytest.approx([1, 0.2])
     assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
 
 
@@ -59,6 +60,22 @@ def test_the_engine_that_computes_longest_is_the_busiest(result: PlanResult) -> 
     assert result.busiest.agents == ("writer", "reader")
     assert result.busiest.busy == {"unlinked": 0.5, "linked": 0.5}
     assert result.as_json()["busiest_engine"] == "engine 1"
+
+
+def test_a_call_that_holds_up_the_unlinked_run_only_is_found_in_the_linked_one() -> None:
+    """Its answer came in one piece there, of which an estimate is marked."""
+    unlinked = make_round("unlinked", 1)
+    events = make_events("writer", 0, 1, 2, "draft") + make_events("reader", 2, 2.5, 2.5, "words")
+    events += make_events("other", 2, 3, 3.5, "more")
+    run = TeamRun(1, 3.5, tuple(events))
+    linked = Round("linked", 3.5, [run], unlinked.devices)
+    result = summarise([unlinked, linked], GPUS, STEPS, PLACEMENT)
+    reader = result.linked_waits[1]
+    assert reader is not None
+    assert (reader.prefill, reader.is_estimated) == (pytest.approx(0.4), True)
+    console = Console(record=True, width=100, quiet=False)
+    show(result, console)
+    assert "~400 ms" in console.export_text()
 
 
 def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None:

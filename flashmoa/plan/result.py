@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from flashmoa.plan.bound import Wait, bound, waits
@@ -27,7 +28,8 @@ class PlanResult:
     Attributes:
         seconds: median time of a copy, unlinked and linked.
         spread: shortest and longest time of a copy.
-        typical: for each way, the run that has the median; what is said of calls is theirs.
+        typical: for each way, the run that has the median, or is next below it; what is said of
+            calls is theirs.
         waits: what ``typical`` waited for unlinked, call by call.
         linked_waits: the same calls in the linked run; ``None`` for one that it does not have.
     """
@@ -108,7 +110,7 @@ def summarise(
         rounds=len(by_way["linked"]),
         copies=len(rounds[0].runs),
         slowdown=max(device["slowdown"] for device in rounds[0].devices.values()),
-        seconds={way: run.seconds for way, run in typical.items()},
+        seconds={way: median(values) for way, values in times.items()},
         spread={way: (min(values), max(values)) for way, values in times.items()},
         typical=typical,
         waits=unlinked,

@@ -11,7 +11,7 @@ from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined, PromptSent
 from flashmoa.plan.report import show
 from flashmoa.plan.result import PlanResult, summarise
-from flashmoa.plan.runs import Round, TeamRun, Way, find_difference
+from flashmoa.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 
 GPUS = {"engine 1": "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"}
 STEPS = {"engine 1": 0.01}
@@ -54,6 +54,13 @@ def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanRes
     prefills = [wait.prefill for wait in result.linked_waits if wait is not None]
     assert prefills == pytest.approx([1, 0.2])
     assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
+
+
+def test_of_an_even_number_of_runs_the_median_lies_between_two() -> None:
+    rounds = [make_round(way, wait) for way in WAYS for wait in (0.25, 0.75)]
+    result = summarise(rounds, GPUS, STEPS, PLACEMENT)
+    assert result.seconds == {"unlinked": 3.5, "linked": 3.5}
+    assert result.typical["linked"].seconds == 3.25
 
 
 def test_the_engine_that_computes_longest_is_the_busiest(result: PlanResult) -> None:

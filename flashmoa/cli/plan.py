@@ -161,6 +161,9 @@ def _make_options(parsed: argparse.Namespace) -> PlanOptions:
 
     if parsed.tokenizer is not None and not parsed.tokenizer.is_dir():
         raise PlanError(f"--tokenizer {parsed.tokenizer} is not a folder")
+    for option, file in (("--json", parsed.json), ("--html", parsed.html)):
+        if file is not None and not file.parent.is_dir():
+            raise PlanError(f"{option} {file}: {file.parent} is not a folder; make it first")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     lengths = [value for value in parsed.output_tokens if "=" not in value]
     by_agent = [value for value in parsed.output_tokens if "=" in value]
@@ -186,7 +189,11 @@ def _make_options(parsed: argparse.Namespace) -> PlanOptions:
 
 
 def _by_agent(values: Sequence[str], option: str) -> dict[str, int]:
+    from flashmoa.plan.errors import PlanError
+
     pairs = [value.rpartition("=") for value in values]
+    if wrong := next((number for agent, _, number in pairs if not agent), None):
+        raise PlanError(f"{option} {wrong}: give AGENT=N")
     return {agent: _parse_count(number, option) for agent, _, number in pairs}
 
 

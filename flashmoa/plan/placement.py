@@ -33,7 +33,10 @@ def place(
     check_names(pinned, addresses, "--place")
     for agent, engine in pinned.items():
         if not 0 <= engine < count:
-            raise PlanError(f"--place {agent}={engine + 1}: the engines are 1 to {count}")
+            raise PlanError(
+                f"--place {agent}={engine + 1}: the engines are 1 to {count}; give one of them, or "
+                f"--engines {engine + 1}"
+            )
     if count == len(different):
         placed = {agent: different.index(address) for agent, address in addresses.items()}
     else:

@@ -36,6 +36,10 @@ async def run(*arguments: str) -> int:
         ([CHAIN, "--output-tokens", "planner=0"], "'0' is not a whole number above 0"),
         ([CHAIN, *SHORT, "--include", "nobody"], "--include names 'nobody'"),
         ([CHAIN, *SHORT, "--place", "local=9"], "the engines are 1 to 2"),
+        ([CHAIN, *SHORT, "--place", "2"], "--place 2: give AGENT=N"),
+        ([CHAIN, *SHORT, "--place", "planner"], "--place planner: give AGENT=N"),
+        ([CHAIN, *SHORT, "--json", "missing/x.json"], "--json missing/x.json: missing is not a"),
+        ([CHAIN, *SHORT, "--html", "missing/x.html"], "--html missing/x.html: missing is not a"),
         ([CHAIN, *SHORT, "--tokenizer", "missing"], "--tokenizer missing is not a folder"),
     ],
 )

@@ -25,7 +25,8 @@ def test_a_user_places_single_agents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pinned", "problem"), [({"x": 0}, "names 'x'"), ({"a": 3}, "a=4: the engines are 1 to 3")]
+    ("pinned", "problem"),
+    [({"x": 0}, "names 'x'"), ({"a": 3}, "a=4: the engines are 1 to 3; .* --engines 4")],
 )
 def test_an_unknown_agent_or_engine_is_refused(pinned: dict[str, int], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from flashmoa.engine.refusals import translate_errors
 from flashmoa.errors import EngineError
 
 # A run in which a larger share of the GPU's time was overrun is no measurement.
@@ -38,13 +39,16 @@ async def read_device(url: str) -> dict[str, Any] | None:
     """Return what an engine says of its modelled GPU: name, forwards, overruns and times.
 
     Return ``None`` if it has none.
+
+    Raises: EngineUnreachable or EngineTimeout if it does not answer.
     """
     # As a rule the engine is on this machine, which no proxy reaches.
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        try:
+        with translate_errors(url):
             answer = await http.get(f"{url}/server_info")
+        try:
             states: list[dict[str, Any]] = answer.json().get("internal_states") or [{}]
-        except (httpx.TransportError, ValueError):
+        except ValueError:
             return None
     return states[0].get("modelled_gpu")
 

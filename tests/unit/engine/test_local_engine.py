@@ -13,6 +13,7 @@ from threading import Thread
 import anyio
 import pytest
 
+from flashmoa.engine import EngineUnreachable
 from flashmoa.engine.local import LocalEngine
 from flashmoa.engine.modelled_gpus import read_device
 
@@ -44,6 +45,12 @@ async def test_an_engine_on_this_machine_is_not_asked_through_a_proxy(
     with anyio.fail_after(5):
         await engine.wait_until_ready()
     assert await read_device(engine.url) == {"name": "h200"}
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_has_ended_is_not_one_without_a_modelled_gpu() -> None:
+    with pytest.raises(EngineUnreachable, match="cannot be reached"):
+        await read_device("http://127.0.0.1:9")
 
 
 def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:

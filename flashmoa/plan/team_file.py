@@ -77,9 +77,11 @@ class TeamFile:
             raise
         # The file is the user's: whatever it raises, even by sys.exit, is the reason.
         except (Exception, SystemExit) as error:
+            # asyncio.run says this where an event loop runs already, as here.
+            runs = isinstance(error, SystemExit) or "running event loop" in str(error)
+            hint = '; what runs the team belongs under if __name__ == "__main__"' if runs else ""
             raise PlanError(
-                f"{self.path} could not be loaded, {type(error).__name__}: {error}; what runs the "
-                'team belongs under if __name__ == "__main__"'
+                f"{self.path} could not be loaded, {type(error).__name__}: {error}{hint}"
             ) from error
         tasks = [getattr(module, name, None) for name in _TASK_NAMES]
         return LoadedTeam(team, next((task for task in tasks if isinstance(task, str)), None))
@@ -88,7 +90,8 @@ class TeamFile:
         names = _TEAM_NAMES if self.name is None else (self.name,)
         found: Any = next((vars(module)[name] for name in names if name in vars(module)), None)
         if callable(found):
-            found = found(*_clients_for(found))
+            positional, by_name = _clients_for(found)
+            found = found(*positional, **by_name)
         if inspect.isawaitable(found):
             found = await found
         if not isinstance(found, BaseGroupChat):
@@ -142,17 +145,27 @@ def _is_neighbour(module: ModuleType, folder: Path) -> bool:
     return any(place == f"{top}.py" or Path(place).is_relative_to(top) for place in places)
 
 
-def _clients_for(build: Callable[..., Any]) -> list[FlashMoAChatCompletionClient]:
-    """Make a client for each parameter of a function that has no default."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        parameter
-        for parameter in inspect.signature(build).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind in positional
-    ]
-    return [
-        FlashMoAChatCompletionClient(
+def _clients_for(
+    build: Callable[..., Any],
+) -> tuple[
+    list[FlashMoAChatCompletionClient],
+    dict[str, FlashMoAChatCompletionClient],
+]:
+    """Make a client for each parameter of a function that has no default.
+
+    Return those that are given in order, and those that are given by name.
+    """
+    positional: list[FlashMoAChatCompletionClient] = []
+    by_name: dict[str, FlashMoAChatCompletionClient] = {}
+    for parameter in inspect.signature(build).parameters.values():
+        takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if takes_many or parameter.default is not parameter.empty:
+            continue
+        client = FlashMoAChatCompletionClient(
             model=parameter.name, base_url=f"http://{parameter.name}", model_info=_ANY_MODEL
         )
-        for parameter in needed
-    ]
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            by_name[parameter.name] = client
+        else:
+            positional.append(client)
+    return positional, by_name

@@ -82,10 +82,12 @@ async def test_an_example_is_planned_as_it_is(example: str) -> None:
 
 
 async def test_a_function_may_be_asynchronous_and_have_another_name(tmp_path: Path) -> None:
-    text = f"{teams.TEAM}\nasync def make(model, rounds=1):\n"
-    text += "    return RoundRobinGroupChat([AssistantAgent('one', model)], max_turns=rounds)\n"
-    (caller,) = find_callers((await load(tmp_path, text, "make")).team)
-    assert caller.address == ("http://model/v1", "model")
+    text = f"{teams.TEAM}\nasync def make(first, rounds=1, *, second, **_):\n"
+    text += "    agents = [AssistantAgent('one', first), AssistantAgent('two', second)]\n"
+    text += "    return RoundRobinGroupChat(agents, max_turns=rounds)\n"
+    one, two = find_callers((await load(tmp_path, text, "make")).team)
+    assert one.address == ("http://first/v1", "first")
+    assert two.address == ("http://second/v1", "second")
 
 
 async def test_a_dumped_team_is_loaded(tmp_path: Path) -> None:
@@ -100,8 +102,13 @@ async def test_a_dumped_team_is_loaded(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("x = 1", "has no AgentChat team named build_team or team"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("1 / 0", "ZeroDivisionError: division by zero$"),
+        ("raise SystemExit(3)", "SystemExit: 3; what runs the team belongs under"),
+        (
+            "import asyncio\nasync def main(): ...\nrun = main()\n"
+            "try:\n    asyncio.run(run)\nfinally:\n    run.close()",
+            "running event loop; what runs the team belongs under",
+        ),
         ("team = 3", "there is a int"),
     ],
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
             if options.dry_run:
                 return _print_estimates(configs, options)
             return _serve(configs, options)
+        except KeyboardInterrupt:
+            return _EXIT_INTERRUPTED
         except (OSError, ValueError, FlashMoAError) as error:
             print(f"flashmoa moa: {error}", file=sys.stderr)
             return 1
@@ -114,9 +117,13 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """Return a type of arguments: positive numbers."""
 
     def parse(text: str) -> float:
-        number = kind(text)
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
         if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive; give a number above 0")
+            name = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text} is not a {name} above 0; give one")
         return number
 
     return parse

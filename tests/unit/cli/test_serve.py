@@ -170,6 +170,26 @@ def test_other_servers_refuse_the_same_ports(
     assert f"--port {port} is not between 1 and 65535" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["abc", "0", "1.5"])
+def test_a_wrong_number_is_refused_with_what_to_give(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        moa.main(["serve", "moa.toml", "--max-questions", number])
+    assert f"{number} is not a whole number above 0" in capsys.readouterr().err
+
+
+def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moa, "_check", interrupt)
+    monkeypatch.setattr("flashmoa.moa.serve.config_file.read_file", lambda _: [])
+    assert moa.main(["check", "moa.toml"]) == 130
+
+
 def test_other_systems_and_old_releases_are_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
         parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
     ports = range(parsed.port, parsed.port + max(1, pairs))
-    if problem := port_problem(ports[0]) or port_problem(ports[-1]):
+    if problem := _find_wrong_number(parsed, ports) or _find_unused_option(parsed, parser):
         parser.error(problem)
     try:
         app, backends = _make_application(parsed)
@@ -51,6 +51,36 @@ def main(arguments: Sequence[str]) -> int:
         print(f"flashmoa: {backend} behind http://{parsed.host}:{port}/v1", flush=True)
     _serve(app, parsed.host, ports)
     return 0
+
+
+def _find_wrong_number(parsed: argparse.Namespace, ports: range) -> str | None:
+    """Return which number no router can have, ``None`` if there is none."""
+    if problem := port_problem(ports[0]):
+        return problem
+    if port_problem(ports[-1]):
+        return f"{len(ports)} pairs listen at ports from --port {ports[0]} on; give a smaller one"
+    for name in ("patience", "saturation", "max_waiting"):
+        if not getattr(parsed, name) >= 0:
+            option = name.replace("_", "-")
+            return f"--{option} {getattr(parsed, name)} is not at least 0"
+    for name in ("max_body_bytes", "agent_seconds"):
+        if not getattr(parsed, name) > 0:
+            option = name.replace("_", "-")
+            return f"--{option} {getattr(parsed, name)} is not above 0"
+    return None
+
+
+def _find_unused_option(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """Return which option is for the other mode, ``None`` if there is none."""
+    others = ("agent_seconds",)
+    if parsed.prefill:
+        others = ("api_key", "model_config", "tokenize", "policy", "patience", "saturation")
+        others = (*others, "max_waiting")
+    for name in others:
+        if getattr(parsed, name) != parser.get_default(name):
+            mode = "--engine" if parsed.prefill else "--prefill"
+            return f"--{name.replace('_', '-')} goes with {mode} only; leave it out"
+    return None
 
 
 def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]:

@@ -190,6 +190,31 @@ def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
     assert moa.main(["check", "moa.toml"]) == 130
 
 
+ENGINE = ["--engine", "http://127.0.0.1:9"]
+PAIR = ["--prefill", "http://127.0.0.1:8", "--pd-router", "http://127.0.0.1:9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([*ENGINE, "--max-waiting", "-1"], "--max-waiting -1 is not at least 0"),
+        ([*ENGINE, "--max-body-bytes", "-5"], "--max-body-bytes -5 is not above 0"),
+        ([*ENGINE, "--patience", "nan"], "--patience nan is not at least 0"),
+        ([*ENGINE, "--saturation", "-3"], "--saturation -3.0 is not at least 0"),
+        ([*ENGINE, "--agent-seconds", "5"], "--agent-seconds goes with --prefill only"),
+        ([*PAIR, "--agent-seconds", "0"], "--agent-seconds 0.0 is not above 0"),
+        ([*PAIR, "--policy", "random"], "--policy goes with --engine only"),
+        ([*PAIR, *PAIR, "--port", "65535"], "2 pairs listen at ports from --port 65535 on"),
+    ],
+)
+def test_a_router_refuses_options_that_it_cannot_follow(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        router.main(arguments)
+    assert problem in capsys.readouterr().err
+
+
 def test_other_systems_and_old_releases_are_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

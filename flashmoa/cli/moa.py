@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import anyio
 from rich.console import Console
 
 from flashmoa.cli.doctor import print_findings
-from flashmoa.cli.ports import port_problem
+from flashmoa.cli.ports import api_url, bind, port_problem
 
 if TYPE_CHECKING:
     from flashmoa.moa.config import MixtureConfig
@@ -162,8 +162,10 @@ def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int
         ),
     )
     names = ", ".join(config.name for config in configs)
-    print(f"flashmoa: {names} on http://{options.host}:{options.port}/v1", flush=True)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    sockets = [bind(options.host, options.port)]
+    print(f"flashmoa: {names} on {api_url(options.host, options.port)}", flush=True)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
     return 0
 
 

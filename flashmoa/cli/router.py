@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
-from flashmoa.cli.ports import port_problem
+from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine import engine_url
 from flashmoa.router.dispatcher import MAX_WAITING
 from flashmoa.router.policies import SATURATION_MARGIN
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(problem)
     try:
         app, backends = _make_application(parsed)
+        sockets = [bind(parsed.host, port) for port in ports]
     except ModuleNotFoundError as error:
         print(f"flashmoa router: {error.name} is not installed; run {_INSTALL}", file=sys.stderr)
         return 1
@@ -48,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"flashmoa router: {error}", file=sys.stderr)
         return 1
     for backend, port in zip(backends, ports, strict=True):
-        print(f"flashmoa: {backend} behind http://{parsed.host}:{port}/v1", flush=True)
-    _serve(app, parsed.host, ports)
+        print(f"flashmoa: {backend} behind {api_url(parsed.host, port)}", flush=True)
+    _serve(app, sockets)
     return 0
 
 
@@ -94,19 +96,16 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]
     if parsed.prefill:
         app = shells_application(_make_shell_options(parsed), parsed.port)
         return app, [f"the PD pair of {url}" for url in parsed.prefill]
-    return application(_make_router_options(parsed)), [f"{len(parsed.engine)} engines"]
+    options = _make_router_options(parsed)
+    count = len(set(options.engines))
+    return application(options), [f"{count} engine{'s' if count > 1 else ''}"]
 
 
-def _serve(app: Starlette, host: str, ports: Sequence[int]) -> None:
+def _serve(app: Starlette, sockets: list[socket]) -> None:
     import uvicorn
 
-    first, *others = (
-        uvicorn.Config(app, host=host, port=port, log_level="warning") for port in ports
-    )
-    # By itself, uvicorn listens at one port only.
-    sockets = [config.bind_socket() for config in (first, *others)] if others else None
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(first).run(sockets)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
 
 
 _TOKENIZE = {"auto": None, "always": True, "never": False}

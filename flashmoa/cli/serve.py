@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import socket
 import sys
@@ -12,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashmoa.cli.ports import port_problem
+from flashmoa.cli.ports import bind, port_problem
 from flashmoa.cli.server import Server
 from flashmoa.doctor.installation import excludes_plugin, installed
 from flashmoa.doctor.machine import compiler, runs_engines
@@ -137,18 +136,12 @@ def _listening_problem(options: argparse.Namespace, lock: socket.socket) -> str 
         lock: is bound to reserve the port among commands of this kind, since SGLang listens only
             after it has loaded the model.
     """
-    host, port = options.host, options.port
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-        lock.bind(f"\0flashmoa-serve-{port}")
+        bind(options.host, options.port).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return f"port {port} is in use; choose another one with --port"
-        return (
-            f"cannot listen on {host}:{port} ({error.strerror}); give an address of "
-            "this machine with --host"
-        )
+        return str(error)
+    try:
+        lock.bind(f"\0flashmoa-serve-{options.port}")
+    except OSError:
+        return f"port {options.port} is in use; choose another one with --port"
     return None

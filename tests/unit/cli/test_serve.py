@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,6 +214,30 @@ def test_a_router_refuses_options_that_it_cannot_follow(
     with pytest.raises(SystemExit):
         router.main(arguments)
     assert problem in capsys.readouterr().err
+
+
+def test_a_router_announces_nothing_at_a_port_that_is_in_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert router.main([*ENGINE, "--port", str(port)]) == 1
+    printed = capsys.readouterr()
+    assert f"port {port} is in use; choose another one with --port" in printed.err
+    assert not printed.out
+
+
+def test_a_router_announces_its_distinct_engines_and_its_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def close(_: object, sockets: list[socket.socket]) -> None:
+        for bound in sockets:
+            bound.close()
+
+    monkeypatch.setattr(router, "_serve", close)
+    port = free_port()
+    assert router.main([*ENGINE, *ENGINE, "--host", "::1", "--port", str(port)]) == 0
+    assert capsys.readouterr().out == f"flashmoa: 1 engine behind http://[::1]:{port}/v1\n"
 
 
 def test_other_systems_and_old_releases_are_refused_before_the_start(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self, cast
@@ -23,14 +21,13 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
+from flashmoa.agent_framework._capture import active_capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, WithoutPlugin, kv_namespace, self_hosted_url
 from flashmoa.linking.observed_call import CallRequest, CallResult, LinkedTeam, ObservedCall
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
-
-_is_dry_run: ContextVar[bool] = ContextVar("flashmoa_dry_run", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +54,6 @@ class ChatRequest:
         """Return the namespace of its KV."""
         extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
         return kv_namespace({"model": self.body.get("model"), **extra_body})
-
-
-class RequestCaptured(Exception):
-    """Ends a dry run at its first request, and carries that request out of it."""
-
-    def __init__(self, request: ChatRequest) -> None:
-        super().__init__("a dry run ends here")
-        self.request = request
-
-
-@contextmanager
-def capture_requests() -> Generator[None]:
-    """Make every client raise :class:`RequestCaptured` instead of sending a request."""
-    token = _is_dry_run.set(True)
-    try:
-        yield
-    finally:
-        _is_dry_run.reset(token)
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
@@ -159,9 +138,9 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 
     def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
         """Send a request as the stock client does; a dry run ends here."""
-        if _is_dry_run.get():
+        if (capture := active_capture()) is not None:
             options: Mapping[str, Any] = kwargs.get("options") or {}
-            raise RequestCaptured(ChatRequest(self, self._prepare_options(messages, options)))
+            raise capture.take(ChatRequest(self, self._prepare_options(messages, options)))
         return super().get_response(messages, **kwargs)
 
     def _inner_get_response(

@@ -1,15 +1,17 @@
 """Dry runs: learn an executor's next request by running its own code on a copy.
 
 A dry run gives a copy of the executor the messages it will receive, with placeholders for the texts
-that are still being written, and ends at its first request to a model. The workflow is not changed,
-no request is sent, and neither middleware nor telemetry sees it.
+that are still being written, and ends at its first request to a model. No request is sent, and if
+all code is the framework's, the workflow is not changed, and neither middleware nor telemetry sees
+it. The code of an included executor is run as it is: in a task that was running before the dry run,
+or outlives it, its requests are sent.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -29,17 +31,20 @@ from agent_framework import (
     WorkflowContext,
 )
 
-from flashmoa.agent_framework._client import (
-    ChatRequest,
-    FlashMoAChatClient,
-    RequestCaptured,
-    capture_requests,
-)
+from flashmoa.agent_framework._capture import RequestCaptured, capture_requests
+from flashmoa.agent_framework._client import ChatRequest, FlashMoAChatClient
 from flashmoa.linking.placeholders import NotForecastable
 
 # A stock agent's ``run`` without the layers that trace it.
 _run_untraced: Any = cast("Any", RawAgent).run
 _STOCK_RUNS: Any = (cast("Any", Agent).run, _run_untraced)
+
+
+class CallsInOtherTask(NotForecastable):
+    """Raised when the request of an executor is made in another task than that of its handler.
+
+    No request of the executor will ever be linked, since it cannot be attributed to it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ async def dry_run(
             code to be run.
 
     Raises:
+        CallsInOtherTask: if its request is made in another task than its handler.
         NotForecastable: if the executor is not included and a dry run could run user-defined code
             or call a server; if its client is not a FlashMoA client; if the run fails, or ends
             without a request.
@@ -127,14 +133,40 @@ async def dry_run(
             raise NotForecastable("its client is not a FlashMoAChatClient; give it one")
     shadow = _make_shadow(executor, included)
     handle = _find_handler(shadow, message)
-    try:
-        with capture_requests():
-            await handle(message, _make_context(workflow, shadow, sources))
-    except RequestCaptured as captured:
-        return DryRunResult(captured.request, get_conversation(shadow))
-    except Exception as error:
-        raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
-    raise NotForecastable("its dry run ended without a call of its model")
+    context = _make_context(workflow, shadow, sources)
+    request = await _capture_request(partial(handle, message, context))
+    return DryRunResult(request, get_conversation(shadow))
+
+
+async def _capture_request(handle: Callable[[], Awaitable[object]]) -> ChatRequest:
+    """Run a handler up to its first request, and return that."""
+    failure: Exception | None = None
+    with capture_requests() as capture:
+        try:
+            await handle()
+        except Exception as error:
+            failure = error
+    if capture.was_in_other_task:
+        raise CallsInOtherTask(
+            "it calls its model in a task of its own (asyncio.gather, TaskGroup, a thread, a "
+            "worker), where FlashMoA cannot tell whose call it is; await the call itself to have "
+            "it linked"
+        )
+    if failure is None:
+        raise NotForecastable("its dry run ended without a call of its model")
+    if (captured := _find_captured(failure)) is None:
+        raise NotForecastable(f"its dry run on a copy failed: {failure!r}") from failure
+    return cast("ChatRequest", captured.request)
+
+
+def _find_captured(failure: BaseException) -> RequestCaptured | None:
+    """Return what ended a dry run if it was a request, also if a task group has wrapped it."""
+    while isinstance(failure, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", failure)
+        if len(group.exceptions) != 1:
+            return None
+        failure = group.exceptions[0]
+    return failure if isinstance(failure, RequestCaptured) else None
 
 
 def _why_unpredictable(agent: Any) -> str | None:

@@ -20,6 +20,7 @@ from agent_framework._workflows._edge import InternalEdgeGroup
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._dry_run import (
+    CallsInOtherTask,
     dry_run,
     get_conversation,
     make_response,
@@ -108,6 +109,8 @@ class WorkflowLinkPlanner(LinkPlanner):
         self._include = include
         self._add_client = add_client
         self._known = KnownMessages(Placeholders(workflow.executors))
+        # Reasons why executors are never linked, by their ids; their code is not run again.
+        self._never_linked: dict[str, CallsInOtherTask] = {}
 
     @property
     def is_running(self) -> bool:
@@ -153,10 +156,16 @@ class WorkflowLinkPlanner(LinkPlanner):
         sent, delivery = self._sent() | known.predicted, self._deliveries[name]
         if not all(source in sent for source in delivery.sources):
             return None
+        if name in self._never_linked:
+            raise self._never_linked[name]
         executor = self._workflow.executors[name]
         message = delivery.make_message([sent[source] for source in delivery.sources])
         included = name in self._include
-        result = await dry_run(self._workflow, executor, message, delivery.sources, included)
+        try:
+            result = await dry_run(self._workflow, executor, message, delivery.sources, included)
+        except CallsInOtherTask as reason:
+            self._never_linked[name] = reason
+            raise
         request = result.request
         self._add_client(request.client)
         if sends_model_text(executor):

@@ -45,7 +45,9 @@ def link(
         include: ids of executors to link although they run your own code: a
             ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,
-            up to the call of its model.
+            up to the call of its model. It must await that call itself: an executor that calls its
+            model in another task (``asyncio.gather``, a worker) is not linked, and if that task was
+            running before, or goes on when the copy's run has ended, its requests are sent.
         trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
             unless another link is writing it: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and

@@ -18,26 +18,20 @@ from types import MethodType
 from typing import Any, cast
 
 from agent_framework import (
-    Agent,
     AgentExecutor,
     AgentExecutorResponse,
     AgentResponse,
     Executor,
-    InMemoryHistoryProvider,
     InProcRunnerContext,
     Message,
-    RawAgent,
     Workflow,
     WorkflowContext,
 )
 
 from flashmoa.agent_framework._capture import RequestCaptured, capture_requests
-from flashmoa.agent_framework._client import ChatRequest, FlashMoAChatClient
+from flashmoa.agent_framework._client import ChatRequest
+from flashmoa.agent_framework._predictability import run_untraced, why_not_run
 from flashmoa.linking.placeholders import NotForecastable
-
-# A stock agent's ``run`` without the layers that trace it.
-_run_untraced: Any = cast("Any", RawAgent).run
-_STOCK_RUNS: Any = (cast("Any", Agent).run, _run_untraced)
 
 
 class CallsInOtherTask(NotForecastable):
@@ -55,13 +49,6 @@ class DryRunResult:
     conversation: list[Message]
 
 
-def client_of(executor: Executor) -> FlashMoAChatClient | None:
-    """Return the FlashMoA client of an executor's agent, if it has one."""
-    agent = executor.agent if isinstance(executor, AgentExecutor) else None
-    client = getattr(agent, "client", None)
-    return client if isinstance(client, FlashMoAChatClient) else None
-
-
 def get_conversation(executor: Executor) -> list[Message]:
     """Return the conversation that a running agent was given; empty for any other executor."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
@@ -73,12 +60,9 @@ def make_response(
     """Return the message that an agent sends to others when it has answered with ``text``.
 
     Args:
+        executor: one whose others get its model's text (:func:`sends_model_text`).
         conversation: the conversation before the answer.
-
-    Raises: NotForecastable if the message may differ from the model's text.
     """
-    if reason := why_rewritten(executor):
-        raise NotForecastable(reason)
     name = cast("AgentExecutor", executor).agent.name
     answer = Message("assistant", [text], author_name=name)
     # A context_filter may change the messages that it gets.
@@ -86,18 +70,6 @@ def make_response(
     return AgentExecutorResponse(
         executor.id, AgentResponse(messages=[answer]), full_conversation=whole
     )
-
-
-def why_rewritten(executor: Executor) -> str | None:
-    """Return why the message that others get may differ from its model's text, if it may."""
-    if type(executor) is not AgentExecutor:
-        return f"{executor.id} is a {type(executor).__name__}, not an AgentExecutor"
-    return _why_unpredictable(executor.agent)
-
-
-def sends_model_text(executor: Executor) -> bool:
-    """Return whether the message that others get of an executor is its model's text."""
-    return why_rewritten(executor) is None
 
 
 async def dry_run(
@@ -112,25 +84,11 @@ async def dry_run(
 
     Raises:
         CallsInOtherTask: if its request is made in another task than its handler.
-        NotForecastable: if the executor is not included and a dry run could run user-defined code
-            or call a server; if its client is not a FlashMoA client; if the run fails, or ends
-            without a request.
+        NotForecastable: if the executor must not be run (:func:`why_not_run`), or its run fails or
+            ends without a request.
     """
-    if not included:
-        if type(executor) is not AgentExecutor:
-            raise NotForecastable(
-                f"it is code of your own; with include=[{executor.id!r}], a copy of it is run up "
-                "to its model call, to predict its prompt"
-            )
-        if reason := _why_unpredictable(executor.agent):
-            raise NotForecastable(reason)
-        if executor._context_mode == "custom":
-            raise NotForecastable(
-                f"its context_filter is code of your own; with include=[{executor.id!r}], it is "
-                "run on copies of the messages, to predict its prompt"
-            )
-        if client_of(executor) is None:
-            raise NotForecastable("its client is not a FlashMoAChatClient; give it one")
+    if reason := why_not_run(executor, included):
+        raise NotForecastable(reason)
     shadow = _make_shadow(executor, included)
     handle = _find_handler(shadow, message)
     context = _make_context(workflow, shadow, sources)
@@ -169,23 +127,6 @@ def _find_captured(failure: BaseException) -> RequestCaptured | None:
     return failure if isinstance(failure, RequestCaptured) else None
 
 
-def _why_unpredictable(agent: Any) -> str | None:
-    """Return why an agent's prompt may have parts that are unknown beforehand, if it may.
-
-    Known are its instructions and its history. To query anything else that it holds may cost or
-    change something, and may make the agent send others a text that is not its model's.
-    """
-    if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS:
-        return f"it is a {type(agent).__name__}, not a stock Agent"
-    if agent.middleware:
-        return "it has middleware"
-    if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
-        return "it has context providers other than InMemoryHistoryProvider"
-    if agent.mcp_tools:
-        return "predicting its prompt would ask its MCP servers for their tools"
-    return None
-
-
 def _make_shadow(executor: Executor, included: bool) -> Executor:
     """Return a copy of an executor that can be run without changing the executor.
 
@@ -206,7 +147,7 @@ def _make_shadow(executor: Executor, included: bool) -> Executor:
         if hasattr(agent, "context_providers"):
             agent.context_providers = list(agent.context_providers)
         if not included:
-            agent.run = partial(_run_untraced, agent)
+            agent.run = partial(run_untraced, agent)
         shadow._agent = agent
     return shadow
 

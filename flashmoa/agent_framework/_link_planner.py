@@ -24,9 +24,8 @@ from flashmoa.agent_framework._dry_run import (
     dry_run,
     get_conversation,
     make_response,
-    sends_model_text,
-    why_rewritten,
 )
+from flashmoa.agent_framework._predictability import sends_model_text, why_rewritten
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.placeholders import Placeholders

@@ -11,8 +11,8 @@ from types import FrameType
 from agent_framework import AgentExecutor, BaseAgent, Executor, Workflow
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.agent_framework._dry_run import client_of
 from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
+from flashmoa.agent_framework._predictability import client_of
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest, LinkedTeam
 from flashmoa.observe import Listener, ignore
@@ -47,7 +47,8 @@ def link(
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,
             up to the call of its model. It must await that call itself: an executor that calls its
             model in another task (``asyncio.gather``, a worker) is not linked, and if that task was
-            running before, or goes on when the copy's run has ended, its requests are sent.
+            running before, or goes on when the copy's run has ended, its requests are sent. It must
+            not run a workflow. Executors that hold one are never run on copies.
         trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
             unless another link is writing it: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and

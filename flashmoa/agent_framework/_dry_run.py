@@ -30,7 +30,8 @@ from agent_framework import (
 
 from flashmoa.agent_framework._capture import RequestCaptured, capture_requests
 from flashmoa.agent_framework._client import ChatRequest
-from flashmoa.agent_framework._predictability import run_untraced, why_not_run
+from flashmoa.agent_framework._copies import copy_included, copy_message, copy_stock
+from flashmoa.agent_framework._predictability import why_not_run
 from flashmoa.linking.placeholders import NotForecastable
 
 
@@ -65,8 +66,7 @@ def make_response(
     """
     name = cast("AgentExecutor", executor).agent.name
     answer = Message("assistant", [text], author_name=name)
-    # A context_filter may change the messages that it gets.
-    whole = [*map(_copy_message, conversation), answer]
+    whole = [*map(copy_message, conversation), answer]
     return AgentExecutorResponse(
         executor.id, AgentResponse(messages=[answer]), full_conversation=whole
     )
@@ -89,7 +89,7 @@ async def dry_run(
     """
     if reason := why_not_run(executor, included):
         raise NotForecastable(reason)
-    shadow = _make_shadow(executor, included)
+    shadow, message = _copy(executor, message, included)
     handle = _find_handler(shadow, message)
     context = _make_context(workflow, shadow, sources)
     request = await _capture_request(partial(handle, message, context))
@@ -127,36 +127,14 @@ def _find_captured(failure: BaseException) -> RequestCaptured | None:
     return failure if isinstance(failure, RequestCaptured) else None
 
 
-def _make_shadow(executor: Executor, included: bool) -> Executor:
-    """Return a copy of an executor that can be run without changing the executor.
-
-    It has its own containers; their items stay shared.
-    """
-    shadow = copy.copy(executor)
-    for name, value in list(vars(shadow).items()):
-        if isinstance(value, list | dict | set):
-            setattr(shadow, name, copy.copy(cast("Any", value)))
-    if isinstance(shadow, AgentExecutor):
-        shadow._cache = [_copy_message(message) for message in shadow._cache]
-        shadow._session = copy.copy(shadow._session)
-        shadow._session.state = {
-            key: dict(cast("dict[Any, Any]", value)) if isinstance(value, dict) else value
-            for key, value in shadow._session.state.items()
-        }
-        agent: Any = copy.copy(shadow._agent)
-        if hasattr(agent, "context_providers"):
-            agent.context_providers = list(agent.context_providers)
-        if not included:
-            agent.run = partial(run_untraced, agent)
-        shadow._agent = agent
-    return shadow
-
-
-def _copy_message(message: Message) -> Message:
-    clone = copy.copy(message)
-    clone.contents = list(message.contents)
-    clone.additional_properties = dict(message.additional_properties)
-    return clone
+def _copy(executor: Executor, message: Any, included: bool) -> tuple[Executor, Any]:
+    """Return copies of an executor and its message, which its run may change."""
+    if not included:
+        return copy_stock(cast("AgentExecutor", executor)), message
+    try:
+        return copy_included(executor, message)
+    except Exception as error:
+        raise NotForecastable(f"it cannot be copied for a dry run: {error!r}") from error
 
 
 def _find_handler(shadow: Executor, message: Any) -> Callable[[Any, Any], Any]:

@@ -45,10 +45,13 @@ def link(
         include: ids of executors to link although they run your own code: a
             ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,
-            up to the call of its model. It must await that call itself: an executor that calls its
-            model in another task (``asyncio.gather``, a worker) is not linked, and if that task was
-            running before, or goes on when the copy's run has ended, its requests are sent. It must
-            not run a workflow. Executors that hold one are never run on copies.
+            up to the call of its model. Copied are its agent and the data that both hold: messages,
+            containers, dataclasses and pydantic models, at any depth, and all of its session's
+            state; the code must not change anything else. It must await the call itself: an
+            executor that calls its model in another task (``asyncio.gather``, a worker) is not
+            linked, and if that task was running before, or goes on when the copy's run has ended,
+            its requests are sent. It must not run a workflow; executors that hold one are never run
+            on copies.
         trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
             unless another link is writing it: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and

@@ -32,10 +32,16 @@ _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Holds a chat completion request of a client, with the body that the client would send."""
+    """Holds a chat completion request of a client.
+
+    Attributes:
+        body: the body that the client would send.
+        arguments: the keyword arguments of ``get_response``.
+    """
 
     client: FlashMoAChatClient
     body: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     async def render(self) -> str:
         """Return the text of its prompt, as its engine's chat template renders it.
@@ -140,7 +146,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         """Send a request as the stock client does; a dry run ends here."""
         if (capture := active_capture()) is not None:
             options: Mapping[str, Any] = kwargs.get("options") or {}
-            raise capture.take(ChatRequest(self, self._prepare_options(messages, options)))
+            body = self._prepare_options(messages, options)
+            raise capture.take(ChatRequest(self, body, kwargs))
         return super().get_response(messages, **kwargs)
 
     def _inner_get_response(

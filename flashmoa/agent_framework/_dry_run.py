@@ -18,6 +18,7 @@ from types import MethodType
 from typing import Any, cast
 
 from agent_framework import (
+    Agent,
     AgentExecutor,
     AgentExecutorResponse,
     AgentResponse,
@@ -31,7 +32,7 @@ from agent_framework import (
 from flashmoa.agent_framework._capture import RequestCaptured, capture_requests
 from flashmoa.agent_framework._client import ChatRequest
 from flashmoa.agent_framework._copies import copy_included, copy_message, copy_stock
-from flashmoa.agent_framework._predictability import why_not_run
+from flashmoa.agent_framework._predictability import why_call_unpredictable, why_not_run
 from flashmoa.linking.placeholders import NotForecastable
 
 
@@ -61,11 +62,11 @@ def make_response(
     """Return the message that an agent sends to others when it has answered with ``text``.
 
     Args:
-        executor: one whose others get its model's text (:func:`sends_model_text`).
+        executor: an agent whose model's text others get (see :func:`why_rewritten`).
         conversation: the conversation before the answer.
     """
-    name = cast("AgentExecutor", executor).agent.name
-    answer = Message("assistant", [text], author_name=name)
+    agent = cast("Agent", cast("AgentExecutor", executor).agent)
+    answer = Message("assistant", [text], author_name=agent._get_agent_name())
     whole = [*map(copy_message, conversation), answer]
     return AgentExecutorResponse(
         executor.id, AgentResponse(messages=[answer]), full_conversation=whole
@@ -84,15 +85,17 @@ async def dry_run(
 
     Raises:
         CallsInOtherTask: if its request is made in another task than its handler.
-        NotForecastable: if the executor must not be run (:func:`why_not_run`), or its run fails or
-            ends without a request.
+        NotForecastable: if the executor must not be run (:func:`why_not_run`), if its run fails or
+            ends without a request, or if the request may be changed before it is sent.
     """
-    if reason := why_not_run(executor, included):
+    if reason := why_not_run(workflow, executor, included):
         raise NotForecastable(reason)
     shadow, message = _copy(executor, message, included)
     handle = _find_handler(shadow, message)
     context = _make_context(workflow, shadow, sources)
     request = await _capture_request(partial(handle, message, context))
+    if reason := why_call_unpredictable(request.client, request.arguments):
+        raise NotForecastable(reason)
     return DryRunResult(request, get_conversation(shadow))
 
 

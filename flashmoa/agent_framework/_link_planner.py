@@ -25,13 +25,16 @@ from flashmoa.agent_framework._dry_run import (
     get_conversation,
     make_response,
 )
-from flashmoa.agent_framework._predictability import sends_model_text, why_rewritten
+from flashmoa.agent_framework._predictability import asks_no_model, why_rewritten
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import Listener
+
+# Types of the contents with which a workflow's user replies to an agent's requests.
+_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ class KnownMessages:
         placeholders: placeholders for the texts of all executors.
         conversations: the conversation that each executor which has begun was given.
         predicted: the messages that executors which have not begun will send, from dry runs.
-        tool_callers: executors whose answers cannot be predicted, as others also get their tool
-            calls and the results.
+        unpredicted: executors that have begun and whose messages cannot be predicted: others get
+            something else than their models' texts, or also their tool calls and the results.
     """
 
     placeholders: Placeholders
@@ -84,7 +87,7 @@ class KnownMessages:
     predicted: dict[str, AgentExecutorResponse] = field(
         default_factory=dict[str, AgentExecutorResponse]
     )
-    tool_callers: set[str] = field(default_factory=set[str])
+    unpredicted: set[str] = field(default_factory=set[str])
 
 
 class WorkflowLinkPlanner(LinkPlanner):
@@ -104,7 +107,11 @@ class WorkflowLinkPlanner(LinkPlanner):
     ) -> None:
         super().__init__(listener)
         self._workflow = workflow
-        self._deliveries = {each.target: each for each in find_deliveries(workflow)}
+        self._deliveries = {
+            each.target: each
+            for each in find_deliveries(workflow)
+            if not asks_no_model(workflow.executors[each.target])
+        }
         self._include = include
         self._add_client = add_client
         self._known = KnownMessages(Placeholders(workflow.executors))
@@ -117,13 +124,16 @@ class WorkflowLinkPlanner(LinkPlanner):
 
     def observe(self, executor: Executor, request: CallRequest) -> LinkedCall:
         """Note that an executor is about to send a request. Return the request's observer."""
-        name, rewritten = executor.id, why_rewritten(executor)
+        name, rewritten = executor.id, why_rewritten(self._workflow, executor)
         if rewritten is None and name in self._known.conversations:
             previous = self._run.running.get(name)
             if previous is None or previous.text.is_over:
                 # It begins a second time, so this is another run of the workflow.
                 self.end_all("unused")
-        self._known.conversations.setdefault(name, get_conversation(executor))
+        conversation = get_conversation(executor)
+        self._known.conversations.setdefault(name, conversation)
+        if rewritten is not None or _answers_requests(conversation):
+            self._known.unpredicted.add(name)
         is_target = name in self._deliveries
         return self.begin(name, request, rewrite_reason=rewritten, linkable=is_target)
 
@@ -134,7 +144,7 @@ class WorkflowLinkPlanner(LinkPlanner):
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """End the links, as others also get the tool calls and results, which are unknown."""
         super().call_held_back(call, reason)
-        self._known.tool_callers.add(call.agent)
+        self._known.unpredicted.add(call.agent)
         for link in self.waiting_for(call.agent):
             link.end("mispredicted")
 
@@ -167,7 +177,7 @@ class WorkflowLinkPlanner(LinkPlanner):
             raise
         request = result.request
         self._add_client(request.client)
-        if sends_model_text(executor):
+        if why_rewritten(self._workflow, executor) is None:
             text = known.placeholders.padded(name)
             known.predicted[name] = make_response(executor, result.conversation, text)
         return Forecast(
@@ -182,8 +192,16 @@ class WorkflowLinkPlanner(LinkPlanner):
         """Return the messages of executors that have begun, with placeholders for their texts."""
         sent: dict[str, AgentExecutorResponse] = {}
         for name, conversation in self._known.conversations.items():
-            executor = self._workflow.executors[name]
-            if sends_model_text(executor) and name not in self._known.tool_callers:
+            if name not in self._known.unpredicted:
                 text = self._known.placeholders.padded(name)
-                sent[name] = make_response(executor, conversation, text)
+                sent[name] = make_response(self._workflow.executors[name], conversation, text)
         return sent
+
+
+def _answers_requests(conversation: Sequence[Message]) -> bool:
+    """Return whether an agent resumes with what it has asked for: approvals of tools, or results.
+
+    Others then also get the results.
+    """
+    contents = conversation[-1].contents if conversation else []
+    return any(content.type in _REPLIES for content in contents)

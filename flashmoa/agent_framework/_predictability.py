@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from agent_framework import (
@@ -16,6 +17,12 @@ from agent_framework import (
     Workflow,
     WorkflowAgent,
     WorkflowExecutor,
+    normalize_tools,
+)
+from agent_framework._mcp import MCPTool
+from agent_framework._workflows._const import (
+    RESOLVED_WORKFLOW_RUN_KWARGS_KEY,
+    WORKFLOW_RUN_KWARGS_KEY,
 )
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
@@ -23,6 +30,27 @@ from flashmoa.agent_framework._client import FlashMoAChatClient
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run
 _STOCK_RUNS: Any = (cast("Any", Agent).run, run_untraced)
+
+_ASKS_SERVERS = "predicting its prompt would ask its MCP servers for their tools"
+
+# Executors of the framework that ask no model, and those that run code of the user's.
+_WITHOUT_MODEL = (
+    "_AggregateAgentConversations",
+    "AgentRequestInfoExecutor",
+    "_TerminalAgentRequestInfoExecutor",
+)
+_WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
+
+# What a client's request and its text depend on.
+_CLIENT_METHODS = (
+    "get_response",
+    "_inner_get_response",
+    "_prepare_options",
+    "_prepare_messages_for_openai",
+    "_prepare_tools_for_openai",
+    "_parse_response_from_openai",
+    "_parse_response_update_from_openai",
+)
 
 _WORKFLOWS = (
     Workflow,
@@ -49,7 +77,12 @@ def holds_workflow(executor: Executor) -> bool:
     return any(isinstance(each, _WORKFLOWS) for each in held)
 
 
-def why_not_run(executor: Executor, included: bool) -> str | None:
+def asks_no_model(executor: Executor) -> bool:
+    """Return whether an executor is one of the framework's that never asks a model."""
+    return _is_stock(executor) and type(executor).__name__ in _WITHOUT_MODEL
+
+
+def why_not_run(workflow: Workflow, executor: Executor, included: bool) -> str | None:
     """Return why no dry run of an executor can be made, if none can.
 
     Without ``included``, a dry run must neither run code of the user's nor ask a server.
@@ -60,8 +93,11 @@ def why_not_run(executor: Executor, included: bool) -> str | None:
         return None
     if type(executor) is not AgentExecutor:
         return _why_no_agent(executor)
-    if reason := _why_unpredictable(executor.agent):
+    if reason := _why_unpredictable(workflow, executor):
         return reason
+    run_tools = workflow._runner.context.get_runtime_tools()
+    if any(isinstance(tool, MCPTool) for tool in normalize_tools(run_tools)):
+        return _ASKS_SERVERS
     if executor._context_mode == "custom":
         return (
             f"its context_filter is code of your own; with include=[{executor.id!r}], it is run on "
@@ -72,37 +108,77 @@ def why_not_run(executor: Executor, included: bool) -> str | None:
     return None
 
 
-def why_rewritten(executor: Executor) -> str | None:
+def why_rewritten(workflow: Workflow, executor: Executor) -> str | None:
     """Return why the message that others get may differ from its model's text, if it may."""
     if type(executor) is not AgentExecutor:
         return f"{executor.id} is a {type(executor).__name__}, not an AgentExecutor"
-    return _why_unpredictable(executor.agent)
+    return _why_unpredictable(workflow, executor)
 
 
-def sends_model_text(executor: Executor) -> bool:
-    """Return whether the message that others get of an executor is its model's text."""
-    return why_rewritten(executor) is None
+def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, Any]) -> str | None:
+    """Return why a request may differ from what a client was asked to send, if it may.
+
+    Args:
+        arguments: the keyword arguments of the client's ``get_response``.
+    """
+    for name in _CLIENT_METHODS:
+        stock = getattr(FlashMoAChatClient, name)
+        if name in vars(client) or getattr(type(client), name) is not stock:
+            return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
+    client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
+    if client.chat_middleware:
+        return "its client has middleware"
+    if arguments.get("middleware") or client_kwargs.get("middleware"):
+        return "its request has middleware"
+    if client.compaction_strategy or arguments.get("compaction_strategy"):
+        return "it has a compaction strategy"
+    return None
 
 
 def _why_no_agent(executor: Executor) -> str:
+    name = type(executor).__name__
+    if _is_stock(executor) and name not in _WITH_USER_CODE:
+        return f"it is a {name} of Agent Framework, which is not linked"
     return (
         f"it is code of your own; with include=[{executor.id!r}], a copy of it is run up to its "
         "model call, to predict its prompt"
     )
 
 
-def _why_unpredictable(agent: Any) -> str | None:
+def _is_stock(executor: Executor) -> bool:
+    # The framework's packages are agent_framework, agent_framework_orchestrations, ...
+    return type(executor).__module__.startswith("agent_framework")
+
+
+def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | None:
     """Return why an agent's prompt may have parts that are unknown beforehand, if it may.
 
     Known are its instructions and its history. To query anything else that it holds may cost or
     change something, and may make the agent send others a text that is not its model's.
     """
-    if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS:
+    agent: Any = executor.agent
+    if getattr(type(agent), "run", None) not in _STOCK_RUNS or "run" in vars(agent):
         return f"it is a {type(agent).__name__}, not a stock Agent"
     if agent.middleware:
         return "it has middleware"
     if any(type(provider) is not InMemoryHistoryProvider for provider in agent.context_providers):
         return "it has context providers other than InMemoryHistoryProvider"
     if agent.mcp_tools:
-        return "predicting its prompt would ask its MCP servers for their tools"
-    return None
+        return _ASKS_SERVERS
+    if agent.require_per_service_call_history_persistence:
+        return "its history is read anew at each request (per-service-call persistence)"
+    client = client_of(executor)
+    if client is None:
+        return None
+    arguments = {
+        "client_kwargs": _client_kwargs(workflow, executor),
+        "compaction_strategy": agent.compaction_strategy,
+    }
+    return why_call_unpredictable(client, arguments)
+
+
+def _client_kwargs(workflow: Workflow, executor: AgentExecutor) -> Mapping[str, Any] | None:
+    """Return what the workflow's run gives to the client of an agent."""
+    state = workflow._runner.state
+    raw = state.get(WORKFLOW_RUN_KWARGS_KEY, {})
+    return executor._prepare_agent_run_args(raw, state.get(RESOLVED_WORKFLOW_RUN_KWARGS_KEY))[1]

@@ -1,0 +1,226 @@
+"""Test what makes prompts unpredictable: such agents run unlinked, with a reason; no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from agent_framework import (
+    Agent,
+    AgentExecutorResponse,
+    ChatContext,
+    ChatMiddleware,
+    InMemoryHistoryProvider,
+    MCPStdioTool,
+    Message,
+    SlidingWindowStrategy,
+    Workflow,
+    tool,
+)
+from agent_framework.orchestrations import ConcurrentBuilder, GroupChatBuilder, SequentialBuilder
+
+from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.observe import Event, LinkOpened, LinkWaits
+from tests.unit.agent_framework import fakes
+from tests.unit.agent_framework.fakes import FakeEngine, agent, chain, make_client, run_linked
+
+pytestmark = pytest.mark.anyio
+
+
+class Adds(ChatMiddleware):
+    async def process(self, context: ChatContext, call_next: Callable[[], Awaitable[None]]) -> None:
+        context.messages = [Message("system", ["policy"]), *context.messages]
+        await call_next()
+
+
+def statuses(fake: FakeEngine) -> list[str | None]:
+    return [sent.status for sent in fake.sent]
+
+
+def compacted() -> SlidingWindowStrategy:
+    return SlidingWindowStrategy(keep_last_groups=1)
+
+
+@pytest.mark.parametrize("include", [(), ("b",)])
+@pytest.mark.parametrize("what", ["middleware", "a compaction strategy"])
+async def test_what_changes_the_requests_of_a_client_is_declined(
+    what: str, include: Sequence[str]
+) -> None:
+    """Only the second agent has such a client, also if it may be run on a copy."""
+    client, _ = make_client()
+    if what == "middleware":
+        changing, fake = make_client(middleware=[Adds()])
+    else:
+        changing, fake = make_client()
+        changing.compaction_strategy = compacted()
+    (reason,) = await run_linked(chain(client, agent(changing, "b")), *include)
+    assert reason.endswith(f"has {what}")
+    assert statuses(fake) == [None]
+
+
+@pytest.mark.parametrize("include", [(), ("b",)])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"compaction_strategy": compacted()}, "it has a compaction strategy"),
+        (
+            {
+                "context_providers": [InMemoryHistoryProvider()],
+                "require_per_service_call_history_persistence": True,
+            },
+            "",
+        ),
+    ],
+)
+async def test_what_changes_the_requests_of_an_agent_is_declined(
+    settings: Mapping[str, Any], reason: str, include: Sequence[str]
+) -> None:
+    client, fake = make_client()
+    reasons = await run_linked(chain(client, agent(client, "b", **settings)), *include, runs=2)
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+    assert statuses(fake) == [None] * 4
+
+
+async def test_texts_of_an_agent_whose_client_has_middleware_are_not_forwarded() -> None:
+    (changing, _), (client, fake) = make_client(middleware=[Adds()]), make_client()
+    events: list[Event] = []
+    rest = [agent(client, name) for name in "bc"]
+    workflow = SequentialBuilder(participants=[agent(changing, "a"), *rest]).build()
+    link(workflow, listener=events.append)
+    await workflow.run("task")
+    opened = [event.agent for event in events if isinstance(event, LinkOpened)]
+    assert opened == ["c"] and statuses(fake) == [None, "hit"]
+    assert not [event for event in events if isinstance(event, LinkWaits)]
+
+
+async def test_middleware_of_a_run_is_declined() -> None:
+    client, fake = make_client()
+    workflow = chain(client)
+    for kwargs, status in (({"middleware": [Adds()]}, None), (None, "hit")):
+        fake.sent.clear()
+        await run_linked(workflow, client_kwargs=kwargs)
+        assert statuses(fake) == [None, status]
+
+
+async def test_mcp_servers_of_a_run_are_not_asked() -> None:
+    asked: list[str] = []
+
+    class Server(MCPStdioTool):
+        async def connect(self, **_: Any) -> None:
+            asked.append("connect")
+            self.is_connected = True
+
+        async def _prepare_for_run(self, *_: Any, **__: Any) -> None:
+            asked.append("prepare")
+
+        async def close(self) -> None: ...
+
+    client, fake = make_client()
+    await chain(client).run("task", tools=[Server(name="m", command="false")])
+    unlinked = len(asked)
+    asked.clear()
+    reasons = await run_linked(chain(client), tools=[Server(name="m", command="false")])
+    assert len(asked) == unlinked and len(fake.sent) == 4
+    assert len(reasons) == 1 and "MCP servers" in reasons[0]
+
+
+class Counts(FlashMoAChatClient):
+    calls = 0
+
+    def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return super().get_response(messages, **kwargs)
+
+
+async def test_a_client_with_a_method_of_its_own_is_not_called_for_predictions() -> None:
+    client = Counts("m", base_url="http://127.0.0.1:9/v1")
+    fake = FakeEngine(client, lambda _: fakes.ANSWER)
+    stock, _ = make_client()
+    (reason,) = await run_linked(chain(stock, agent(client, "b")))
+    assert "Counts.get_response" in reason
+    assert client.calls == len(fake.sent) == 1
+
+
+async def test_an_agent_whose_run_was_replaced_is_declined() -> None:
+    client, fake = make_client()
+    changed = agent(client, "b")
+    original: Any = changed.run
+
+    def run(messages: list[Message], **kwargs: Any) -> Any:
+        return original([*messages, Message("user", ["Be brief."])], **kwargs)
+
+    changed.run = run  # type: ignore[method-assign]
+    reasons = await run_linked(chain(client, changed))
+    assert reasons == ["it is a Agent, not a stock Agent"] and statuses(fake) == [None, None]
+
+
+async def test_agents_without_names_are_linked() -> None:
+    """Their messages bear the name that the framework makes up."""
+    client, fake = make_client()
+    agents = [Agent(client, f"You are {name}.") for name in "ab"]
+    assert await run_linked(SequentialBuilder(participants=agents).build()) == []
+    assert statuses(fake) == [None, "hit"]
+    assert "<assistant:UnnamedAgent>" in fake.sent[-1].prompt
+
+
+async def test_an_agent_that_resumes_after_an_approval_is_not_predicted() -> None:
+    """Others also get the tool's result."""
+
+    @tool(approval_mode="always_require")
+    def look(place: str) -> str:
+        return f"a fine {place}"
+
+    def answer(request: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        messages = request["messages"]
+        if request.get("tools") and not any(each["role"] == "tool" for each in messages):
+            function = {"name": "look", "arguments": '{"place": "x"}'}
+            return [{"id": "1", "type": "function", "function": function}]
+        return fakes.ANSWER
+
+    client, fake = make_client(answer)
+    agents = [agent(client, "a", tools=[look]), agent(client, "b")]
+    workflow = SequentialBuilder(participants=agents).build()
+    linked = link(workflow)
+    requests = (await workflow.run("task")).get_request_info_events()
+    await linked.close()
+    events: list[Event] = []
+    link(workflow, listener=events.append)  # A link that knows nothing of the first run.
+    approved: Any = {
+        each.request_id: each.data.to_function_approval_response(approved=True) for each in requests
+    }
+    await workflow.run(responses=approved)
+    assert statuses(fake) == [None] * 3
+    assert not [event for event in events if isinstance(event, LinkOpened)]
+
+
+async def test_the_default_aggregator_is_not_reported() -> None:
+    client, _ = make_client()
+
+    def build(*agents: Agent[Any]) -> Workflow:
+        return ConcurrentBuilder(participants=list(agents)).build()
+
+    assert await run_linked(build(agent(client, "a"), agent(client, "b"))) == []
+
+
+async def test_included_code_that_gives_middleware_to_its_request_is_declined() -> None:
+    client, fake = make_client()
+
+    async def merge(results: list[AgentExecutorResponse]) -> str:
+        messages = [Message("user", [each.agent_response.text]) for each in results]
+        return (await client.get_response(messages, middleware=[Adds()])).text
+
+    experts = [agent(client, name) for name in "ab"]
+    workflow = ConcurrentBuilder(participants=experts).with_aggregator(merge).build()
+    assert await run_linked(workflow, "merge") == ["its request has middleware"]
+    assert statuses(fake) == [None] * 3
+
+
+async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> None:
+    client, _ = make_client()
+    chat = GroupChatBuilder(
+        participants=[agent(client, "a")], max_rounds=1, selection_func=lambda _: "a"
+    )
+    (reason,) = await run_linked(chat.build())
+    assert reason == "it is a GroupChatOrchestrator of Agent Framework, which is not linked"

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agent_framework import (
     AgentExecutorResponse,
     Executor,
-    FanInEdgeGroup,
-    FanOutEdgeGroup,
     Message,
-    SingleEdgeGroup,
     Workflow,
 )
-from agent_framework._workflows._edge import InternalEdgeGroup
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
+from flashmoa.agent_framework._deliveries import find_deliveries
 from flashmoa.agent_framework._dry_run import (
     CallsInOtherTask,
     dry_run,
@@ -35,39 +30,6 @@ from flashmoa.observe import Listener
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Says that what the executors ``sources`` send reaches the executor ``target``.
-
-    ``fan_in``: as one list in this order, no matter who finishes first; else there is one source.
-    """
-
-    target: str
-    sources: tuple[str, ...]
-    fan_in: bool = False
-
-    def make_message(self, sent: Sequence[Any]) -> Any:
-        """Return the message that the target receives, given the message of each source."""
-        return list(sent) if self.fan_in else sent[0]
-
-
-def find_deliveries(workflow: Workflow) -> list[Delivery]:
-    """Return the deliveries that are certain, to targets that receive no other messages."""
-    groups = [group for group in workflow.edge_groups if not isinstance(group, InternalEdgeGroup)]
-    received = Counter(target for group in groups for target in set(group.target_executor_ids))
-    deliveries: list[Delivery] = []
-    for group in groups:
-        if isinstance(group, FanInEdgeGroup):
-            sources = tuple(edge.source_id for edge in group.edges)
-            deliveries.append(Delivery(group.edges[0].target_id, sources, fan_in=True))
-        elif isinstance(group, SingleEdgeGroup) or (
-            isinstance(group, FanOutEdgeGroup) and group.selection_func is None
-        ):
-            edges = [edge for edge in group.edges if not edge.has_condition]
-            deliveries += [Delivery(edge.target_id, (edge.source_id,)) for edge in edges]
-    return [delivery for delivery in deliveries if received[delivery.target] == 1]
 
 
 @dataclass(slots=True)

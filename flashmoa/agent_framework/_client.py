@@ -48,18 +48,24 @@ class ChatRequest:
 
         Raises: EngineError if the engine cannot be reached or refuses.
         """
-        extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
+        sent = self._sent
         return await self.client.engine.render(
-            self.body["messages"],
-            tools=self.body.get("tools"),
-            template_args=extra_body.get("chat_template_kwargs"),
+            sent["messages"],
+            tools=sent.get("tools"),
+            template_args=sent.get("chat_template_kwargs"),
+            tool_choice=sent.get("tool_choice"),
+            reasoning_effort=sent.get("reasoning_effort"),
         )
 
     @property
     def namespace(self) -> dict[str, str]:
         """Return the namespace of its KV."""
-        extra_body: Mapping[str, Any] = self.body.get("extra_body") or {}
-        return kv_namespace({"model": self.body.get("model"), **extra_body})
+        return kv_namespace(self._sent)
+
+    @property
+    def _sent(self) -> Mapping[str, Any]:
+        """Return what the server receives: OpenAI's client adds the extra body to the body."""
+        return {**self.body, **(self.body.get("extra_body") or {})}
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):

@@ -94,12 +94,16 @@ class EngineClient:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> str:
         """Return the prompt that the engine's chat template makes of ``messages``, as text.
 
         Without the plugin, see :meth:`PlainServer.render`.
+
+        Args:
+            options: the request's ``tool_choice`` and ``reasoning_effort``, if templates get them.
         """
-        fields = {"tools": tools or None, "chat_template_kwargs": template_args or None}
+        fields = {"tools": tools or None, "chat_template_kwargs": template_args or None, **options}
         try:
             body = {"messages": list(messages), **fields}
             return (await self.ask("POST", "/render", wire.RenderedText, body)).text

@@ -224,3 +224,22 @@ async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> 
     )
     (reason,) = await run_linked(chat.build())
     assert reason == "it is a GroupChatOrchestrator of Agent Framework, which is not linked"
+
+
+async def test_a_prompt_is_rendered_with_all_that_it_depends_on() -> None:
+    """With the tool choice "none", for instance, SGLang shows the model no tools."""
+
+    def look(place: str) -> str:
+        return place
+
+    client, fake = make_client()
+    options: Any = {
+        "tool_choice": "none",
+        "reasoning_effort": "low",
+        "extra_body": {"chat_template_kwargs": {"x": 1}},
+    }
+    reader = agent(client, "b", tools=[look], default_options=options)
+    assert await run_linked(chain(client, reader)) == []
+    (fields,) = fake.rendered
+    assert fields["tools"] and fields["tool_choice"] == "none"
+    assert fields["reasoning_effort"] == "low" and fields["template_args"] == {"x": 1}

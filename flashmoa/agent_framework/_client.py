@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Protocol, Self, cast
 from weakref import WeakSet
 
 import anyio
@@ -13,6 +13,7 @@ from agent_framework import (
     ChatResponse,
     ChatResponseUpdate,
     Content,
+    Executor,
     Message,
     ResponseStream,
     UsageDetails,
@@ -21,13 +22,26 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
+from flashmoa.agent_framework._calling_executor import find_calling_executor
 from flashmoa.agent_framework._capture import active_capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import EngineClient, WithoutPlugin, kv_namespace, self_hosted_url
-from flashmoa.linking.observed_call import CallRequest, CallResult, LinkedTeam, ObservedCall
+from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult, ObservedCall
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
+
+
+class LinkedWorkflow(Protocol):
+    """A linked workflow. The clients of its agents ask it to observe each of their requests."""
+
+    def observe(self, executor: Executor, request: CallRequest) -> CallObserver | None:
+        """Return an observer of an executor's request; ``None`` if the executor is another's."""
+        ...
+
+    async def close(self) -> None:
+        """End every link of the workflow."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,9 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             this process vanishes.
         without_plugin: what links to its prompts do on a server that does not have the plugin:
             ``prefill`` them in a few steps, as far as that pays, or nothing (``off``).
-        **kwargs: see the stock client.
+        **kwargs: see the stock client; all but ``async_client``.
+
+    Raises: ValueError if ``async_client`` is given.
 
     Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
     and ``prompt/late_tokens`` if the engine reports them.
@@ -108,6 +124,11 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         without_plugin: WithoutPlugin = "prefill",
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("async_client") is not None:
+            raise ValueError(
+                "async_client cannot be given to FlashMoAChatClient, whose links must go to the "
+                "same server as its requests; give base_url, api_key and default_headers instead"
+            )
         url = self_hosted_url(base_url)
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - its credentials of Azure
             model,
@@ -127,7 +148,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         )
         # Weak: a client may live longer than the workflows that use it and must not keep them in
         # memory. A workflow holds its WorkflowLink itself.
-        self.linked_workflows: WeakSet[LinkedTeam] = WeakSet()
+        self.linked_workflows: WeakSet[LinkedWorkflow] = WeakSet()
 
     async def close(self) -> None:
         """Close every link of this client's workflows, then its connections."""
@@ -213,12 +234,15 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall | None:
         """Begin a request that is about to be sent; ``None`` if no linked workflow observes it."""
+        executor = find_calling_executor()
+        if executor is None:
+            return None
         held = "it calls tools" if options.get("tools") else None
         request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
         observers = [
             observer
             for workflow in list(self.linked_workflows)
-            if (observer := workflow.observe(request)) is not None
+            if (observer := workflow.observe(executor, request)) is not None
         ]
         return ObservedCall(observers, held) if observers else None
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection
 from pathlib import Path
-from types import FrameType
 
-from agent_framework import AgentExecutor, BaseAgent, Executor, Workflow
+from agent_framework import Executor, Workflow
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
-from flashmoa.agent_framework._predictability import client_of
+from flashmoa.agent_framework._predictability import client_of, holds_workflow
 from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.observed_call import CallRequest, LinkedTeam
+from flashmoa.linking.observed_call import CallRequest
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import add_trace, end_trace
 
@@ -72,6 +70,7 @@ def link(
         )
     if unknown := [name for name in include if name not in workflow.executors]:
         raise ValueError(f"include names {unknown}; the workflow has {sorted(workflow.executors)}")
+    clients = _find_clients(workflow)
     previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
     listener = add_trace(
         listener,
@@ -79,10 +78,32 @@ def link(
         prompts=trace_prompts,
         successor_of=previous.listener if previous is not None else None,
     )
-    return WorkflowLink(workflow, frozenset(include), listener)
+    return WorkflowLink(workflow, clients, frozenset(include), listener)
 
 
-class WorkflowLink(LinkedTeam):
+def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
+    """Return the FlashMoA clients of a workflow's agents.
+
+    Raises: ValueError if it has none.
+    """
+    executors = workflow.executors.values()
+    clients = [client for each in executors if (client := client_of(each)) is not None]
+    if clients:
+        return clients
+    nested = sorted(each.id for each in executors if holds_workflow(each))
+    hint = (
+        f"{nested} run workflows of their own, whose agents are not seen from here; link an inner "
+        "workflow itself. (with_request_info() makes a workflow of each agent, which cannot be "
+        "linked to the others.)"
+        if nested
+        else "Give the agents one as their client."
+    )
+    raise ValueError(
+        f"no agent of this workflow uses FlashMoAChatClient; there is nothing to link. {hint}"
+    )
+
+
+class WorkflowLink:
     """Links one workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
@@ -91,15 +112,16 @@ class WorkflowLink(LinkedTeam):
         listener: receives its events.
     """
 
-    def __init__(self, workflow: Workflow, include: Collection[str], listener: Listener) -> None:
-        clients = [client_of(executor) for executor in workflow.executors.values()]
-        if not any(clients):
-            raise ValueError(
-                "no agent of this workflow uses FlashMoAChatClient; there is nothing to link. Give "
-                "the agents one as their client."
-            )
+    def __init__(
+        self,
+        workflow: Workflow,
+        clients: Collection[FlashMoAChatClient],
+        include: Collection[str],
+        listener: Listener,
+    ) -> None:
         self.listener = listener
         self._workflow = workflow
+        self._is_retired = False
         self._clients: set[FlashMoAChatClient] = set()
         self._planner = WorkflowLinkPlanner(workflow, include, listener, self._add_client)
         previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
@@ -107,8 +129,7 @@ class WorkflowLink(LinkedTeam):
             previous._retire()
         setattr(workflow, _LINK_ATTRIBUTE, self)
         for client in clients:
-            if client is not None:
-                self._add_client(client)
+            self._add_client(client)
 
     async def close(self) -> None:
         """End every link and wait until the engines have their KV back.
@@ -118,10 +139,9 @@ class WorkflowLink(LinkedTeam):
         self._retire()
         await self._planner.host.close()
 
-    def observe(self, request: CallRequest) -> LinkedCall | None:
-        """Return the observer of a request, if it is made for one of this workflow's executors."""
-        executor = _find_calling_executor()
-        if executor is None or self._workflow.executors.get(executor.id) is not executor:
+    def observe(self, executor: Executor, request: CallRequest) -> LinkedCall | None:
+        """Return the observer of an executor's request, if the executor is of this workflow."""
+        if self._workflow.executors.get(executor.id) is not executor:
             return None
         try:
             return self._planner.observe(executor, request)
@@ -131,34 +151,14 @@ class WorkflowLink(LinkedTeam):
             return None
 
     def _add_client(self, client: FlashMoAChatClient) -> None:
+        if self._is_retired:  # A dry run has ended after its link was closed or replaced.
+            return
         client.linked_workflows.add(self)
         self._clients.add(client)
 
     def _retire(self) -> None:
+        self._is_retired = True
         for client in self._clients:
             client.linked_workflows.discard(self)
         self._planner.end_all("closed")
         end_trace(self.listener)
-
-
-def _find_calling_executor() -> Executor | None:
-    """Return the executor on whose behalf this code runs, if the stack shows one.
-
-    ``None`` if the request is that of another agent, which the executor's agent uses, for instance
-    as a tool.
-
-    Agent Framework has no context that names the executor or agent that is running: its
-    ContextVars hold the origin of events, opaque identities of runs, and telemetry. A ContextVar
-    of ours would have to be set by replacing methods of the user's executors and agents.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    agents: list[object] = []
-    while frame is not None:
-        holder = frame.f_locals.get("self")
-        if isinstance(holder, Executor):
-            own = isinstance(holder, AgentExecutor) and holder.agent
-            return None if own and any(agent is not own for agent in agents) else holder
-        if isinstance(holder, BaseAgent):
-            agents.append(holder)
-        frame = frame.f_back
-    return None

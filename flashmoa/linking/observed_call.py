@@ -77,7 +77,7 @@ class CallObserver:
 
 
 class LinkedTeam(ABC):
-    """A linked team or workflow. Its clients ask it to observe each of their requests."""
+    """A linked team. Its clients ask it to observe each of their requests."""
 
     @abstractmethod
     def observe(self, request: CallRequest) -> CallObserver | None:

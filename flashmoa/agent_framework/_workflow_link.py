@@ -39,7 +39,8 @@ def link(
         workflow: a workflow made by ``SequentialBuilder``, ``ConcurrentBuilder``, or
             ``WorkflowBuilder`` without conditions on edges. Its agents' clients must be
             ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
-            agents with middleware, context providers or MCP servers run unlinked.
+            agents with middleware (also of the client or the run), compaction strategies, context
+            providers or MCP servers run unlinked.
         include: ids of executors to link although they run your own code: a
             ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
             run unlinked otherwise. To predict its next request, such an executor is run on a copy,

@@ -157,7 +157,7 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
     change something, and may make the agent send others a text that is not its model's.
     """
     agent: Any = executor.agent
-    if getattr(type(agent), "run", None) not in _STOCK_RUNS or "run" in vars(agent):
+    if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS or "run" in vars(agent):
         return f"it is a {type(agent).__name__}, not a stock Agent"
     if agent.middleware:
         return "it has middleware"

@@ -15,11 +15,11 @@ from openai import APIStatusError, AsyncOpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from flashmoa import EngineClient, Link, Prompt, Slot
-from flashmoa.agent_framework import FlashMoAChatClient
+from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._promises import _texts
 from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.linking.observed_call import CallRequest, LinkedTeam, ReportedCall
+from flashmoa.linking.observed_call import CallRequest, ReportedCall
 from flashmoa.observe import ignore
 from flashmoa.observe.calls import CallReporter
 from tests.unit.engine.faulty_engine import OTHER, TEXT, WORDS, Fate, FaultyEngine, faulty_engine
@@ -264,8 +264,9 @@ async def test_a_stream_that_cannot_be_put_together_is_asked_for_untapped(
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
 async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped_one(
-    fate: Fate, retries: int
+    fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_client, "find_calling_executor", object)
     outcomes: list[Any] = []
     for is_tapped in (False, True):
         async with faulty_engine(fate) as engine:
@@ -285,10 +286,10 @@ async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped
     assert outcomes[0] == outcomes[1]
 
 
-class WatchedWorkflow(LinkedTeam):
+class WatchedWorkflow:
     """A linked workflow to which every request belongs."""
 
-    def observe(self, request: CallRequest) -> ReportedCall:
+    def observe(self, executor: object, request: CallRequest) -> ReportedCall:
         return ReportedCall(CallReporter(ignore, agent="a", engine=request.engine, model="m"))
 
     async def close(self) -> None: ...

@@ -20,10 +20,10 @@ from flashmoa.agent_framework._dry_run import (
     get_conversation,
     make_response,
 )
-from flashmoa.agent_framework._predictability import asks_no_model, why_rewritten
+from flashmoa.agent_framework._predictability import asks_no_model, why_not_run, why_rewritten
 from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.observed_call import CallRequest
-from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import Listener
@@ -96,8 +96,15 @@ class WorkflowLinkPlanner(LinkPlanner):
         self._known.conversations.setdefault(name, conversation)
         if rewritten is not None or _answers_requests(conversation):
             self._known.unpredicted.add(name)
-        is_target = name in self._deliveries
-        return self.begin(name, request, rewrite_reason=rewritten, linkable=is_target)
+        delivery, included = self._deliveries.get(name), name in self._include
+        if (
+            delivery is not None
+            and self._known.conversations.keys() >= {*delivery.sources}
+            and (reason := why_not_run(self._workflow, executor, included))
+        ):
+            # There was no forecast to say so if what it reads could not be predicted either.
+            self.decline(name, NotForecastable(reason))
+        return self.begin(name, request, rewrite_reason=rewritten, linkable=delivery is not None)
 
     def end_all(self, reason: str) -> None:
         super().end_all(reason)

@@ -81,7 +81,8 @@ class Trace:
             logger.warning(text, self._path, error)
 
     def _create_file(self) -> None:
-        if self._path.exists():
+        # A device or a pipe has no end to read to, and nothing to lose.
+        if self._path.is_file():
             try:
                 next(_read_events(self._path), None)
             except TraceError as error:

@@ -1,6 +1,6 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests (about thirteen minutes)
-# make test-slow   the tests that take long and seldom break (another half an hour)
+# make test    set everything up and pass the tests (about twenty minutes)
+# make test-slow   the tests that take long and seldom break (another forty minutes)
 # make test-all    both; what continuous integration runs
 # make soak    ten thousand prompt streams: nothing grows; fifty random programs of
 #              each framework answer the same linked (another half an hour)

@@ -166,7 +166,7 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
     if agent.mcp_tools:
         return _ASKS_SERVERS
     if agent.require_per_service_call_history_persistence:
-        return "its history is read anew at each request (per-service-call persistence)"
+        return "its history is loaded again for each request (per-service-call persistence)"
     client = client_of(executor)
     if client is None:
         return None

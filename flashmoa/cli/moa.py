@@ -162,10 +162,9 @@ def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int
         ),
     )
     names = ", ".join(config.name for config in configs)
-    sockets = [bind(options.host, options.port)]
-    print(f"flashmoa: {names} on {api_url(options.host, options.port)}", flush=True)
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
+    with bind(options.host, options.port) as listening, suppress(KeyboardInterrupt):
+        print(f"flashmoa: {names} on {api_url(options.host, options.port)}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
     return 0
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -42,16 +42,17 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(problem)
     try:
         app, backends = _make_application(parsed)
-        sockets = [bind(parsed.host, port) for port in ports]
+        with ExitStack() as stack:
+            sockets = [stack.enter_context(bind(parsed.host, port)) for port in ports]
+            for backend, port in zip(backends, ports, strict=True):
+                print(f"flashmoa: {backend} behind {api_url(parsed.host, port)}", flush=True)
+            _serve(app, sockets)
     except ModuleNotFoundError as error:
         print(f"flashmoa router: {error.name} is not installed; run {_INSTALL}", file=sys.stderr)
         return 1
     except (OSError, ValueError) as error:
         print(f"flashmoa router: {error}", file=sys.stderr)
         return 1
-    for backend, port in zip(backends, ports, strict=True):
-        print(f"flashmoa: {backend} behind {api_url(parsed.host, port)}", flush=True)
-    _serve(app, sockets)
     return 0
 
 

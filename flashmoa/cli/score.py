@@ -134,10 +134,10 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         help='arguments of the chat template, such as {"enable_thinking": false}',
     )
     parser.add_argument("--overwrite", action="store_true", help="delete OUT and start over")
+    parser.set_defaults(continuation="run the same command again to continue")
     options = parser.parse_args(arguments)
     out: Path = options.out
     stem = out.stem if out.suffix == ".jsonl" else out.name
-    options.continuation = "run the same command again to continue"
     options.errors = options.errors or out.with_name(f"{stem}.errors.jsonl")
     if options.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, not {options.concurrency}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio
+import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import slow, start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +42,23 @@ async def test_measuring_during_requests_loses_no_kv(
         times = [seconds for _, seconds in info.costs.points]
         assert times == sorted(times) and times[0] > 0
         await wait_until_idle(client)
+
+
+async def test_an_engine_takes_the_costs_of_another_one(
+    engines: LocalEngines, engine: LocalEngine, client: EngineClient, model: Path
+) -> None:
+    """They come from an answer of ``GET /flashmoa/info``, and nothing is measured."""
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        engine.log.with_suffix(".info").write_bytes((await http.get("/flashmoa/info")).content)
+    environment = {"FLASHMOA_COSTS": str(engine.log.with_suffix(".info"))}
+    async with (
+        start_special_engine(engines, model, measures=True, environment=environment) as other,
+        EngineClient(other.url, timeout=60) as reader,
+    ):
+        assert (await reader.info()).costs == (await client.info()).costs
+        # What is measured stays in the cache.
+        state = (await reader.info()).kv[0]
+        assert state.free == state.total
 
 
 async def _prefill(client: EngineClient, ids: list[int]) -> None:

@@ -53,7 +53,7 @@ def test_a_file_without_costs_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"costs", b"\xff\xfe"])
-def test_an_engine_does_not_start_with_a_file_that_is_none(
+def test_an_engine_does_not_start_if_its_file_has_no_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
     file = tmp_path / "info.json"

@@ -15,6 +15,7 @@ from flashmoa.engine.wire import (
     StreamState,
     StreamUse,
     kv_namespace,
+    prompt_fields,
 )
 from flashmoa.errors import (
     BadAnswer,
@@ -60,5 +61,6 @@ __all__ = [
     "WithoutPlugin",
     "engine_url",
     "kv_namespace",
+    "prompt_fields",
     "self_hosted_url",
 ]

@@ -27,7 +27,7 @@ from flashmoa.engine.generation import (
     read_generation,
 )
 from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
-from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState
+from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState, prompt_fields
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -92,18 +92,18 @@ class EngineClient:
         self,
         messages: Messages,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
-        **options: Any,
+        **fields: Any,
     ) -> str:
         """Return the prompt that the engine's chat template makes of ``messages``, as text.
 
         Without the plugin, see :meth:`PlainServer.render`.
 
         Args:
-            options: the request's ``tool_choice`` and ``reasoning_effort``, if templates get them.
+            template_args: the same as ``chat_template_kwargs``.
+            fields: the request's other fields, as :func:`prompt_fields` returns them.
         """
-        fields = {"tools": tools or None, "chat_template_kwargs": template_args or None, **options}
+        fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
         try:
             body = {"messages": list(messages), **fields}
             return (await self.ask("POST", "/render", wire.RenderedText, body)).text

@@ -60,10 +60,9 @@ class PlainServer:
 
         Raises: MalformedRequest if the messages do not consist of text.
         """
-        given = {name: value for name, value in fields.items() if value is not None}
-        transcript = transcripts.encode(messages, given)
+        transcript = transcripts.encode(messages, fields)
         try:
-            tokens = await self._tokenize({"messages": list(messages), **given})
+            tokens = await self._tokenize({"messages": list(messages), **fields})
             if not tokens:  # The route is there, but takes something else.
                 return transcript
             body = {"tokens": tokens, "skip_special_tokens": False}

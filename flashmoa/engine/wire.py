@@ -8,6 +8,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+# What SGLang, vLLM and others give to chat templates, or to what encodes chats in their place.
+_PROMPT_FIELDS = (
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+    "task",
+    "continue_final_message",
+    "add_generation_prompt",
+)
 
 
 def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
@@ -25,6 +37,22 @@ def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     fields = {name: value for name, value in values.items() if isinstance(value, str) and value}
     model = body.get("model")
     return {**fields, "model": model} if isinstance(model, str) and ":" in model else fields
+
+
+def prompt_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat request that shape its prompt, without the messages.
+
+    A prediction has them all, or it is wrong from the first place that shows one that it lacks:
+    ``await engine.render(messages, **prompt_fields(body))``. What they mean is left to the server:
+    it shows a model no tools if ``tool_choice`` is ``none``, for instance.
+
+    Args:
+        body: the body of a chat completion, with what Python clients take as ``extra_body``.
+
+    Returns: the fields that are set, by the names that they have in the body.
+    """
+    fields = {name: body.get(name) for name in _PROMPT_FIELDS}
+    return {name: value for name, value in fields.items() if value not in (None, [], {})}
 
 
 class _EngineAnswer(BaseModel):

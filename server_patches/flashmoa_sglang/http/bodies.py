@@ -92,8 +92,12 @@ class Prompt(_Piece, Target):
     tools: list[dict[str, Any]] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: StrictStr | None = None
+    reasoning_effort: StrictStr | float | None = None
+    reasoning: Any = None
+    thinking: Any = None
+    task: StrictStr | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a chat request."""

@@ -63,7 +63,7 @@ OTHER = ("/v1/chat/completions", "/v1/models")
 async def test_sglang_prefills_tokens_without_decoding() -> None:
     fake = FakeServer(*SGLANG)
     server = PlainServer(fake.call, None)
-    assert await server.render(MESSAGES, {"tools": None}) == RENDERED
+    assert await server.render(MESSAGES, {}) == RENDERED
     usage, _ = await server.prefill(RENDERED[:5], {"lora_path": "x"})
     assert usage is not None and (usage.prompt_tokens, usage.cached_tokens) == (9, 4)
     path, body = fake.requests[-1]
@@ -98,7 +98,7 @@ async def test_a_server_that_cannot_tokenize_gets_messages() -> None:
     fake = FakeServer(*OTHER)
     server = PlainServer(fake.call, None)
     messages = [{"role": "system", "content": "Be kind."}, *MESSAGES]
-    prompt = await server.render(messages, {"tools": [{"type": "function"}], "x": None})
+    prompt = await server.render(messages, {"tools": [{"type": "function"}]})
     usage, _ = await server.prefill(prompt[:-4], NO_NAMESPACE)
     assert usage is not None and usage.cached_tokens == 4
     path, body = fake.requests[-1]

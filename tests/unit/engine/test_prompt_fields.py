@@ -1,0 +1,68 @@
+"""Every field of a request that shapes its prompt reaches the engine that renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from flashmoa_sglang.http import bodies
+
+from flashmoa.engine import EngineClient, PluginMissing, prompt_fields
+from flashmoa.engine.wire import RenderedText
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+FIELDS: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "walk"}}],
+    "tool_choice": {"type": "function", "function": {"name": "walk"}},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": 0.0,
+    "reasoning": {"effort": "low"},
+    "thinking": {"type": "disabled"},
+    "task": "title",
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+
+
+class RecordingClient(EngineClient):
+    """Records the bodies of its requests; ``missing`` are routes that its server does not have."""
+
+    def __init__(self, *missing: str) -> None:
+        super().__init__("http://engine")
+        self.sent: list[tuple[str, Mapping[str, Any]]] = []
+        self._missing = missing
+
+    async def ask(
+        self, method: str, path: str, answer: type[Any], body: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.sent.append((path, body or {}))
+        if path in self._missing:
+            raise PluginMissing("no such route")
+        return RenderedText(text="rendered")
+
+
+def test_only_set_fields_that_shape_the_prompt_are_kept() -> None:
+    body = {**FIELDS, "model": "m", "messages": MESSAGES, "temperature": 0.0, "stream": True}
+    assert prompt_fields(body) == FIELDS
+    assert prompt_fields({"messages": [], "tools": [], "chat_template_kwargs": {}}) == {}
+    assert prompt_fields({"messages": [], "reasoning_effort": None}) == {}
+
+
+async def test_the_engine_is_given_all_fields() -> None:
+    async with RecordingClient() as client:
+        assert await client.render(MESSAGES, **FIELDS) == "rendered"
+    assert client.sent == [("/render", {"messages": MESSAGES, **FIELDS})]
+
+
+async def test_a_server_without_the_plugin_is_given_all_fields() -> None:
+    async with RecordingClient("/render", "/tokenize") as client:
+        await client.render(MESSAGES, **FIELDS)
+    assert ("/tokenize", {"messages": MESSAGES, **FIELDS}) in client.sent
+
+
+def test_the_plugin_accepts_all_fields() -> None:
+    body = {"messages": MESSAGES, **FIELDS}
+    assert bodies.Prompt.model_validate(body).chat_fields() == body

@@ -12,6 +12,7 @@ from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.connections import (
     Answer,
+    answering_soon,
     ask,
     check_ttl,
     engine_url,
@@ -102,15 +103,19 @@ class EngineClient:
         Args:
             template_args: the same as ``chat_template_kwargs``.
             fields: the request's other fields, as :func:`prompt_fields` returns them.
+
+        Raises: EngineTimeout if the engine does not answer within 2 s, whatever the client's
+            timeout is; for some seconds it is then not asked again.
         """
         fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
-        try:
-            body = {"messages": list(messages), **fields}
-            return (await self.ask("POST", "/render", wire.RenderedText, body)).text
-        except errors.PluginMissing:
-            if self.without_plugin == "off":
-                raise
-            return await self.plain.render(messages, fields)
+        with answering_soon(self.url):
+            try:
+                body = {"messages": list(messages), **fields}
+                return (await self.ask("POST", "/render", wire.RenderedText, body)).text
+            except errors.PluginMissing:
+                if self.without_plugin == "off":
+                    raise
+                return await self.plain.render(messages, fields)
 
     async def prefill_only(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from math import isfinite
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import anyio
 import httpx
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +31,14 @@ CONNECTIONS = httpx.Limits(
     max_connections=None, max_keepalive_connections=20, keepalive_expiry=KEPT_SECONDS
 )
 _CONNECT_SECONDS = 10.0
+# What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
+# also while the engine is busy. What takes longer than this comes too late for most links.
+SOON_SECONDS = 2.0
+# For how long an engine that took longer is not asked again, and how many of them are remembered.
+_SILENT_SECONDS = 10.0
+_MOST_SILENT = 1000
+# Until when engines are not asked again, by their URLs and by ``time.monotonic()``.
+_silent_until: dict[str, float] = {}
 _LOCAL = "http://127.0.0.1:30000"
 
 
@@ -187,6 +197,35 @@ async def ask(
         return answer.model_validate_json(content)
     except ValidationError as error:
         raise bad_answer(url, path) from error
+
+
+@contextmanager
+def answering_soon(url: str) -> Generator[None]:
+    """Limit a request for which nobody should wait long to :data:`SOON_SECONDS`.
+
+    An engine that does not answer by then is not asked again for a few seconds: each request would
+    hold a connection, and the links that wait for it.
+
+    Raises: EngineTimeout if the engine does not answer by then, or has not answered lately.
+    """
+    if time.monotonic() < _silent_until.get(url, 0.0):
+        raise errors.EngineTimeout(
+            f"{url} did not answer in time a moment ago, so it is not asked to prepare prompts for "
+            f"{_SILENT_SECONDS:g} s; see the engine's log"
+        )
+    try:
+        with anyio.fail_after(SOON_SECONDS):
+            yield
+    except TimeoutError as error:
+        _silent_until.pop(url, None)
+        if len(_silent_until) >= _MOST_SILENT:
+            del _silent_until[next(iter(_silent_until))]
+        _silent_until[url] = time.monotonic() + _SILENT_SECONDS
+        if isinstance(error, errors.EngineTimeout):
+            raise
+        raise errors.EngineTimeout(
+            f"{url} did not answer within {SOON_SECONDS:g} s; see the engine's log"
+        ) from error
 
 
 @asynccontextmanager

@@ -36,8 +36,26 @@ logger = logging.getLogger(__name__)
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN = "too late", "plain engine"
-# Failures that have been logged as a warning, by the engine's URL; each is logged so only once.
-_logged_failures: set[tuple[str, type[Exception]]] = set()
+# Failures that have been logged as a warning, by the engine's URL and their kind; each is logged so
+# only once. Kinds are few, but nothing limits the URLs of a long-lived process.
+_logged_failures: set[tuple[str, str]] = set()
+_MOST_LOGGED = 1000
+
+
+def kind_of(problem: BaseException) -> str:
+    """Return what problems that differ only in their wording have in common."""
+    return f"{type(problem).__name__} {getattr(problem, 'code', '')}"
+
+
+def failure_level(engine_url: str, problem: Exception) -> int:
+    """Return the level at which to log a failure to link to an engine: a warning the first time."""
+    failure = (engine_url, kind_of(problem))
+    if failure in _logged_failures:
+        return logging.DEBUG
+    if len(_logged_failures) >= _MOST_LOGGED:
+        _logged_failures.clear()
+    _logged_failures.add(failure)
+    return logging.WARNING
 
 
 class Link:
@@ -221,9 +239,7 @@ class Link:
             # If the link has ended, its request overtook an append. That is not a failure.
             if not self.is_over:
                 self._end_reason = f"{type(error).__name__}: {error}"
-                failure = (self.engine.url, type(error))
-                level = logging.DEBUG if failure in _logged_failures else logging.WARNING
-                _logged_failures.add(failure)
+                level = failure_level(self.engine.url, error)
                 text = "The link to %s has ended: %s. Its request is sent all the same."
                 logger.log(level, text, self.agent, str(error).removesuffix("."))
 

@@ -12,12 +12,12 @@ import anyio
 from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
-from flashmoa.linking.link import Link
+from flashmoa.linking.link import Link, failure_level
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.streamed_text import Text
-from flashmoa.observe import Listener, UpstreamFailed, ignore
+from flashmoa.observe import LinkDeclined, Listener, UpstreamFailed, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,9 @@ class PendingRequest(Generic[Messages]):
         except PluginMissing as problem:
             report_plain_engine(engine, problem)
         except Exception as error:  # Linking must not cost the request.
-            logger.warning("No link to %s this time: %s", self._agent, error)
+            level = failure_level(engine.url, error)
+            logger.log(level, "No link to %s this time: %s", self._agent, error)
+            self._listener(LinkDeclined(agent=self._agent, engine=engine.url, reason=f"{error}"))
         return None
 
     def _make_link(

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoa.engine import EngineClient, MalformedRequest, PluginMissing, PromptTooLarge
+from flashmoa.engine.connections import answering_soon
 from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.link import Link
 from flashmoa.linking.placeholders import UNCERTAIN, NotForecastable, Placeholders
@@ -255,7 +256,9 @@ class KvShare:
         Raises: EngineError if the engine does not report the size of its KV pool.
         """
         if engine.url not in self._pools:
-            self._pools[engine.url] = sum(rank.total for rank in (await engine.info()).kv)
+            with answering_soon(engine.url):
+                info = await engine.info()
+            self._pools[engine.url] = sum(rank.total for rank in info.kv)
         links = [link for link in others if link.engine.url == engine.url and not link.is_over]
         prompts = [*(link.prompt for link in links), prompt]
         characters = sum(len(other.stable()) for other in prompts)

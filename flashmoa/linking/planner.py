@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import anyio
 
 from flashmoa._concurrency import SingleFlight, TaskHost
-from flashmoa.engine import EngineError, PluginMissing
-from flashmoa.linking.link import Ahead, Link
+from flashmoa.engine import EngineClient, EngineError, PluginMissing
+from flashmoa.linking.link import Ahead, Link, failure_level, kind_of
 from flashmoa.linking.linked_call import CallOwner, LinkedCall
 from flashmoa.linking.observed_call import CallRequest
 from flashmoa.linking.output_lengths import OutputLengths
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 # A message that is published reaches every agent within a few rounds of the event loop.
 DELIVERY_SECONDS = 0.002
 END_POLL_SECONDS = 0.2
+_MOST_REPORTED = 1000
+
+Predict = Callable[[Turn], Awaitable[Forecast | None]]
 
 
 class LinkPlanner(CallOwner):
@@ -54,8 +60,11 @@ class LinkPlanner(CallOwner):
         self.own_turns = OwnTurns(self.host.start, self.plan, self._links.end)
         self._run = RunState()
         self._kv_share = KvShare(kv_share)
-        # Unlinked agents, each with a reason that has been reported; a reason is reported once.
+        # Unlinked agents, each with a kind of reason that has been reported; each is reported once.
         self._reported_declines: set[tuple[str, str]] = set()
+        # By the engine's URL. Links to one engine are made one after the other, the likeliest
+        # first, while those to others are made at the same time.
+        self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._planning = SingleFlight(self.host, self._plan)
         self._watching = SingleFlight(self.host, self._watch_end)
 
@@ -181,11 +190,11 @@ class LinkPlanner(CallOwner):
         held = self.own_turns.agents()
         self._links.end_idle({turn.agent for turn in turns} | self.possible() | held)
         for own in self.own_turns.all():
-            if own in self.own_turns:
-                await self._link(own.turn, changes, own.forecast)
-            if own.is_given_up:
-                self._links.end(own.agent, "abort")
-        await self.link_all([turn for turn in turns if turn.agent not in held], changes)
+            self.host.start(partial(self._link_own, own, changes))
+        others = [turn for turn in turns if turn.agent not in held]
+        forecasts = await self._forecast_all(others, changes, self.forecast)
+        # In the background, so that the next plan does not wait for engines that are slow.
+        self.host.start(partial(self._link_forecasts, forecasts, changes))
 
     async def link_all(self, turns: Sequence[Turn], changes: int) -> None:
         """Make a link for each turn that has none; stop if the run has changed.
@@ -193,10 +202,35 @@ class LinkPlanner(CallOwner):
         Args:
             changes: the run's ``changes`` when ``turns`` were determined.
         """
-        for turn in turns:
-            if changes != self._run.changes:
-                return
-            await self._link(turn, changes, self.forecast)
+        await self._link_forecasts(await self._forecast_all(turns, changes, self.forecast), changes)
+
+    async def _link_own(self, own: OwnTurn, changes: int) -> None:
+        forecasts = await self._forecast_all([own.turn], changes, own.forecast)
+        await self._link_forecasts(forecasts, changes)
+        if own.is_given_up:
+            self._links.end(own.agent, "abort")
+
+    async def _forecast_all(
+        self, turns: Sequence[Turn], changes: int, predict: Predict
+    ) -> list[Forecast]:
+        """Return the forecasts of turns that need one, in order, since some build on others."""
+        forecasts = [
+            await self._forecast(turn, predict) for turn in turns if changes == self._run.changes
+        ]
+        return [forecast for forecast in forecasts if forecast is not None]
+
+    async def _link_forecasts(self, forecasts: Sequence[Forecast], changes: int) -> None:
+        """Make or update a link for each forecast; no engine delays the links to others."""
+
+        async def link_in_order(url: str) -> None:
+            async with self._making_links[url]:
+                for forecast in forecasts:
+                    if forecast.engine.url == url:
+                        await self._link(forecast, changes)
+
+        async with anyio.create_task_group() as group:
+            for url in {forecast.engine.url for forecast in forecasts}:
+                group.start_soon(link_in_order, url)
 
     async def _watch_end(self) -> None:
         """Poll until the run has ended, since a team does not report its end. End all links."""
@@ -208,44 +242,61 @@ class LinkPlanner(CallOwner):
         self.end_all("unused")
         self.host.start(self.after_run)
 
-    async def _link(
-        self, turn: Turn, changes: int, predict: Callable[[Turn], Awaitable[Forecast | None]]
-    ) -> None:
-        """Make a link for one turn if it has none, or bring it up to date by a newer forecast."""
+    async def _forecast(self, turn: Turn, predict: Predict) -> Forecast | None:
+        """Return the forecast of one turn, unless it has a link that fits or cannot have one."""
         agent, attempts = turn.agent, self._run.attempts
         if attempts.get(agent) is Attempt.PLAIN_ENGINE:
-            return
+            return None
         forecast: Forecast | None = None
-        try:
+        with self._declining(agent, None):
             if self._links.fits(turn):
-                return
+                return None
             # The attempt stays unfinished until there is a link. If it is given up from here on,
             # the agents were faster.
             attempts.setdefault(agent, Attempt.UNFINISHED)
             if not self._run.is_current(turn):
-                return
+                return None
             forecast = await predict(turn)
             if forecast is None:
                 self._run.drop_unfinished_attempt(agent)
+        return forecast
+
+    async def _link(self, forecast: Forecast, changes: int) -> None:
+        """Make a link by a forecast, or bring it up to date."""
+        turn, attempts = forecast.turn, self._run.attempts
+        with self._declining(turn.agent, forecast.engine):
+            # An earlier plan may have made the link while this one waited for the engine.
+            if not self._is_current(turn, changes) or self._links.fits(turn):
                 return
             prompt = await forecast.prompt()
-            if attempts.get(agent) is Attempt.DECLINED:
-                attempts[agent] = Attempt.UNFINISHED
-            if changes != self._run.changes or not self._run.is_current(turn):
+            if attempts.get(turn.agent) is Attempt.DECLINED:
+                attempts[turn.agent] = Attempt.UNFINISHED
+            if not self._is_current(turn, changes):
                 return
-            if self._links.has_expired(agent, prompt):
-                self._run.drop_unfinished_attempt(agent)
+            if self._links.has_expired(turn.agent, prompt):
+                self._run.drop_unfinished_attempt(turn.agent)
             elif link := self._links.extend(prompt, forecast):
                 self._follow_running(link)
             else:
                 await self._open(forecast, prompt, changes)
+
+    def _is_current(self, turn: Turn, changes: int) -> bool:
+        return changes == self._run.changes and self._run.is_current(turn)
+
+    @contextmanager
+    def _declining(self, agent: str, engine: EngineClient | None) -> Generator[None]:
+        """Leave an agent unlinked this time if an exception is raised inside."""
+        try:
+            yield
         except PluginMissing as problem:
-            attempts[agent] = Attempt.PLAIN_ENGINE
-            if forecast is not None:
-                report_plain_engine(forecast.engine, problem)
+            self._run.attempts[agent] = Attempt.PLAIN_ENGINE
+            if engine is not None:
+                report_plain_engine(engine, problem)
         except EngineError as error:
             self._run.drop_unfinished_attempt(agent)
-            logger.warning("No link to %s this time: %s", agent, error)
+            url = "" if engine is None else engine.url
+            logger.log(failure_level(url, error), "No link to %s this time: %s", agent, error)
+            self.listener(LinkDeclined(agent=agent, engine=url, reason=f"{error}"))
         except Exception as error:
             self.decline(agent, error)
 
@@ -258,7 +309,7 @@ class LinkPlanner(CallOwner):
             self._run.drop_unfinished_attempt(turn.agent)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
-        if changes != self._run.changes or not self._run.is_current(turn):
+        if not self._is_current(turn, changes):
             return
         link = Link(
             engine,
@@ -281,19 +332,23 @@ class LinkPlanner(CallOwner):
                 call.text.follow(link)
 
     def decline(self, agent: str, problem: Exception) -> None:
-        """Leave an agent unlinked this time, and report why; each reason is reported once.
+        """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
 
         Args:
             problem: what was raised when its next prompt was predicted. If that is no
                 NotForecastable, the agent's own code failed, in its tools or its context.
         """
-        reason = str(problem)
+        reason, kind = str(problem), kind_of(problem.__cause__ or problem)
         if not isinstance(problem, NotForecastable):
             reason = f"predicting its next prompt failed: {problem!r}"
+        elif problem.__cause__ is None:
+            kind = reason  # It is one of FlashMoA's own sentences.
         self._run.attempts[agent] = Attempt.DECLINED
         self._links.end(agent, "unused")
-        if (agent, reason) in self._reported_declines:
+        if (agent, kind) in self._reported_declines:
             return
-        self._reported_declines.add((agent, reason))
+        if len(self._reported_declines) >= _MOST_REPORTED:
+            self._reported_declines.clear()
+        self._reported_declines.add((agent, kind))
         logger.warning("%s runs unlinked: %s", agent, reason)
         self.listener(LinkDeclined(agent=agent, engine="", reason=reason))

@@ -76,6 +76,8 @@ class Team(LinkPlanner):
         with anyio.fail_after(5):
             while self.renders < times or self._planning.is_running:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
+        # Links are made in tasks of their own.
+        await anyio.wait_all_tasks_blocked()
 
 
 @pytest.fixture

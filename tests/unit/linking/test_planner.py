@@ -8,7 +8,13 @@ import anyio
 import pytest
 
 from flashmoa import EngineClient
-from flashmoa.engine import EngineError, EngineInfo, MalformedRequest, PluginMissing
+from flashmoa.engine import (
+    EngineError,
+    EngineInfo,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+)
 from flashmoa.linking.link import Link
 from flashmoa.linking.observed_call import CallRequest, CallResult
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
@@ -68,6 +74,8 @@ class Pair(LinkPlanner):
         with anyio.fail_after(5):
             while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
+        # Links are made in tasks of their own.
+        await anyio.wait_all_tasks_blocked()
 
 
 @pytest.fixture
@@ -129,12 +137,28 @@ async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pai
 
 
 async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> None:
-    planner.refusal = MalformedRequest("tools are no list", 400, "malformed")
-    for count in (1, 2):
+    for count in (1, 2, 3):
+        refusal = f"tool {count} is no object" if count < 3 else "too long"
+        kind = MalformedRequest if count < 3 else PromptTooLarge
+        planner.refusal = kind(refusal, 400, "malformed" if count < 3 else "too_large")
         planner.begin("writer", REQUEST, rewrite_reason=None)
         await planner.planned(count)
-    (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
-    assert declined.agent == "reader" and "tools are no list" in declined.reason
+    declined = [event for event in planner.events if isinstance(event, LinkDeclined)]
+    assert {event.agent for event in declined} == {"reader"}
+    # A reason is reported once, even if its words are others each time.
+    reasons = [event.reason.rpartition(": ")[2] for event in declined]
+    assert reasons == ["tool 1 is no object", "too long"]
+
+
+async def test_an_agent_whose_code_fails_in_other_words_each_time_is_reported_once(
+    planner: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "a", "b", "c"):
+        planner.decline(name, OSError(f"no file {len(planner.events)}"))
+    assert [event.agent for event in planner.events] == ["a", "b", "c"]
+    monkeypatch.setattr("flashmoa.linking.planner._MOST_REPORTED", 3)
+    planner.decline("d", OSError("no file"))
+    assert len(planner._reported_declines) == 1
 
 
 async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_changes(

@@ -1,0 +1,185 @@
+"""One engine that does not answer costs only the links of its own agents."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import pytest
+
+from flashmoa import EngineClient, errors
+from flashmoa.engine import EngineInfo, connections
+from flashmoa.linking.learned_planner import LearnedLinkPlanner
+from flashmoa.linking.learned_runs import Program, RecordedRequest
+from flashmoa.linking.observed_call import CallRequest, CallResult
+from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.planned_links import Forecast, KvShare, Turn
+from flashmoa.linking.planner import LinkPlanner
+from flashmoa.linking.prompt import Prompt
+from flashmoa.observe import Event, LinkDeclined
+from tests.unit.linking.hung_engine import HungEngine, hung_engine
+
+pytestmark = pytest.mark.anyio
+WRITE = CallRequest("http://writer", "m", None)
+READERS = ["hung", "a", "b", "c"]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Candidates(LinkPlanner):
+    """Plans for a writer, after whom any of several readers may be next."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        self.events: list[Event] = []
+        super().__init__(self.events.append)
+        self._engines = dict(zip(READERS, engines, strict=True))
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        readers = READERS if caller == "writer" else []
+        return [Turn(name, (frozenset(["writer"]),)) for name in readers]
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        engine, placeholders = self._engines[turn.agent], Placeholders(turn.writers)
+        content = f"{turn.agent} reads {placeholders.padded('writer')}"
+
+        async def render() -> str:
+            return await engine.render([{"role": "user", "content": content}])
+
+        return Forecast(turn, engine, placeholders, [render])
+
+
+@asynccontextmanager
+async def engines() -> AsyncGenerator[tuple[list[HungEngine], list[EngineClient]]]:
+    """Run an engine for each reader, of which the first one does not render prompts."""
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(
+                hung_engine("render") if name == "hung" else hung_engine()
+            )
+            for name in READERS
+        ]
+        clients = [await stack.enter_async_context(EngineClient(server.url)) for server in servers]
+        yield servers, clients
+
+
+@pytest.fixture
+def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing end the wait for an engine that hangs."""
+    monkeypatch.setattr(connections, "SOON_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("for_ever")
+async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
+    async with engines() as ((hung, *others), clients):
+        planner = Candidates(clients)
+        for times in (1, 2):
+            # The second plan does not wait for the end of the first one either.
+            writer = planner.begin("writer", WRITE, rewrite_reason=None)
+            for server in others:
+                await server.until("open", times)
+            writer.on_text("a plan")
+            for server in others:
+                # A piece is appended once the answer that opens the stream has come.
+                await server.until("append", times)
+            writer.on_finish(CallResult("a plan", None, "stop", is_forwarded=True))
+            for name, server in zip(READERS[1:], others, strict=True):
+                reader = planner.begin(
+                    name, CallRequest(server.url, "m", None), rewrite_reason=None
+                )
+                assert reader.prompt_stream_id is not None
+        assert hung.routes() == ["render"]
+        await planner.host.close()
+        assert not planner._making_links[hung.url].locked()
+
+
+@pytest.mark.usefixtures("for_ever")
+async def test_calls_that_were_learned_are_linked_while_one_engine_hangs() -> None:
+    async with engines() as ((hung, *others), clients):
+        of_url = {client.url: client for client in clients}
+        requests = [
+            RecordedRequest(client.url, None, "m", [{"role": "user", "content": f"Ask {name}."}])
+            for name, client in zip(READERS, clients, strict=True)
+        ]
+        program, first = Program(), RecordedRequest("http://writer", None, "m", [])
+        for is_second in (False, True):
+            planner = LearnedLinkPlanner(program, lambda _: None, lambda r, _: of_url[r.url])
+            planner.observe("writer", first, None)
+            if is_second:
+                for server in others:
+                    await server.until("append")
+            # They are made at the same time, so all of them are expected at once.
+            calls = [planner.observe(*each, None) for each in zip(READERS, requests, strict=True)]
+            for name, call in zip(READERS, calls, strict=True):
+                is_linked = is_second and name != "hung"
+                assert (call.prompt_stream_id is not None) == is_linked
+                call.on_finish(CallResult("Fine.", None, "stop", is_forwarded=True))
+            await planner.close(learn=True)
+        assert set(hung.routes()) == {"render"}
+
+
+async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
+    async with engines() as ((hung, *_), clients):
+        planner = Candidates(clients)
+        for times in (1, 2, 3):
+            planner.begin("writer", WRITE, rewrite_reason=None)
+            with anyio.fail_after(10):
+                while len(declined(planner)) < times:  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+        await planner.host.close()
+        assert hung.routes() == ["render"]
+        assert {each.agent for each in declined(planner)} == {"hung"}
+        warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len([one for one in warnings if hung.url in one.getMessage()]) == 1
+        # It is asked again later.
+        monkeypatch.setitem(connections._silent_until, hung.url, 0.0)
+        hung.hangs.clear()
+        assert await clients[0].render([{"role": "user", "content": "?"}]) == "?"
+
+
+def declined(planner: Candidates) -> list[LinkDeclined]:
+    return [event for event in planner.events if isinstance(event, LinkDeclined)]
+
+
+async def test_only_so_many_engines_that_did_not_answer_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent: dict[str, float] = {}
+    monkeypatch.setattr(connections, "_MOST_SILENT", 2)
+    monkeypatch.setattr(connections, "_silent_until", silent)
+    for url in ("one", "two", "one", "three"):
+        silent.pop(url, None)
+        with pytest.raises(errors.EngineTimeout), connections.answering_soon(url):
+            raise errors.EngineTimeout("no answer")
+    assert list(silent) == ["one", "three"]
+
+
+class WithoutSize(EngineClient):
+    """An engine that does not say how large its KV pool is."""
+
+    async def info(self) -> EngineInfo:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+async def test_the_size_of_an_engine_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
+    async with WithoutSize("http://no-size:1") as engine:
+        with (
+            anyio.fail_after(10),
+            pytest.raises(errors.EngineTimeout, match="did not answer within"),
+        ):
+            await KvShare(0.5).has_room(engine, Prompt(["a"]), [])

@@ -23,7 +23,8 @@ from openai import (
 from openai.resources.chat.completions import AsyncCompletions
 
 from flashmoa.engine import PromptUsage
-from flashmoa.openai_tap import first_text, tap, text_goes_to
+from flashmoa.engine.generation import read_content
+from flashmoa.openai_tap import tap, text_goes_to
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +164,9 @@ class _WatchedStream:
 async def _watch(chunks: AsyncIterator[Any], body: WatchedBody) -> AsyncGenerator[Any]:
     try:
         async for chunk in chunks:
-            if chunk.usage is not None:
+            if getattr(chunk, "usage", None) is not None:
                 body.usage = _read_usage(chunk)
-            if text := first_text(chunk):
+            if text := _first_text(chunk):
                 body.on_text(text)
             yield chunk
     finally:
@@ -173,6 +174,16 @@ async def _watch(chunks: AsyncIterator[Any], body: WatchedBody) -> AsyncGenerato
         close = getattr(chunks, "close", None) or getattr(chunks, "aclose", None)
         if close is not None:
             await close()
+
+
+def _first_text(chunk: Any) -> str:
+    """Return what a chunk adds to the text of the first choice.
+
+    OpenAI's client checks no chunk: any part may be missing, or null.
+    """
+    choices: list[Any] = getattr(chunk, "choices", None) or []
+    deltas = [getattr(one, "delta", None) for one in choices if not getattr(one, "index", 0)]
+    return "".join(read_content(getattr(delta, "content", None)) for delta in deltas)
 
 
 def _read_usage(result: Any) -> PromptUsage | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,21 +21,59 @@ from flashmoa.engine.wire import Delta, PromptUsage
 # A log-probability (``None`` for minus infinity, and for a prompt's first token), a token id, and
 # the token's text.
 _Logprob = tuple[float | None, int, Any]
+# Not the end of a line is a carriage return after which a line feed may still come. Separators like
+# U+2028, at which ``Response.aiter_lines`` breaks lines, may be in texts in JSON.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 _HALF = re.compile("[\ud800-\udfff]")
 
 
-async def read_event_data(response: httpx.Response) -> AsyncGenerator[str]:
-    """Yield the data of each server-sent event of an answer, as it arrives.
+class EventReader:
+    """Reads the data of server-sent events from the bytes of an answer, however these are cut.
 
-    Only a line feed ends a line. ``Response.aiter_lines`` would also break at separators like
-    U+2028, which texts in JSON may contain.
+    It follows the HTML standard: an event ends at an empty line, its ``data`` lines are joined, and
+    an event without data is none. Where the standard drops an event, it is lenient: the end of the
+    answer ends its last event, too. White space around the data is removed.
     """
-    rest = b""
-    async for piece in response.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._is_first_line = True
+
+    def feed(self, data: bytes) -> list[str]:
+        """Return the data of each event that ends in the next bytes."""
+        *lines, self._rest = _LINE_END.split(self._rest + data)
+        events: list[str] = []
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line.removeprefix(b"data:").strip().decode(errors="replace")
+            if self._is_first_line:
+                self._is_first_line, line = False, line.removeprefix(codecs.BOM_UTF8)
+            if not line:
+                events += self._take_event()
+                continue
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" "))
+        return events
+
+    def end(self) -> list[str]:
+        """Return the data of the event that the end of the answer ends, if there is one."""
+        # A last line that has no end may be cut.
+        events = self.feed(b"\n") if self._rest.endswith(b"\r") else []
+        return [*events, *self._take_event()]
+
+    def _take_event(self) -> list[str]:
+        data, self._data = b"\n".join(self._data).strip().decode(errors="replace"), []
+        return [data] if data else []
+
+
+async def read_event_data(response: httpx.Response) -> AsyncGenerator[str]:
+    """Yield the data of each server-sent event of an answer, as it arrives."""
+    reader = EventReader()
+    async for piece in response.aiter_bytes():
+        for data in reader.feed(piece):
+            yield data
+    for data in reader.end():
+        yield data
 
 
 async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
@@ -96,9 +135,8 @@ async def read_generation(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenera
 async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[Delta]:
     """Yield a :class:`Delta` for each chunk of an OpenAI chat completion."""
     async for event in events:
-        choices: list[dict[str, Any]] = event.get("choices") or []
         # With n > 1 there are others, whose text is another one.
-        first = [one for one in choices if not one.get("index")]
+        first = [one for one in read_choices(event) if not one.get("index")]
         choice: dict[str, Any] = first[0] if first else {}
         delta: dict[str, Any] = choice.get("delta") or {}
         usage: dict[str, Any] | None = event.get("usage")
@@ -113,6 +151,13 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
         )
+
+
+def read_choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of an answer or of a chunk, in which some servers send null instead."""
+    found: Any = event.get("choices")
+    choices = cast("list[Any]", found) if isinstance(found, list) else []
+    return [choice for choice in choices if isinstance(choice, dict)]
 
 
 def read_content(content: Any) -> str:

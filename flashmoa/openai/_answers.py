@@ -4,13 +4,13 @@ report it (:func:`report_end`, :func:`report_whole`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
 
 from flashmoa.engine import PromptUsage
-from flashmoa.engine.generation import read_content
+from flashmoa.engine.generation import EventReader, read_choices, read_content
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.observed_call import CallObserver, CallResult
 
@@ -30,7 +30,7 @@ class AnswerReader:
         self.is_over = False
         self.problem = "the answer was not read to its end"
         self._is_stream = is_stream
-        self._unread = b""
+        self._events = EventReader()
         self._text = ""
         self._finish_reason: str | None = None
         # By place; the pieces of each call are put together here.
@@ -46,14 +46,13 @@ class AnswerReader:
         known = len(self._text)
         if not self._is_stream:
             self._read_json(data)
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._read_event(line.removeprefix(b"data:").strip())
+        else:
+            self._read_events(self._events.feed(data))
         return self._text[known:]
 
     def result(self) -> CallResult | None:
         """Return the answer; ``None`` if it is not complete."""
+        self._read_events(self._events.end())
         # Not `is_over`: a reader may leave an event stream after the last choice.
         if self._finish_reason is None:
             return None
@@ -67,13 +66,14 @@ class AnswerReader:
         message = {"role": "assistant", "content": self._text or None, "tool_calls": calls}
         return {**self._other_texts, **message}
 
-    def _read_event(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            self.is_over = True
-        else:
-            self._read_json(data)
+    def _read_events(self, events: Iterable[str]) -> None:
+        for data in events:
+            if data == "[DONE]":
+                self.is_over = True
+            else:
+                self._read_json(data)
 
-    def _read_json(self, data: bytes) -> None:
+    def _read_json(self, data: bytes | str) -> None:
         """Read an event, or a whole answer."""
         try:
             event: Any = json.loads(data)
@@ -81,14 +81,14 @@ class AnswerReader:
                 self.problem = f"the server answered with an error: {event['error']}"
             if event.get("usage"):
                 self._usage = PromptUsage.from_openai(event["usage"])
-            for choice in event.get("choices") or ():
+            for choice in read_choices(event):
                 if choice.get("index", 0) == 0:
                     self._read_choice(choice)
         except (ValueError, AttributeError, TypeError):
             self.problem = f"the server's answer is no chat completion: {data[:200]!r}"
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
-        message: Mapping[str, Any] = choice.get("delta") or choice.get("message") or {}
+        message: Mapping[str, Any] = choice.get("delta" if self._is_stream else "message") or {}
         for place, call in enumerate(message.get("tool_calls") or ()):
             # In a stream, pieces of one call have its place as their index.
             self._read_tool_call(call.get("index") if self._is_stream else place, call)

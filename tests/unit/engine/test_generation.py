@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashmoa import EngineClient
-from flashmoa.engine.generation import read_chat, read_events, read_generation
+from flashmoa.engine.generation import EventReader, read_chat, read_events, read_generation
 from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
@@ -29,6 +32,40 @@ async def test_only_line_feeds_end_the_lines_of_events() -> None:
         client.chat([{"role": "user", "content": "Go."}]) as deltas,
     ):
         assert "".join([delta.text async for delta in deltas]) == TEXT
+
+
+@pytest.mark.parametrize(
+    ("stream", "events"),
+    [
+        ("data: a\n\ndata:b\n\n", ["a", "b"]),
+        ("\ufeffdata: a\n\n\ufeffdata: b\n\n", ["a"]),
+        ("data: a\ndata: b\n\n", ["a\nb"]),
+        ("data:\n\ndata\n\n: ping\n\ndata: \n\n\n", []),
+        ("event: message\nid: 7\nretry: 9\ndata: a\n\n", ["a"]),
+        ("data: a: b\u2028\n\ndatas: c\n\n", ["a: b\u2028"]),
+        ("data: a\n", ["a"]),
+        ("data: a\n\ndata: {cut", ["a"]),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@given(data=st.data())
+def test_events_are_read_by_the_standard_however_they_are_cut(
+    stream: str, events: list[str], end: str, data: st.DataObject
+) -> None:
+    sent = stream.replace("\n", end).encode()
+    cuts = data.draw(st.lists(st.integers(0, len(sent)), max_size=9))
+    reader = EventReader()
+    pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
+    assert [x for piece in pieces for x in reader.feed(piece)] + reader.end() == events
+
+
+async def test_null_in_place_of_parts_of_a_chunk_is_no_text() -> None:
+    async def chunks() -> AsyncGenerator[dict[str, Any]]:
+        for choices in (None, [None], [{"delta": None}], [{"index": 0}]):
+            yield {"choices": choices, "usage": None}
+        yield {}
+
+    assert [delta.text async for delta in read_chat(chunks())] == [""] * 5
 
 
 async def test_errors_of_the_readers_own_requests_are_not_blamed_on_the_engine() -> None:

@@ -36,6 +36,23 @@ def test_a_stream_that_breaks_off_has_no_result() -> None:
     assert reader.result() is None and "not read to its end" in reader.problem
 
 
+def test_null_in_place_of_parts_of_a_chunk_is_no_problem() -> None:
+    reader = AnswerReader(is_stream=True)
+    problem = reader.problem
+    odd = [
+        {},
+        {"choices": None},
+        {"choices": [None]},
+        {"choices": [{"delta": None}], "usage": None},
+    ]
+    data = [b"data:\n\n", *(f"data: {json.dumps(event)}\n\n".encode() for event in odd)]
+    text = "".join(map(reader.feed, [chunk(content="Hé"), *data, chunk(content="llo")]))
+    assert text == "Héllo" and reader.problem == problem
+    reader.feed(b'data: {"choices": [{"finish_reason":\r\ndata: "stop", "delta": null}]}\r\n')
+    result = reader.result()
+    assert result is not None and result.text == text
+
+
 def test_the_error_in_a_stream_is_its_problem() -> None:
     reader = AnswerReader(is_stream=True)
     reader.feed(b'data: {"error": {"message": "no memory"}}\n\n')

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
 # Those of httpx or of httpx2, on which OpenAI's client 3 is built. They share no types.
 _Request: TypeAlias = Any
+
+
+# The fields that FlashMoA adds to requests, for engines with its plugin.
+OWN_FIELDS = frozenset(("prompt_stream_id", "expected_output_tokens"))
+
+
+def http_module(request: _Request) -> Any:
+    """Return httpx or httpx2, whichever a request is of."""
+    return sys.modules[type(request).__module__.partition(".")[0]]
 
 
 def read_chat_body(request: _Request) -> dict[str, Any] | None:
@@ -34,14 +44,20 @@ def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
     )
 
 
-def as_stream(request: _Request) -> _Request | None:
-    """Return a request for a chat completion as one for a stream.
+def as_stream(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the body of a request for a chat completion as that of one for a stream.
 
-    ``None`` for other requests, and for one that asks for several answers: nobody gets the text of
-    these as it arrives, and OpenAI's client can put them together only if they begin in order.
+    ``None`` for one that asks for a stream, and for what streams do not carry: several answers,
+    whose texts nobody gets as they arrive; log-probabilities, of which SGLang's streams lack those
+    of tokens without text; and what servers return on request besides the text.
     """
-    body = read_chat_body(request)
-    if body is None or body.get("stream") or (body.get("n") or 1) != 1:
+    if body.get("stream") or (body.get("n") or 1) != 1 or any(map(_is_only_whole, body.items())):
         return None
     options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
-    return with_body(request, {**body, "stream": True, "stream_options": options})
+    return {**body, "stream": True, "stream_options": options}
+
+
+def _is_only_whole(field: tuple[str, Any]) -> bool:
+    name, value = field
+    is_asked = value is not None and value is not False
+    return is_asked and (name.startswith("return_") or name.endswith("logprobs"))

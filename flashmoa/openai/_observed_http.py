@@ -8,8 +8,7 @@ request of its own.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakSet
@@ -17,15 +16,14 @@ from weakref import WeakSet
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.openai._answers import report_whole
 from flashmoa.openai._watched_stream import is_event_stream, watch
-from flashmoa.openai_requests import as_stream, read_chat_body, with_body
-from flashmoa.openai_tap import TappedRequest, UnusableStream
+from flashmoa.openai_requests import http_module, read_chat_body
+from flashmoa.openai_tap import Send, send_changed
 
 logger = logging.getLogger(__name__)
 
 # Those of httpx or of httpx2, on which OpenAI's client 3 is built. They share no types.
 Request: TypeAlias = Any
 _Response: TypeAlias = Any
-_Send = Callable[..., Awaitable[_Response]]
 FindObserver = Callable[[Request, Mapping[str, Any]], CallObserver | None]
 
 _observed: WeakSet[Any] = WeakSet()
@@ -42,12 +40,12 @@ def observe_completions(http: Any, find_observer: FindObserver) -> None:
     if http in _observed:
         return
     _observed.add(http)
-    earlier_send: _Send | None = cast("dict[str, Any]", vars(http)).get("send")
+    earlier_send: Send | None = cast("dict[str, Any]", vars(http)).get("send")
     client_class = cast("Any", type(http))
 
     async def send(request: Request, **options: Any) -> _Response:
         # Looked up at each call, so that a patch of the class still takes effect.
-        send_plainly: _Send = earlier_send or partial(client_class.send, http)
+        send_plainly: Send = earlier_send or partial(client_class.send, http)
         body = read_chat_body(request)
         observer = find_observer(request, body) if body is not None else None
         if body is None or observer is None:
@@ -71,50 +69,23 @@ def _report_prompt(observer: CallObserver, body: Mapping[str, Any]) -> None:
 
 
 async def _send_observed(
-    send: _Send,
+    send: Send,
     request: Request,
     body: Mapping[str, Any],
     options: Mapping[str, Any],
     observer: CallObserver,
 ) -> _Response:
+    fields: dict[str, Any] = {}
     if observer.prompt_stream_id is not None:
-        # Only an engine with the plugin has given an id, so it knows these fields.
-        fields: dict[str, Any] = {"prompt_stream_id": observer.prompt_stream_id}
+        fields["prompt_stream_id"] = observer.prompt_stream_id
         if observer.expected_output_tokens is not None:
             fields["expected_output_tokens"] = observer.expected_output_tokens
-        request = with_body(request, {**fields, **body})
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
-    is_tapped = not options.get("stream") and not body.get("tools")
-    streaming = as_stream(request) if is_tapped else None
-    if streaming is not None:
-        return await _send_tapped(send, request, streaming, options, observer)
-    response = await send(request, **options)
+    on_text = None if body.get("tools") else observer.on_text
+    response = await send_changed(send, request, {**fields, **body}, options, on_text)
     if options.get("stream"):
-        response.stream = watch(response, observer, _module_of(request))
+        response.stream = watch(response, observer, http_module(request))
     else:
         is_stream = is_event_stream(response)
         report_whole(response, response.content, observer, is_stream=is_stream)
     return response
-
-
-async def _send_tapped(
-    send: _Send,
-    request: Request,
-    streaming: Request,
-    options: Mapping[str, Any],
-    observer: CallObserver,
-) -> _Response:
-    """Send a request as the streaming one, and return the response that it would have had."""
-    tapped = TappedRequest(request, _module_of(request), observer.on_text)
-    try:
-        response = await tapped.send(send, streaming, options)
-    except UnusableStream:
-        logger.exception("A streamed answer could not be put together; it is asked for again")
-        response = await send(request, **options)
-    report_whole(response, response.content, observer)
-    return response
-
-
-def _module_of(request: Request) -> Any:
-    """Return httpx or httpx2, whichever a request is of."""
-    return sys.modules[type(request).__module__.partition(".")[0]]

@@ -140,6 +140,8 @@ async def stream(client: SocketStream, fate: Fate) -> None:
 
 def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     """Return a chunk of a chat completion."""
+    # SGLang's deltas always have this field.
+    delta = {"reasoning_content": None, **delta}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
     return {**_BASE, "object": "chat.completion.chunk", "choices": [choice], "usage": None}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashmoa import openai_tap
 from tests.unit.openai.fake_server import FakeServer, serve
 
 
@@ -15,3 +16,9 @@ def anyio_backend() -> str:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     return serve(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what the servers of other tests, which have the same URL, have refused."""
+    monkeypatch.setattr(openai_tap, "_refused", {})

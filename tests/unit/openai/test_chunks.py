@@ -1,0 +1,129 @@
+"""Test that chunks add up to the whole answer that they are pieces of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.openai_tap import MergedChunks, UnusableStream
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
+TOP = {"id": "c1", "object": "chat.completion", "created": 1, "model": "m"}
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> Any:
+    functions = st.fixed_dictionaries({"name": st.just("look"), "arguments": TEXTS})
+    call = {"id": st.sampled_from(["x", "y"]), "type": st.just("function"), "function": functions}
+    return draw(st.lists(st.fixed_dictionaries(call), min_size=1, max_size=3))
+
+
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXTS | st.none()},
+    optional={
+        "reasoning_content": TEXTS | st.none(),
+        "refusal": st.none(),
+        "tool_calls": _calls() | st.none(),
+    },
+)
+CHOICES = st.fixed_dictionaries(
+    {
+        "message": MESSAGES,
+        "logprobs": st.none(),
+        "finish_reason": st.sampled_from(["stop", "abort"]),
+    },
+    optional={"stop_reason": TEXTS | st.integers(), "token_ids": st.lists(st.integers(0, 9))},
+)
+ANSWERS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {"choices": st.lists(CHOICES, min_size=1, max_size=2)},
+    optional={
+        "usage": st.fixed_dictionaries({"prompt_tokens": st.integers(0, 9)}),
+        "system_fingerprint": TEXTS | st.none(),
+    },
+)
+
+
+def _cut(draw: st.DrawFn, value: Any) -> list[Any]:
+    """Return the pieces of a text or of a list."""
+    places = sorted(draw(st.lists(st.integers(0, len(value)), max_size=4)))
+    return [value[a:b] for a, b in zip([0, *places], [*places, len(value)], strict=True)]
+
+
+def _cut_message(draw: st.DrawFn, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the deltas of a message."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant"}]
+    for name, value in message.items():
+        if name == "role":
+            deltas += draw(st.sampled_from([[], [{"role": "assistant"}], [{"role": None}]]))
+        elif name != "tool_calls" or value is None:
+            deltas += [{name: piece} for piece in (_cut(draw, value) if value else [value])]
+            deltas += draw(st.sampled_from([[], [{name: None}]]))
+        else:
+            for place, call in enumerate(value):
+                first, *rest = _cut(draw, call["function"]["arguments"])
+                function = {**call["function"], "arguments": first}
+                deltas.append({name: [{**call, "index": place, "function": function}]})
+                for piece in rest:
+                    more = {"index": place, "id": None, "function": {"arguments": piece}}
+                    deltas.append({name: [more]})
+    return deltas
+
+
+@st.composite
+def cut_answers(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a whole answer, and chunks that add up to it."""
+    whole: dict[str, Any] = {**TOP, **draw(ANSWERS)}
+    top: dict[str, Any] = {**TOP, "object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = []
+    for index, choice in enumerate(whole["choices"]):
+        choice["index"] = index
+        fields = {name: choice[name] for name in choice if name not in ("message", "token_ids")}
+        ids = _cut(draw, choice["token_ids"]) if "token_ids" in choice else []
+        pieces: list[dict[str, Any]] = [{"delta": x} for x in _cut_message(draw, choice["message"])]
+        pieces += [{"delta": None, "token_ids": some} for some in ids]
+        pieces += [{"delta": {}, **fields}, *draw(st.sampled_from([[], [{"finish_reason": ""}]]))]
+        chunks += [{**top, "choices": [{"index": index, **piece}]} for piece in pieces]
+    rest = {name: whole[name] for name in whole if name not in top and name != "choices"}
+    last: dict[str, Any] = {
+        **top,
+        "id": draw(st.sampled_from(["", "c1", "c2"])),
+        "choices": [],
+        **rest,
+    }
+    return whole, [*chunks, last, {}]
+
+
+@given(cut_answers())
+def test_chunks_add_up_to_the_whole_answer(cut: tuple[dict[str, Any], list[Any]]) -> None:
+    whole, chunks = cut
+    completion = MergedChunks()
+    text = "".join(map(completion.add, chunks))
+    assert completion.is_finished and completion.body() == whole
+    assert text == (whole["choices"][0]["message"]["content"] or "")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"message": {"content": "whole"}},
+        {"delta": "text"},
+        {"index": "first", "delta": {}},
+        {"delta": {"content": [{"type": "text", "text": "a part"}]}},
+        {"delta": {"content": {"text": "a"}}},
+    ],
+)
+def test_chunks_that_do_not_add_up_are_no_answer(choice: dict[str, Any]) -> None:
+    completion = MergedChunks()
+    completion.add({"choices": [{"index": 0, "delta": {"content": "a"}}]})
+    with pytest.raises(UnusableStream):
+        completion.add({"choices": [choice]})
+
+
+def test_an_answer_has_a_choice() -> None:
+    completion = MergedChunks()
+    completion.add({**TOP, "choices": None})
+    with pytest.raises(UnusableStream, match="no chunk has a choice"):
+        completion.body()

@@ -1,0 +1,289 @@
+"""Test that requests which a server takes as they are get their answers in every other form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+
+from flashmoa.completions import WatchedBody, watch_completions
+from flashmoa.linking.observed_call import CallObserver, CallResult
+from flashmoa.openai import run
+from flashmoa.openai._observed_http import observe_completions
+from tests.unit.openai import fake_server
+from tests.unit.openai.fake_server import TEXT, FakeServer, chunk, chunks, in_pieces, stream, whole
+
+pytestmark = pytest.mark.anyio
+MESSAGES: Any = [{"role": "user", "content": "Go."}]
+REFUSAL = {"object": "error", "message": "not like this", "code": 400}
+TOOL = {"type": "function", "function": {"name": "look"}}
+How = Literal["plain", "run", "watched"]
+Create = Callable[..., Any]
+
+
+@asynccontextmanager
+async def calls(server: FakeServer, how: How) -> AsyncGenerator[Create]:
+    """Yield a function that asks for an answer, in a run, watched, or neither."""
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(server.client())
+        if how == "run":
+            await stack.enter_async_context(run("forms"))
+        if how == "watched":
+            watch_completions(client)
+
+        async def ask(extra: Mapping[str, Any] = {}, **more: Any) -> Any:
+            body: dict[str, Any] = dict(extra)
+            if how == "watched":
+                body = WatchedBody(extra, lambda _: None, taps=True)
+            create: Any = client.chat.completions.create
+            return await create(model="m", messages=MESSAGES, extra_body=body, **more)
+
+        yield ask
+
+
+def refuse_streams(status: int) -> Callable[[dict[str, Any]], httpx.Response]:
+    return lambda body: httpx.Response(status, json=REFUSAL) if body.get("stream") else whole()
+
+
+@pytest.mark.parametrize("status", [400, 405, 406, 415, 422, 501])
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_a_server_that_refuses_streams_is_asked_once_for_one(
+    server: FakeServer, how: How, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = refuse_streams(status)
+    async with calls(server, how) as create:
+        texts = [(await create()).choices[0].message.content for _ in range(3)]
+    assert texts == [TEXT] * 3
+    assert [bool(body.get("stream")) for body in server.chats()] == [True, False, False, False]
+    assert caplog.text.count("refuses requests with") == 1
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_requests_with_other_fields_or_models_are_still_sent_as_streams(
+    server: FakeServer, how: How
+) -> None:
+    def chat(body: dict[str, Any]) -> httpx.Response:
+        odd = body.get("stream") and "seed" in body
+        return httpx.Response(400, json=REFUSAL) if odd else stream(chunks())
+
+    server.chat = chat
+    async with calls(server, how) as create:
+        for options in ({"seed": 1}, {"seed": 2}, {}, {"extra": {"seed": 1, "other": 2}}):
+            await create(**options)
+    streamed = [bool(body.get("stream")) for body in server.chats()]
+    assert streamed == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_an_error_event_that_refuses_the_stream_is_a_refusal(
+    server: FakeServer, how: How
+) -> None:
+    server.chat = lambda body: stream([{"error": REFUSAL}]) if body.get("stream") else whole()
+    async with calls(server, how) as create:
+        assert (await create()).choices[0].message.content == TEXT
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503])
+async def test_a_refusal_of_the_request_itself_is_the_callers(
+    server: FakeServer, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = lambda _: httpx.Response(status, json=REFUSAL)
+    errors: list[Any] = []
+    ways: list[How] = ["plain", "run", "watched"]
+    for how in ways:
+        async with calls(server, how) as create:
+            with pytest.raises(openai.APIStatusError) as raised:
+                await create()
+        error = raised.value
+        errors.append((type(error), error.status_code, error.body, error.request.content))
+    assert errors == errors[:1] * 3
+    assert len(server.chats()) == (5 if status in (400, 422) else 3)
+    assert "refuses requests with" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True, "top_logprobs": 2}, {"prompt_logprobs": 0}, {"return_token_ids": True},
+        {"return_meta_info": True}, {"return_hidden_states": "last"}, {"n": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_streams_do_not_carry_is_not_asked_for_as_a_stream(
+    server: FakeServer, how: How, fields: dict[str, Any]
+) -> None:
+    async with calls(server, how) as create:
+        await create(fields)
+    assert [body.get("stream") for body in server.chats()] == [None]
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": False}, {"return_token_ids": None}], ids=str)
+async def test_what_is_not_asked_for_hinders_no_stream(
+    server: FakeServer, fields: dict[str, Any]
+) -> None:
+    async with calls(server, "run") as create:
+        await create(fields)
+    assert [body.get("stream") for body in server.chats()] == [True]
+
+
+class Linked(CallObserver):
+    """A call that is to find its prompt in a stream of a server."""
+
+    prompt_stream_id = "s"
+    expected_output_tokens = 7
+
+    def __init__(self) -> None:
+        self.results: list[CallResult] = []
+
+    def on_finish(self, result: CallResult) -> None:
+        self.results.append(result)
+
+
+OWN = {"prompt_stream_id": "s", "expected_output_tokens": 7}
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"tools": [TOOL]}], ids=str)
+@pytest.mark.parametrize("is_run", [True, False])
+async def test_a_server_that_refuses_our_own_fields_gets_them_once(
+    server: FakeServer, is_run: bool, asked: dict[str, Any]
+) -> None:
+    def chat(body: dict[str, Any]) -> httpx.Response:
+        if OWN.keys() & body.keys():
+            return httpx.Response(400, json=REFUSAL)
+        return stream(chunks()) if body.get("stream") else whole()
+
+    server.chat = chat
+    observer, texts = Linked(), list[str]()
+    async with openai.AsyncOpenAI(base_url="http://engine:30000/v1", api_key="x") as client:
+        if is_run:
+            observe_completions(client._client, lambda _request, _body: observer)
+        else:
+            watch_completions(client)
+        for _ in range(3):
+            body = None if is_run else WatchedBody(OWN, lambda _: None, taps=not asked)
+            create: Any = client.chat.completions.create
+            answer: Any = await create(model="m", messages=MESSAGES, extra_body=body, **asked)
+            if asked.get("stream"):
+                deltas = [event.choices[0].delta.content or "" async for event in answer]
+                texts.append("".join(deltas))
+            else:
+                texts.append(answer.choices[0].message.content)
+    assert texts == [TEXT] * 3 and len(observer.results) == (3 if is_run else 0)
+    assert [OWN.keys() <= body.keys() for body in server.chats()] == [True, False, False, False]
+    assert server.chats()[1] == {"model": "m", "messages": MESSAGES, **asked}
+
+
+def lines(*events: Any) -> bytes:
+    texts = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+def chunk_of(choice: Any, **more: Any) -> dict[str, Any]:
+    return {**chunk({}), "choices": [choice], **more}
+
+
+TEXTS = fake_server.WORDS
+WORDS = chunks()[:-1]
+STOP = chunks()[-1]
+USUAL = lines(*WORDS, STOP, "[DONE]")
+# Streams that only an intolerant reader does not read.
+READABLE = {
+    "usual": USUAL,
+    "comments": b": ping\n\n" + USUAL.replace(b"\n\ndata", b"\n\n: ping\n\ndata"),
+    "CRLF": USUAL.replace(b"\n", b"\r\n"),
+    "CR": USUAL.replace(b"\n", b"\r"),
+    "no space": USUAL.replace(b"data: ", b"data:"),
+    "BOM": b"\xef\xbb\xbf" + USUAL,
+    "names and ids": USUAL.replace(b"data: ", b"event: x\nid: 3\nretry: 5\ndata: "),
+    "two lines": USUAL.replace(b', "choices"', b',\ndata: "choices"'),
+    "empty events": b"data:\n\n" + USUAL.replace(b"\n\n", b"\n\ndata: \n\n"),
+    "empty lines": USUAL.replace(b"\n\n", b"\n\n\n\n"),
+    "no done": lines(*WORDS, STOP),
+    "unended done": USUAL.removesuffix(b"\n"),
+    "unended stop": lines(*WORDS, STOP).removesuffix(b"\n"),
+    "null delta": lines(*WORDS, chunk_of({"index": 0, "delta": None, "finish_reason": "stop"})),
+    "no delta": lines(*WORDS, chunk_of({"index": 0, "finish_reason": "stop"})),
+    "no index": lines(*WORDS, chunk_of({"delta": {}, "finish_reason": "stop"})),
+    "null index": lines(*WORDS, chunk_of({"index": None, "delta": {}, "finish_reason": "stop"})),
+    "null content": lines(chunk({"content": None}), *WORDS, chunk({"content": None}, "stop")),
+    "null choices": lines({**chunk({}), "choices": None}, *WORDS, STOP),
+    "null choice": lines({**chunk({}), "choices": [None]}, *WORDS, STOP),
+    "pings": lines({}, *WORDS, {}, STOP, {}, "[DONE]"),
+    "roles": lines(*(chunk({"role": "assistant", "content": word}) for word in TEXTS), STOP),
+    "null roles": lines(chunk({"role": "assistant"}), chunk({"role": None}), *WORDS, STOP),
+    "empty reasons": lines(*(chunk({"content": word}, "") for word in TEXTS), STOP),
+    "null tool calls": lines(chunk({"tool_calls": None}), *WORDS, STOP),
+    "null error": lines(*({**event, "error": None} for event in [*WORDS, STOP])),
+    "other last id": lines(*WORDS, STOP, {**STOP, "id": "", "model": "", "choices": []}),
+    "null usage": lines(*WORDS, STOP, {"choices": [], "usage": None}),
+}  # fmt: skip
+# Streams of which no reader can make the answer.
+UNUSABLE = {
+    "not JSON": lines(*WORDS[:2], "<html>", *WORDS[2:], STOP),
+    "no object": lines(*WORDS[:2], "[1]", *WORDS[2:], STOP),
+    "no choice": lines({}, "[DONE]"),
+    "single line ends": USUAL.replace(b"\n\n", b"\n"),
+    "text as delta": lines(chunk_of({"index": 0, "delta": "The"}), STOP),
+    "message": lines(chunk_of({"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"})),
+    "parts": lines(chunk({"content": [{"type": "text", "text": "The"}]}), STOP),
+    "text and parts": lines(WORDS[0], chunk({"content": [{"type": "text", "text": "The"}]})),
+    "index is a text": lines(chunk_of({"index": "a", "delta": {}}), STOP),
+}
+
+
+@pytest.mark.parametrize("name", READABLE)
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_an_odd_stream_is_read_as_the_answer_that_it_is(
+    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = lambda body: in_pieces([READABLE[name]]) if body.get("stream") else whole()
+    async with calls(server, "plain") as create:
+        plain = (await create()).to_dict()
+    async with calls(server, how) as create:
+        answer = (await create()).to_dict()
+    assert len(server.chats()) == 2 and not caplog.records
+    if name == "null tool calls":  # It is null in these chunks, but the whole answer has none.
+        del answer["choices"][0]["message"]["tool_calls"]
+    assert answer == plain
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_a_server_of_unusable_streams_is_asked_once_for_one(
+    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = lambda body: in_pieces([UNUSABLE[name]]) if body.get("stream") else whole()
+    async with calls(server, how) as create:
+        for options in ({}, {"seed": 1}, {}, {"seed": 1}, {"temperature": 0}):
+            assert (await create(**options)).choices[0].message.content == TEXT
+    assert [bool(body.get("stream")) for body in server.chats()] == [True, *[False] * 5]
+    assert caplog.text.count("make no answers") == 1
+
+
+async def outcome(create: Create) -> list[Any]:
+    """Return the chunks of a streamed answer, and the error that ended it, if one did."""
+    found: list[Any] = []
+    try:
+        found += [event.to_dict() async for event in await create(stream=True)]
+    except Exception as error:
+        found += [type(error), str(error)]
+    return found
+
+
+@pytest.mark.parametrize("name", [*READABLE, *UNUSABLE])
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_an_odd_stream_that_the_caller_asked_for_passes_as_it_is(
+    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = lambda _: in_pieces([{**READABLE, **UNUSABLE}[name]])
+    async with calls(server, "plain") as create:
+        plain = await outcome(create)
+    async with calls(server, how) as create:
+        assert await outcome(create) == plain
+    assert len(server.chats()) == 2 and not caplog.records

@@ -25,7 +25,13 @@ from flashmoa._concurrency import all_of
 from flashmoa.agent_framework._calling_executor import find_calling_executor
 from flashmoa.agent_framework._capture import active_capture
 from flashmoa.completions import watch_completions
-from flashmoa.engine import EngineClient, WithoutPlugin, kv_namespace, self_hosted_url
+from flashmoa.engine import (
+    EngineClient,
+    WithoutPlugin,
+    kv_namespace,
+    prompt_fields,
+    self_hosted_url,
+)
 from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult, ObservedCall
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
@@ -63,13 +69,7 @@ class ChatRequest:
         Raises: EngineError if the engine cannot be reached or refuses.
         """
         sent = self._sent
-        return await self.client.engine.render(
-            sent["messages"],
-            tools=sent.get("tools"),
-            template_args=sent.get("chat_template_kwargs"),
-            tool_choice=sent.get("tool_choice"),
-            reasoning_effort=sent.get("reasoning_effort"),
-        )
+        return await self.client.engine.render(sent["messages"], **prompt_fields(sent))
 
     @property
     def namespace(self) -> dict[str, str]:

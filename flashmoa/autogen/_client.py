@@ -135,7 +135,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        messages, pending = await self._resolve(messages, tools, cancellation_token)
+        messages, pending = await self._resolve(
+            messages, tools, tool_choice, extra_create_args, cancellation_token
+        )
         return await self._ask_model(
             messages,
             pending,
@@ -164,7 +166,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         """
 
         async def write(text: Text) -> CreateResult:
-            resolved, pending = await self._resolve(messages, (), cancellation_token)
+            resolved, pending = await self._resolve(
+                messages, (), "auto", extra_create_args, cancellation_token
+            )
             return await self._ask_model(
                 resolved,
                 pending,
@@ -234,12 +238,20 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         self,
         messages: Sequence[LLMMessage],
         tools: Sequence[Tool | ToolSchema],
+        tool_choice: ToolChoice,
+        extra_create_args: Mapping[str, Any],
         cancellation_token: CancellationToken | None,
     ) -> tuple[Sequence[LLMMessage], Pending | None]:
         """Wait for promised texts in a call's messages; see :meth:`Promises.resolve`."""
 
         async def render_prompt(messages: Sequence[LLMMessage]) -> str:
-            return await render(self, messages, tools)
+            return await render(
+                self,
+                messages,
+                tools,
+                tool_choice=tool_choice,
+                extra_create_args=extra_create_args,
+            )
 
         agent = caller_name()
         try:
@@ -270,7 +282,9 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        messages, pending = await self._resolve(messages, tools, cancellation_token)
+        messages, pending = await self._resolve(
+            messages, tools, tool_choice, extra_create_args, cancellation_token
+        )
         held = why_held_back(tools, json_output, self.model_info, is_stream=True)
         with self._begin(held, pending) as call:
             args = make_extra_args(self._create_args, extra_create_args, call)

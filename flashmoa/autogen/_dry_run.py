@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,12 +45,15 @@ from flashmoa.scoring import Scores
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """The arguments of one call of a model client."""
+    """The arguments of one call of a model client; ``options`` are those that are rarely given."""
 
     messages: list[LLMMessage]
     tools: list[Any]
+    options: Mapping[str, Any]
 
 
+# The arguments of a call, besides its messages and tools, that may change its prompt.
+_RENDERED_OPTIONS = ("tool_choice", "extra_create_args", "is_scored")
 _ASKS_WORKBENCH = "predicting its prompt would ask its workbench for tools, which may have effects"
 # Given the messages that an agent receives until its turn, returns the call it will make then.
 # Raises NotForecastable if it would make none, or if its model context cannot be copied.
@@ -72,18 +75,25 @@ class _CapturingClient:
         self.model_info = real.model_info
 
     async def create(
-        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
+        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **more: Any
     ) -> CreateResult:
-        raise _CallCaptured(ModelCall(list(messages), list(tools)))
+        raise _captured(messages, tools, more)
 
     async def create_stream(
-        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **_: Any
+        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **more: Any
     ) -> AsyncGenerator[Any]:
-        raise _CallCaptured(ModelCall(list(messages), list(tools)))
+        raise _captured(messages, tools, more)
         yield  # pragma: no cover - makes this a generator
 
     async def score(self, messages: Sequence[LLMMessage], *_: Any, **__: Any) -> Scores:
-        raise _CallCaptured(ModelCall(list(messages), []))
+        raise _captured(messages, (), {"is_scored": True})
+
+
+def _captured(
+    messages: Sequence[LLMMessage], tools: Sequence[Any], more: Mapping[str, Any]
+) -> _CallCaptured:
+    options = {name: more[name] for name in _RENDERED_OPTIONS if name in more}
+    return _CallCaptured(ModelCall(list(messages), list(tools), options))
 
 
 class _UnknownMemory:

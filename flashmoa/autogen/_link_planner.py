@@ -91,7 +91,7 @@ class TeamLinkPlanner(LinkPlanner):
             turn,
             client.engine,
             placeholders,
-            [partial(render, client, call.messages, call.tools) for call in calls],
+            [partial(render, client, call.messages, call.tools, **call.options) for call in calls],
             on_failure=self._settings.policy(agent, client),
             expected_messages=len(futures[0]),
             received_since=received_since,
@@ -136,7 +136,7 @@ class TeamLinkPlanner(LinkPlanner):
 
         async def render_with(results: Mapping[str, str]) -> str:
             following = await request.dry_run([results[tool] for tool in tools])
-            return await render(client, following.messages, following.tools)
+            return await render(client, following.messages, following.tools, **following.options)
 
         policy = self._settings.policy(agent, client)
         turn = OwnTurn(agent, client.engine, tools, render_with, on_failure=policy)

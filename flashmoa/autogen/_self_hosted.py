@@ -22,6 +22,7 @@ from flashmoa.engine import (
     EngineError,
     WithoutPlugin,
     kv_namespace,
+    prompt_fields,
     self_hosted_url,
 )
 from flashmoa.errors import BadAnswer
@@ -161,18 +162,30 @@ class SelfHostedClient(OpenAIChatCompletionClient):
 async def render(
     client: SelfHostedClient,
     messages: Sequence[LLMMessage],
-    tools: Sequence[Tool | ToolSchema],
+    tools: Sequence[Tool | ToolSchema] = (),
+    *,
+    tool_choice: ToolChoice = "auto",
+    extra_create_args: Mapping[str, Any] = {},
+    is_scored: bool = False,
 ) -> str:
     """Return the text of a call's prompt, as its engine's chat template renders it.
 
+    Args:
+        is_scored: whether the call is one of ``score``, which gives templates less.
+
     Raises: EngineError if the engine cannot be reached or refuses.
     """
-    params = client._process_create_args(messages, tools, "auto", None, {})
-    return await client.engine.render(
-        [dict(message) for message in params.messages],
-        tools=[dict(tool) for tool in params.tools],
-        template_args=client._template_args,
-    )
+    params = client._process_create_args(messages, tools, tool_choice, None, extra_create_args)
+    fields = _prompt_fields(params)
+    if is_scored:
+        fields = {"chat_template_kwargs": client._template_args}
+    return await client.engine.render([dict(message) for message in params.messages], **fields)
+
+
+def _prompt_fields(params: CreateParams) -> dict[str, Any]:
+    tools = [dict(tool) for tool in params.tools]
+    extra_body: dict[str, Any] = params.create_args.get("extra_body") or {}
+    return prompt_fields({**params.create_args, "tools": tools, **extra_body})
 
 
 class SynchronousEngine:
@@ -188,9 +201,12 @@ class SynchronousEngine:
 
     def count_tokens(self, model: str, params: CreateParams) -> int:
         """Return the number of tokens in a chat completion's prompt."""
-        body: dict[str, Any] = {"model": model, "messages": params.messages, "max_tokens": 1}
-        if params.tools:
-            body["tools"] = params.tools
+        body = {
+            "model": model,
+            "messages": params.messages,
+            "max_tokens": 1,
+            **_prompt_fields(params),
+        }
         with self._reading("/tokenize"):
             return int(self._ask("/tokenize", body)["count"])
 

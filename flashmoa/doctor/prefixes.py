@@ -81,15 +81,17 @@ async def _render(
     rendered: dict[str, RenderedPrompt] = {}
     openings: dict[str, str] = {}
     for call_id, sent in prompts.items():
-        args = sent.template_args
-        if repr(args) not in openings:
-            example = await client.render([{"role": "user", "content": _TEXT}], template_args=args)
-            openings[repr(args)] = example.rpartition(_TEXT)[2]
+        fields = {**sent.options, "chat_template_kwargs": sent.template_args}
+        # A choice of a tool would be refused without tools.
+        plain = {name: value for name, value in fields.items() if name != "tool_choice"}
+        if repr(plain) not in openings:
+            example = await client.render([{"role": "user", "content": _TEXT}], **plain)
+            openings[repr(plain)] = example.rpartition(_TEXT)[2]
         try:
-            text = await client.render(sent.messages, tools=sent.tools, template_args=args)
+            text = await client.render(sent.messages, tools=sent.tools, **fields)
         except MalformedRequest:
             continue
-        before = text.removesuffix(openings[repr(args)])
+        before = text.removesuffix(openings[repr(plain)])
         rendered[call_id] = RenderedPrompt(before, text[len(before) :])
     return rendered
 

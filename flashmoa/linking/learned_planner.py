@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -121,22 +122,23 @@ class LearnedLinkPlanner(LinkPlanner):
         key = self._learned.next_key(call)
         if key is None or call.tool_answer is None:
             return None
-        following = self._learned.example.get(key, call)
-        engine = self._find_engine(following.request, self._sent())
+        example = self._learned.example.get(key)
+        following = example.request if example is not None else _after_first_choice(call.request)
+        engine = self._find_engine(following, self._sent())
         tools = name_calls(called_tools(call.tool_answer))
 
         async def render(texts: Mapping[str, str]) -> str:
             written = {**texts, **self._learned.texts()}
             missing = [texts[tool] for tool in tools]
             messages = self._learned.after_tools(call, written, missing)
-            return await _render(engine, following.request, messages)
+            return await _render(engine, following, messages)
 
         turn = OwnTurn(
             key,
             engine,
             tools,
             render,
-            namespace=self._namespace(following.request),
+            namespace=self._namespace(following),
             writers=self._learned.example,
         )
         self._own_turns_begun.append(turn)
@@ -187,5 +189,14 @@ class LearnedCall(CallObserver):
         self._call.release_stream()
 
 
+def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
+    """Return a request with which a model may choose its tools freely.
+
+    What forces a first call of a tool is not sent again with its result, which would force another.
+    """
+    fields = {name: value for name, value in request.fields.items() if name != "tool_choice"}
+    return replace(request, fields=fields)
+
+
 async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
-    return await engine.render(messages, tools=request.tools, template_args=request.template_args)
+    return await engine.render(messages, **request.fields)

@@ -48,8 +48,7 @@ class RecordedRequest:
         api_key: the key in its headers, if there is one.
         model: the model name.
         messages: as in OpenAI's API.
-        tools: as in OpenAI's API.
-        template_args: arguments for the chat template (SGLang's ``chat_template_kwargs``).
+        fields: the other ones that shape its prompt; see ``flashmoa.engine.prompt_fields``.
         namespace: the namespace of its KV; see ``flashmoa.engine.kv_namespace``.
     """
 
@@ -57,8 +56,7 @@ class RecordedRequest:
     api_key: str | None
     model: str
     messages: Messages
-    tools: Sequence[Mapping[str, Any]] | None = None
-    template_args: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     namespace: Mapping[str, str] = field(default_factory=dict[str, str])
 
 

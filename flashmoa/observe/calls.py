@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypedDict
 
-from flashmoa.engine import PromptUsage, kv_namespace
+from flashmoa.engine import PromptUsage, kv_namespace, prompt_fields
 from flashmoa.observe.events import (
     CallEvent,
     CallFailed,
@@ -41,14 +41,15 @@ class CallReporter:
 
     def prompt_sent(self, body: Mapping[str, Any]) -> None:
         """Report the prompt of the request, given the body of its chat completion."""
-        # SGLang shows the model no tools in this case.
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        options = prompt_fields(body)
+        options.pop("tools", None)
         self._listener(
             PromptSent(
                 **self._call,
                 messages=list(body["messages"]),
-                tools=list(tools or ()),
-                template_args=dict(body.get("chat_template_kwargs") or {}),
+                tools=_shown_tools(body),
+                template_args=dict(options.pop("chat_template_kwargs", {})),
+                options=options,
                 namespace=kv_namespace(body),
             )
         )
@@ -69,6 +70,19 @@ class CallReporter:
         """Report that the call raised ``error``, or was cancelled."""
         kind = type(error).__name__
         self._listener(CallFailed(**self._call, error=repr(error), error_type=kind))
+
+
+def _shown_tools(body: Mapping[str, Any]) -> list[Any]:
+    """Return the tools that SGLang shows a model: none, the one that is named, or all."""
+    tools: list[Any] = list(body.get("tools") or ())
+    choice: Any = body.get("tool_choice")
+    if choice == "none":
+        return []
+    try:
+        named = choice["function"]["name"]
+        return [tool for tool in tools if tool["function"]["name"] == named]
+    except (KeyError, TypeError):
+        return tools
 
 
 class _CallFields(TypedDict):

@@ -50,13 +50,16 @@ class CallStarted(CallEvent):
 class PromptSent(CallEvent):
     """The prompt of a call's request, as it is sent; a ``repr`` does not show it.
 
-    ``messages`` and ``tools`` are OpenAI's, ``template_args`` the ``chat_template_kwargs``, and
-    ``namespace`` what its KV is shared within (see ``flashmoa.engine.kv_namespace``).
+    ``messages`` are OpenAI's, ``tools`` those that the model is shown, ``template_args`` the
+    ``chat_template_kwargs``, ``options`` the other fields that shape the prompt (see
+    ``flashmoa.engine.prompt_fields``), and ``namespace`` what its KV is shared within (see
+    ``flashmoa.engine.kv_namespace``).
     """
 
     messages: list[dict[str, Any]] = field(repr=False)
     tools: list[Any] = field(default_factory=list[Any], repr=False)
     template_args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    options: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     namespace: dict[str, str] = field(default_factory=dict[str, str], repr=False)
 
 

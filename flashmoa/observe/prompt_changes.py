@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashmoa.observe.events import PromptSent
-from flashmoa.observe.prompt_text import as_json, common_prefix, message_text, settings_text
+from flashmoa.observe.prompt_text import (
+    as_json,
+    common_prefix,
+    message_text,
+    settings,
+    settings_text,
+)
 
 ChangeKind = Literal["settings", "tools", "value", "white space", "thought", "history", "text"]
 
 REMEDIES: dict[ChangeKind, str] = {
-    "settings": "send the same chat_template_kwargs, cache_salt and adapter with each call",
+    "settings": "send the same chat_template_kwargs, cache_salt, adapter, ... with each call",
     "tools": "send the same tools in the same order with each call of an agent",
     "value": "leave such values out, or put them at the end of the last message",
     "white space": "make the text in the same way for each call",
@@ -93,7 +99,7 @@ def explain_difference(old: str, new: str, at: int) -> Change | None:
 def _settings_change(earlier: PromptSent, later: PromptSent) -> Change | None:
     if settings_text(earlier) == settings_text(later):
         return None
-    old, new = earlier.template_args | earlier.namespace, later.template_args | later.namespace
+    old, new = settings(earlier), settings(later)
     names = [name for name in old | new if old.get(name) != new.get(name)]
     return Change("settings", f"the request's {' and '.join(names) or 'settings'}")
 

@@ -13,18 +13,26 @@ from typing import Any
 
 from flashmoa.observe.events import PromptSent
 
+# The tools themselves show the first one; the others change the end of a prompt only.
+_SEEN_ELSEWHERE = ("tool_choice", "continue_final_message", "add_generation_prompt")
+
 
 def prompt_parts(prompt: PromptSent) -> list[str]:
     """Return the parts of a prompt as texts; the settings are left out if there are none."""
-    settings = settings_text(prompt)
+    text = settings_text(prompt)
     tools = [as_json(tool) for tool in prompt.tools]
-    return [*([settings] if settings else []), *tools, *map(message_text, prompt.messages)]
+    return [*([text] if text else []), *tools, *map(message_text, prompt.messages)]
+
+
+def settings(prompt: PromptSent) -> dict[str, Any]:
+    """Return what may change the beginning of a prompt besides its tools and messages."""
+    options = {name: value for name, value in prompt.options.items() if name not in _SEEN_ELSEWHERE}
+    return prompt.template_args | options | prompt.namespace
 
 
 def settings_text(prompt: PromptSent) -> str:
-    """Return a prompt's template arguments and namespace as text; empty if there are none."""
-    settings = prompt.template_args | prompt.namespace
-    return as_json(settings) if settings else ""
+    """Return a prompt's settings as text; empty if there are none."""
+    return as_json(settings(prompt)) if settings(prompt) else ""
 
 
 def message_text(message: Mapping[str, Any]) -> str:

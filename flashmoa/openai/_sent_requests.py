@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import openai
 
-from flashmoa.engine import engine_url, kv_namespace
+from flashmoa.engine import engine_url, kv_namespace, prompt_fields
 from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.linking.placeholders import NotForecastable
 
@@ -53,8 +53,7 @@ def read_request(request: Any, body: Mapping[str, Any]) -> SentRequest:
         api_key=key if key and scheme.lower() == "bearer" else None,
         model=body.get("model") or "",
         messages=body["messages"],
-        tools=body.get("tools"),
-        template_args=body.get("chat_template_kwargs"),
+        fields=prompt_fields(body),
         namespace=kv_namespace(body),
         headers=_headers_of_client(request.headers),
     )

@@ -11,18 +11,9 @@ from typing import Any, TypeGuard, cast
 
 import httpx
 
+from flashmoa.engine import prompt_fields
 from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
 
-# The fields of a chat request that shape its prompt and that SGLang's /tokenize accepts.
-_CHAT_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "tool_choice",
-    "reasoning_effort",
-    "continue_final_message",
-    "chat_template_kwargs",
-)
 _TOKENIZE = "/v1/tokenize"
 _TOKENIZE_SECONDS = 5.0
 # Number of characters of a list's items that are tokenised with what they share. It suffices for
@@ -138,7 +129,8 @@ def _tokenize_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     shared, items = _scoring_list(body)
     texts = [_item_text(item) for item in items]
     if body.get("messages") is not None:
-        fields = {name: body[name] for name in _CHAT_FIELDS if body.get(name) is not None}
+        fields = {name: body[name] for name in ("model", "messages") if body.get(name) is not None}
+        fields |= prompt_fields(body)
         return fields, sum(len(text or "") for text in texts)
     prompt = body.get("prompt") if body.get("text") is None else body["text"]
     if prompt is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError, Prefilled
+from flashmoa.engine import EngineClient, EngineError, Prefilled, prompt_fields
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import PromptFeed
@@ -170,11 +170,7 @@ class EarlyPrefill:
             mark: placeholders.padded(agent) for agent, mark in self._request.marks.items()
         }
         body = replace_marks(self._request.body, replacements)
-        text = await self._engine.render(
-            body["messages"],
-            tools=body.get("tools"),
-            template_args=body.get("chat_template_kwargs"),
-        )
+        text = await self._engine.render(body["messages"], **prompt_fields(body))
         return placeholders.build_prompt(text).segments
 
     async def _follow(

@@ -242,7 +242,7 @@ async def test_a_prompt_is_rendered_with_all_that_it_depends_on() -> None:
     assert await run_linked(chain(client, reader)) == []
     (fields,) = fake.rendered
     assert fields["tools"] and fields["tool_choice"] == "none"
-    assert fields["reasoning_effort"] == "low" and fields["template_args"] == {"x": 1}
+    assert fields["reasoning_effort"] == "low" and fields["chat_template_kwargs"] == {"x": 1}
 
 
 async def test_each_agent_that_could_be_linked_gets_a_reason_if_none_is_predictable() -> None:

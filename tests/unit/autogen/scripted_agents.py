@@ -43,7 +43,7 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_args: object = None,
+        **_: Any,
     ) -> str:
         return self._template.render(messages=messages, tools=tools)
 

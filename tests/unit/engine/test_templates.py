@@ -36,10 +36,10 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_args: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> str:
         try:
-            return self._template.render(messages=messages, tools=tools, **(template_args or {}))
+            return self._template.render(messages=messages, tools=tools)
         except TemplateError as error:
             raise MalformedRequest(str(error), status=400, code="malformed") from error
 

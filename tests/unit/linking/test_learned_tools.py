@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.engine import EngineClient
+from flashmoa.linking.learned_planner import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
 from flashmoa.linking.learned_tools import after_tools, follows, likely_results
+from flashmoa.observe import ignore
 
 Call = tuple[str, str]
 ASKED = [{"role": "user", "content": "Where?"}]
@@ -163,3 +167,39 @@ def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataO
     assert ids == [id_ for id_, _ in calls]
     for number, message in enumerate(messages[len(ASKED) + 1 :]):
         assert message["content"] in (texts[number], f"<{number}>")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("has_run", [False, True])
+async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before(
+    has_run: bool,
+) -> None:
+    rendered: list[dict[str, Any]] = []
+
+    class Engine:
+        url = "http://engine"
+
+        async def render(self, messages: Any, **fields: Any) -> str:
+            rendered.append(fields)
+            return "".join(message.get("content") or "" for message in messages)
+
+    def make(messages: Sequence[Any]) -> RecordedRequest:
+        fields = {"tools": [{}], "tool_choice": "required", "reasoning_effort": "low"}
+        return RecordedRequest("http://engine", None, "tiny", messages, fields)
+
+    answer = make_answer(("id", "lake"))
+    program = Program()
+    if has_run:
+        run = LearnedRun(program)
+        run.begin("agent", make(ASKED)).tool_answer = answer
+        run.begin("agent", make([*ASKED, answer, *results(answer, "Blue.")])).answer = "There."
+        run.finish()
+    planner = LearnedLinkPlanner(program, ignore, lambda *_: cast("EngineClient", Engine()))
+    planner.observe("agent", make(ASKED), "it calls tools")
+    planner._learned.calls["agent"].tool_answer = answer
+    turn = planner.own_turn("agent", answer)
+    assert turn is not None
+    await (await turn.forecast(turn.turn)).prompt()
+    await planner.close(learn=False)
+    choice = {"tool_choice": "required"} if has_run else {}
+    assert rendered == [{"tools": [{}], "reasoning_effort": "low", **choice}]

@@ -36,6 +36,15 @@ def test_settings_of_the_request_are_compared() -> None:
     ]
 
 
+def test_only_settings_that_change_a_prompts_beginning_break_its_prefix() -> None:
+    plain = call(LONG, at=0.0)
+    forced = call(LONG, at=1.0, options={"tool_choice": "required", "continue_final_message": True})
+    low = call(LONG, at=2.0, options={"reasoning_effort": "low"})
+    assert find_breaks([plain, forced]) == []
+    (found,) = find_breaks([plain, low])
+    assert [change.text for change in found.changes] == ["the request's reasoning_effort"]
+
+
 def test_prompts_with_another_cache_salt_share_nothing() -> None:
     """The engine renders them alike, but does not share their KV."""
     salted = call(LONG, at=1.0, namespace={"cache_salt": "s"}, usage=used(1000, 0))

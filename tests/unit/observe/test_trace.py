@@ -126,12 +126,24 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
 def test_tools_that_the_model_is_not_shown_are_not_in_the_prompt() -> None:
     events: list[Event] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
-    body = {"messages": [], "tools": [{}], "chat_template_kwargs": None, "cache_salt": "s"}
+    tools = [{"function": {"name": name}} for name in ("walk", "fly")]
+    body = {"messages": [], "tools": tools, "chat_template_kwargs": None, "cache_salt": "s"}
     reporter.prompt_sent({**body, "tool_choice": "none"})
     reporter.prompt_sent({**body, "tool_choice": "auto"})
+    reporter.prompt_sent({**body, "tool_choice": {"type": "function", **tools[1]}})
     sent = [event for event in events if isinstance(event, PromptSent)]
-    assert [event.tools for event in sent] == [[], [{}]]
+    assert [event.tools for event in sent] == [[], tools, tools[1:]]
     assert sent[0].namespace == {"cache_salt": "s"} and sent[0].template_args == {}
+    assert sent[0].options == {"tool_choice": "none"}
+
+
+def test_a_prompt_has_every_field_that_shaped_it(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "run.jsonl", prompts=True)
+    reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
+    reporter.started(None, late=False)
+    reporter.prompt_sent({"messages": [], "reasoning_effort": "low", "temperature": 0})
+    (call,) = calls(read(tmp_path / "run.jsonl"))
+    assert call.prompt is not None and call.prompt.options == {"reasoning_effort": "low"}
 
 
 def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) -> None:

@@ -126,6 +126,12 @@ def _differing_part(string: str, other: str) -> tuple[str, str]:
     return rest[: len(rest) - end], other_rest[: len(other_rest) - end]
 
 
+def have_same_start(messages: Messages, other: Messages) -> bool:
+    """Return whether the contents of two first messages begin with the same word, or are equal."""
+    contents = [first.get("content") for first in (*messages[:1], *other[:1])]
+    return len(contents) < 2 or contents[0] == contents[1] or any(similarity(*contents))
+
+
 def similarity(value: Any, other: Any) -> tuple[int, ...]:
     """Return how far a JSON value is like another one: the place at which they begin to differ.
 

@@ -19,6 +19,7 @@ from flashmoa.linking.learned_prompts import (
     Messages,
     find_changes,
     find_divergence,
+    have_same_start,
     similarity,
 )
 from flashmoa.linking.learned_texts import KnownTexts
@@ -95,17 +96,26 @@ class Program:
     """Holds what is known of a program from its earlier runs.
 
     Attributes:
-        example: the calls of its last complete run by key, in the order in which they began.
+        recorded: the calls of its last complete run by key, in the order in which they began.
         output_lengths: those of the answers of its calls.
         sent_back: the extra fields of answers that it sends back with the results of tools.
         reported_declines: see :class:`~flashmoa.linking.planner.LinkPlanner`.
     """
 
     def __init__(self) -> None:
-        self.example: Mapping[str, RecordedCall] = {}
+        self.recorded: Mapping[str, RecordedCall] = {}
         self.output_lengths = OutputLengths()
         self.sent_back: set[str] = set()
         self.reported_declines: set[tuple[str, str]] = set()
+
+    @property
+    def example(self) -> dict[str, RecordedCall]:
+        """Return the recorded calls that are expected again: those that did not fail.
+
+        The others are only recognised. If a server is down, for instance, each run asks it first;
+        without them, such a request would be taken for the one that a second server answered.
+        """
+        return {key: call for key, call in self.recorded.items() if not call.has_failed}
 
 
 class LearnedRun:
@@ -114,6 +124,7 @@ class LearnedRun:
     def __init__(self, program: Program) -> None:
         self._program = program
         # Runs at the same time may replace the program's example.
+        self._earlier = program.recorded
         self.example = program.example
         self.calls: dict[str, RecordedCall] = {}
         self._complete = 0  # How many of them are.
@@ -214,7 +225,7 @@ class LearnedRun:
         Args:
             texts: by key, what stands for the text of each call of the example.
         """
-        return self._known.predict(self.example[key].request.messages, texts, self._call_ids)
+        return self._known.predict(self._earlier[key].request.messages, texts, self._call_ids)
 
     def texts(self) -> dict[str, str]:
         """Return the answers of this run that are complete, by key."""
@@ -222,9 +233,8 @@ class LearnedRun:
 
     def finish(self) -> None:
         """Make this run the example for later ones. Call this when the program has ended well."""
-        calls = {key: call for key, call in self.calls.items() if not call.has_failed}
-        if calls:
-            self._program.example = calls
+        if any(not call.has_failed for call in self.calls.values()):
+            self._program.recorded = dict(self.calls)
 
     def _find_failed(self, name: str, request: RecordedRequest) -> RecordedCall | None:
         """Return the failed call that a request repeats, if it repeats one."""
@@ -243,27 +253,53 @@ class LearnedRun:
         return None
 
     def _likest(self, name: str, request: RecordedRequest) -> str | None:
-        """Return the key of the call of the example that a request is most like.
+        """Return the key of the earlier call that a request is most like.
 
-        Of those that are equally like it, the first one; of very many, the one that already was
-        the most like it in the example.
+        Of those with messages equally like its own, one to the same server and model, if there is
+        one, and of these the first; of very many, the one that already was the most like it in the
+        example.
         """
         taken = {*self.calls, *self._next_keys.values()}
         untaken = (
-            call for call in self.example.values() if call.name == name and call.key not in taken
+            call for call in self._earlier.values() if call.name == name and call.key not in taken
         )
         candidates = list(itertools.islice(untaken, _MOST_COMPARED))
-        if len(candidates) < 2:
-            return candidates[0].key if candidates else None
+        if not candidates or (len(candidates) == 1 and self._is_new(name, request, candidates[0])):
+            return None
+        if len(candidates) == 1:
+            return candidates[0].key
+
+        def likeness(call: RecordedCall, messages: Messages) -> tuple[Any, ...]:
+            earlier = call.request
+            return (
+                similarity(messages, request.messages),
+                earlier.url == request.url,
+                earlier.model == request.model,
+                earlier.fields == request.fields,
+            )
+
         if len(candidates) > _MOST_PREDICTED:
             candidates = heapq.nlargest(
-                _MOST_PREDICTED,
-                candidates,
-                key=lambda call: similarity(call.request.messages, request.messages),
+                _MOST_PREDICTED, candidates, key=lambda call: likeness(call, call.request.messages)
             )
         texts = self.texts()
-        keys = [call.key for call in candidates]
-        return max(keys, key=lambda key: similarity(self.predict(key, texts), request.messages))
+        return max(candidates, key=lambda call: likeness(call, self.predict(call.key, texts))).key
+
+    def _is_new(self, name: str, request: RecordedRequest, candidate: RecordedCall) -> bool:
+        """Return whether a request is none of the earlier ones, of which one is left.
+
+        It is if its first message has nothing in common with that one's, while that of another
+        call by this name does with its own.
+        """
+        twins = [
+            (self._earlier[call.key].request.messages, call.request.messages)
+            for call in self.calls.values()
+            if call.name == name and call.key in self._earlier
+        ]
+        if not any(have_same_start(*twin) for twin in twins):
+            return False
+        predicted = self.predict(candidate.key, self.texts())
+        return not have_same_start(predicted, request.messages)
 
     def _learn_form(self, before: RecordedCall, request: RecordedRequest) -> None:
         """Learn which extra fields of an answer the program sends back."""
@@ -293,6 +329,6 @@ class LearnedRun:
         return call_ids(call.tool_answer) if call is not None and call.tool_answer else ()
 
     def _new_key(self, name: str) -> str:
-        taken = {*self.calls, *self.example, *self._next_keys.values()}
+        taken = {*self.calls, *self._earlier, *self._next_keys.values()}
         keys = (f"{name} ({number})" for number in itertools.count(2))
         return next(key for key in itertools.chain([name], keys) if key not in taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +14,11 @@ from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
 PLAN = "Walk, eat and rest."
 
 
-def make_request(*contents: str) -> RecordedRequest:
+def make_request(
+    *contents: str, url: str = "http://engine", model: str = "tiny", **fields: Any
+) -> RecordedRequest:
     messages = [{"role": "user", "content": content} for content in contents]
-    return RecordedRequest("http://engine", None, "tiny", messages)
+    return RecordedRequest(url, None, model, messages, fields)
 
 
 def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:
@@ -167,6 +170,81 @@ def test_a_retried_request_is_the_same_call() -> None:
     call.has_failed = True
     assert run.begin("plan", make_request("A trip")) is call
     assert run.begin("plan", make_request("A trip")).key == "plan (2)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"url": "http://one"}, {"url": "http://other"}),
+        ({"model": "one"}, {"model": "other"}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    ],
+)
+def test_the_same_question_to_two_servers_or_models_is_told_apart(one: Any, other: Any) -> None:
+    program = learn(
+        ("ask", make_request("A trip", **one), "1"), ("ask", make_request("A trip", **other), "2")
+    )
+    run = LearnedRun(program)
+    assert play(run, "ask", make_request("A tour", **other), "2") == "ask (2)"
+    assert play(run, "ask", make_request("A tour", **one), "1") == "ask"
+
+
+def test_a_call_goes_to_another_server_and_is_the_same_if_none_fits_better() -> None:
+    run = LearnedRun(learn(("ask", make_request("A trip", url="http://one"), "1")))
+    assert run.begin("ask", make_request("A trip", url="http://other")).key == "ask"
+
+
+def test_a_call_that_is_like_none_of_its_name_is_a_new_one() -> None:
+    program = learn(
+        ("ask", make_request("A trip"), PLAN), ("ask", make_request(f"Check:\n{PLAN}"), "Fine.")
+    )
+    run = LearnedRun(program)
+    play(run, "ask", make_request("A trip"), PLAN)
+    assert play(run, "ask", make_request("Which month?"), "May.") == "ask (3)"
+    assert play(run, "ask", make_request(f"Check:\n{PLAN}"), "Fine.") == "ask (2)"
+
+
+def test_calls_that_are_never_alike_are_expected_in_their_order() -> None:
+    program = learn(*[("sum", make_request(text), "") for text in ("One.", "Two.", "Three.")])
+    run = LearnedRun(program)
+    for key, text in zip(program.example, ["Red.", "Green.", "Blue."], strict=True):
+        assert play(run, "sum", make_request(text), "") == key
+
+
+def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
+    """Ask a server that is down and then another one, twice. Return the keys and the failed ones.
+
+    All calls have the same name.
+    """
+    run = LearnedRun(program)
+    kept: list[str] = []
+    failed: list[str] = []
+    for content in ("A trip", f"Check:\n{PLAN}"):
+        call = run.begin("go", make_request(content, url="http://down"))
+        call.has_failed = True
+        failed.append(call.key)
+        kept.append(play(run, "go", make_request(content), PLAN))
+    run.finish()
+    return kept, failed
+
+
+def test_a_request_to_a_server_that_is_down_takes_no_other_calls_place() -> None:
+    program = Program()
+    first = play_with_dead_server(program)
+    assert first == (["go (2)", "go (4)"], ["go", "go (3)"])
+    assert list(program.example) == first[0]
+    assert play_with_dead_server(program) == first == play_with_dead_server(program)
+
+
+def test_a_call_that_was_cancelled_takes_no_other_calls_place() -> None:
+    program = Program()
+    for _ in range(3):
+        run = LearnedRun(program)
+        run.begin("go", make_request("A hint")).has_failed = True
+        assert play(run, "go", make_request("A trip"), PLAN) == "go (2)"
+        assert play(run, "go", make_request(f"Check:\n{PLAN}"), "Fine.") == "go (3)"
+        run.finish()
+        assert list(program.example) == ["go (2)", "go (3)"]
 
 
 def test_failed_calls_are_not_learned() -> None:

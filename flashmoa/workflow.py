@@ -6,21 +6,43 @@ everything before that place at once, and the draft as it is written.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
-from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.connections import check_ttl
-from flashmoa.engine.generation import check_ending
+from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import Text, find_texts, replace_marks
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
+
+logger = logging.getLogger(__name__)
+
+# What `ask` takes: the parameters of OpenAI's and SGLang's chat completions, and the plugin's, that
+# do not contradict an answer which is one streamed text.
+_NAMES = """
+    bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs
+    continue_final_message custom_logit_processor custom_params data_parallel_rank
+    disagg_prefill_dp_rank ebnf expected_output_tokens extra_key frequency_penalty function_call
+    functions ignore_eos images_config logit_bias logprobs lora_path max_completion_tokens
+    max_dynamic_patch max_tokens metadata min_dynamic_patch min_p min_tokens modalities model n
+    no_stop_trim parallel_tool_calls prediction presence_penalty priority prompt_cache_key
+    prompt_cache_retention reasoning reasoning_effort regex repetition_penalty response_format
+    return_cached_tokens_details return_hidden_states return_routed_experts return_sampling_mask
+    rid routed_dp_rank routed_experts_start_len safety_identifier seed separate_reasoning
+    service_tier session_id session_params skip_special_tokens stop stop_regex stop_token_ids store
+    stream_reasoning task temperature thinking tool_choice tools top_k top_logprobs top_p
+    use_audio_in_video user verbosity web_search_options
+"""
+_PARAMETERS = frozenset(_NAMES.split())
 
 Messages = Sequence[Mapping[str, Any]]
 Pending = PendingRequest[list[dict[str, Any]]]
@@ -34,6 +56,8 @@ class Answer(Text):
         finish_reason: OpenAI's ``finish_reason``, once the answer is complete.
         logprobs: the natural log-probabilities of its tokens so far, if requested with
             ``logprobs=True``.
+        tool_calls: the tool calls of the answer so far, as OpenAI's messages have them. They are no
+            part of its text, which is often empty then: ``finish_reason`` is ``tool_calls``.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,6 +65,7 @@ class Answer(Text):
         self.usage: PromptUsage | None = None
         self.finish_reason: str | None = None
         self.logprobs: list[float] = []
+        self.tool_calls: list[dict[str, Any]] = []
         self._request_scope = anyio.CancelScope()
 
     def cancel(self) -> None:
@@ -64,10 +89,10 @@ class Workflow:
             process vanishes; by default as their clients say.
         listener: receives the workflow's events.
 
-    Use it as a context manager. Leaving it waits for the requests that it sends itself, or cancels
-    them if it is left by an exception. Then it ends its links and releases the streams of requests
-    that were never sent; if an engine does not answer within 0.3 s, it lets them expire. The
-    clients of the engines stay open.
+    Use it as a context manager, which the same task enters and leaves. Leaving it waits for the
+    requests that it sends itself, or cancels them if it is left by an exception. Then it ends its
+    links and releases the streams of requests that were never sent; if an engine does not answer
+    within 0.3 s, it lets them expire. The clients of the engines stay open.
     """
 
     def __init__(
@@ -88,12 +113,31 @@ class Workflow:
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}  # The last one that each name got.
         self._expected: list[Pending] = []
-        self._requests = anyio.create_task_group()
-        self._links = anyio.create_task_group()
+        # The groups, and the id of the task that has entered the workflow.
+        self._groups: tuple[TaskGroup, TaskGroup, int] | None = None
+
+    @property
+    def _requests(self) -> TaskGroup:
+        return self._entered()[0]
+
+    @property
+    def _links(self) -> TaskGroup:
+        return self._entered()[1]
+
+    def _entered(self) -> tuple[TaskGroup, TaskGroup, int]:
+        if self._groups is None:
+            raise RuntimeError(
+                "the workflow is not running; use it inside `async with Workflow(engine) as flow:`"
+            )
+        return self._groups
 
     async def __aenter__(self) -> Self:
-        await self._links.__aenter__()
-        await self._requests.__aenter__()
+        if self._groups is not None:
+            raise RuntimeError("the workflow is running already; make another Workflow")
+        requests, links = anyio.create_task_group(), anyio.create_task_group()
+        await links.__aenter__()
+        await requests.__aenter__()
+        self._groups = requests, links, anyio.get_current_task().id
         return self
 
     async def __aexit__(
@@ -102,8 +146,16 @@ class Workflow:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
+        requests, links, task = self._entered()
+        if anyio.get_current_task().id != task:
+            self._give_up()
+            raise RuntimeError(
+                "the workflow was entered in another task than it is left in, and its requests "
+                "were cancelled; put the whole `async with` block into one task, or into one cell "
+                "of a notebook"
+            )
         try:
-            return await self._requests.__aexit__(kind, error, trace)
+            return await requests.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
             # A request's error is raised where its answer is awaited. So the group usually holds
             # only the exception that was raised inside the block, which is raised as it is.
@@ -113,9 +165,11 @@ class Workflow:
         finally:
             # All streams are released at once; see flashmoa.linking.prompt_feed.
             for pending in self._expected:
-                self._links.start_soon(pending.delete_claimed_stream)
-            self._links.cancel_scope.cancel()
-            await self._links.__aexit__(None, None, None)
+                links.start_soon(pending.delete_claimed_stream)
+            links.cancel_scope.cancel()
+            await links.__aexit__(None, None, None)
+            self._groups = None
+            self._report_unread_errors()
 
     def text(self, name: str = "text") -> Text:
         """Make a text for you to write, from any source."""
@@ -141,6 +195,7 @@ class Workflow:
         engine: EngineClient | None = None,
         name: str = "answer",
         on_failure: OnFailure | None = None,
+        extra_body: Mapping[str, Any] | None = None,
         **parameters: Any,
     ) -> Answer:
         """Send a chat completion as soon as every text in its messages is complete.
@@ -151,22 +206,22 @@ class Workflow:
             name: the answer's name, for events; it gets a number if another text has the name.
             on_failure: what happens to the request when a text in it fails; by default as the
                 workflow says.
+            extra_body: more fields of the request's body, for servers that have others.
             parameters: parameters of OpenAI's chat completions, and SGLang's own. Calls of
-                ``tools`` are no text, and are not returned.
+                ``tools`` are no text; see :attr:`Answer.tool_calls`.
 
-        Errors are raised where the answer is awaited, also if it is cut off.
+        Errors are raised where the answer is awaited, also if it is cut off. Leaving the workflow
+        logs a warning for each answer that failed and that nobody has awaited.
 
-        Raises: ValueError if two texts in the messages have the same name, a text is of another
-            workflow, or ``n`` is above 1.
+        Raises: TypeError if there is no such parameter; ValueError if two texts in the messages
+            have the same name, a text is of another workflow, its mark was changed, or is in a
+            parameter, or ``n`` is above 1; RuntimeError outside of the workflow.
         """
-        if (parameters.get("n") or 1) != 1:
-            raise ValueError(f"n is {parameters['n']}; an answer is one text, so ask several times")
+        requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
         answer = Answer(self._unused_name(name))
         self._texts[answer.mark] = answer
         pending = self._make_pending(messages, answer.name, on_failure)
-        self._requests.start_soon(
-            self._run_request, answer, pending, engine or self._engine, parameters
-        )
+        requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
         return answer
 
     async def expect(  # noqa: PLR0913 - all but the messages have a default
@@ -187,12 +242,14 @@ class Workflow:
             tools, template_args: the request's ``tools`` and ``chat_template_kwargs``.
             name: the name of the agent that sends it, for events.
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
-                that the request will have, if any.
+                that the request will have, if any; by default those of the engine's client.
 
         Raises: ValueError if two texts in the messages have the same name.
         """
+        self._entered()
         pending = self._make_pending(messages, name, on_failure)
-        self._link(pending, engine or self._engine, tools, template_args, namespace)
+        fields = {"tools": tools, "chat_template_kwargs": template_args}
+        self._link(pending, engine or self._engine, fields, namespace)
         self._expected.append(pending)
         return pending
 
@@ -224,12 +281,11 @@ class Workflow:
         self,
         pending: Pending,
         engine: EngineClient,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_args: Mapping[str, Any] | None,
+        body: Mapping[str, Any],
         namespace: Mapping[str, str] | None,
     ) -> None:
         async def render(messages: Messages) -> str:
-            return await engine.render(messages, tools=tools, template_args=template_args)
+            return await engine.render(messages, **prompt_fields(body))
 
         if self._ahead != "nothing":
             self._links.start_soon(pending.prepare_link(engine, render, namespace))
@@ -250,10 +306,8 @@ class Workflow:
         with answer._request_scope:
             try:
                 if pending.is_waiting:
-                    template_args = parameters.get("chat_template_kwargs")
-                    # None stands for the namespace of the engine's client.
-                    namespace = kv_namespace({"model": engine.model, **parameters}) or None
-                    self._link(pending, engine, parameters.get("tools"), template_args, namespace)
+                    own = {"model": engine.model, **engine.namespace, **parameters}
+                    self._link(pending, engine, parameters, kv_namespace(own))
                 await self._send(answer, pending, engine, parameters, report)
             except BaseException as error:
                 report.failed(error)
@@ -282,12 +336,26 @@ class Workflow:
                 answer.usage = delta.usage or answer.usage
                 answer.finish_reason = delta.finish_reason or answer.finish_reason
                 answer.logprobs += delta.logprobs
+                add_tool_calls(answer.tool_calls, delta.tool_calls)
                 if delta.text:
                     report.text_arrived()
                     answer.write(delta.text)
         check_ending(answer.finish_reason, engine.url)
         answer.close()
         report.finished(answer.written, answer.usage, answer.finish_reason)
+
+    def _give_up(self) -> None:
+        """Cancel every request, and release the streams, from another task than the workflow's."""
+        for text in self._texts.values():
+            if isinstance(text, Answer):
+                text.cancel()
+        for pending in self._expected:
+            self._links.start_soon(pending.release_and_wait)
+
+    def _report_unread_errors(self) -> None:
+        for text in self._texts.values():
+            if isinstance(text, Answer) and (error := text.unread_error) is not None:
+                logger.warning("%s failed, and nobody awaited it: %s", text.name, error)
 
     def _unused_name(self, name: str) -> str:
         """Return the name, with a number if another text has it already."""
@@ -298,3 +366,25 @@ class Workflow:
         self._names.add(choice)
         self._numbers[name] = number
         return choice
+
+
+def _check(
+    parameters: dict[str, Any], extra_body: Mapping[str, Any], texts: Mapping[str, Text]
+) -> dict[str, Any]:
+    """Return the parameters of a request and what it has besides. Raises: see `Workflow.ask`."""
+    if unknown := sorted(parameters.keys() - _PARAMETERS):
+        raise TypeError(
+            f"ask() has no parameter {unknown[0]!r}; fields that only your server has go into "
+            "extra_body, and headers and timeouts to the EngineClient"
+        )
+    merged = {**parameters, **extra_body}
+    if taken := sorted(extra_body.keys() & {"messages", "stream", "stream_options"}):
+        raise TypeError(f"extra_body cannot have {taken[0]!r}, which ask() itself sends")
+    if (merged.get("n") or 1) != 1:
+        raise ValueError(f"n is {merged['n']}; an answer is one text, so ask several times")
+    if inside := find_texts(merged, texts):
+        raise ValueError(
+            f"{inside[0].name!r} is in a parameter, where its text would not be filled in; put it "
+            "into the messages, or await it and use the string"
+        )
+    return merged

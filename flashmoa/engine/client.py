@@ -28,7 +28,14 @@ from flashmoa.engine.generation import (
     read_generation,
 )
 from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
-from flashmoa.engine.wire import Delta, EngineInfo, Prefilled, StreamState, prompt_fields
+from flashmoa.engine.wire import (
+    Delta,
+    EngineInfo,
+    Prefilled,
+    StreamState,
+    kv_namespace,
+    prompt_fields,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -43,8 +50,9 @@ class EngineClient:
         headers: headers to send with every request.
         stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
             that of a link, once the client has vanished.
-        namespace: the namespace of its prompt streams' KV, as :func:`kv_namespace` returns it.
-        model: the served model's name, for servers that require it.
+        namespace: the namespace of the KV of its prompt streams and chats, as :func:`kv_namespace`
+            returns it.
+        model: the served model's name, for servers that require it, or ``base:adapter``.
         without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
             a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
 
@@ -67,9 +75,9 @@ class EngineClient:
         without_plugin: WithoutPlugin = "prefill",
     ) -> None:
         self.url = engine_url(base_url)
-        self.namespace = dict(namespace or {})
         self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
         self.model = model or "default"
+        self.namespace = kv_namespace({"model": self.model, **(namespace or {})})
         self.without_plugin = check_choice(without_plugin)
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
@@ -241,6 +249,7 @@ class EngineClient:
         """
         body = {
             "model": self.model,
+            **self.namespace,
             **parameters,
             "messages": list(messages),
             "prompt_stream_id": prompt_stream_id,

@@ -148,6 +148,7 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
                 delta.get("reasoning_content") or delta.get("reasoning") or ""
             ),
             logprobs=[token["logprob"] for token in logprobs.get("content") or []],
+            tool_calls=delta.get("tool_calls") or [],
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
         )
@@ -158,6 +159,20 @@ def read_choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     found: Any = event.get("choices")
     choices = cast("list[Any]", found) if isinstance(found, list) else []
     return [choice for choice in choices if isinstance(choice, dict)]
+
+
+def add_tool_calls(calls: list[dict[str, Any]], pieces: Sequence[Mapping[str, Any]]) -> None:
+    """Add the pieces of a :class:`Delta` to the tool calls of an answer, as a message has them."""
+    for piece in pieces:
+        place = piece.get("index") or 0
+        while len(calls) <= place:
+            new = {"name": "", "arguments": ""}
+            calls.append({"id": "", "type": "function", "function": new})
+        call = calls[place]
+        function: Mapping[str, str | None] = piece.get("function") or {}
+        call["id"] = piece.get("id") or call["id"]
+        call["function"]["name"] = function.get("name") or call["function"]["name"]
+        call["function"]["arguments"] += function.get("arguments") or ""
 
 
 def read_content(content: Any) -> str:

@@ -244,13 +244,15 @@ class Delta(_EngineAnswer):
     """One step of a generation: the text that it added; the last step has the ``usage``.
 
     ``logprobs`` are the log-probabilities (natural logarithm) of its tokens, if requested.
-    ``reasoning`` is text that a parser on the engine has separated from the answer.
+    ``reasoning`` is text that a parser on the engine has separated from the answer. ``tool_calls``
+    are pieces of calls as OpenAI's API has them; see :func:`add_tool_calls`.
     """
 
     text: str
     reasoning: str = ""
     token_ids: list[int] = []
     logprobs: list[float] = []
+    tool_calls: list[dict[str, Any]] = []
     usage: PromptUsage | None = None
     finish_reason: str | None = None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 from weakref import WeakValueDictionary
@@ -21,17 +20,26 @@ from flashmoa.linking.failure_policy import (
 from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
-# A mark in JSON, where it cannot be replaced.
-_ESCAPED_MARK = re.compile(r"\\u27e6[^\u27e6\u27e7]{0,200}?:[0-9a-f]{16}\\u27e7")
-# All texts of this process that are in use, by their marks.
+_ESCAPED_BRACKET = r"\u27e6"
+_TOKEN_LENGTH = 16
+# What may be the token of a mark that was quoted, cut before its token, or put in another case: it
+# may have a few characters before it (``%3A``).
+_HEX = re.compile("(?<![0-9a-fA-F])[0-9a-fA-F]{16,20}(?![0-9a-fA-F])")
+# So many characters of a token are not in a prompt by chance, nor are so few of a mark at an end of
+# a string.
+_SURE_LENGTH, _SURE_AT_END = 6, 3
+# All texts of this process that are in use, by the tokens of their marks.
 _TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
 
 
-class Text:
+class Text(str):
     """A text that is being written.
 
-    In an f-string it becomes the text if that is complete, otherwise a mark. Pass a string with
-    marks on unchanged, in messages for the same workflow; do not parse, cut or display it.
+    Build prompts of it as of any string, in an f-string, with ``+``, ``join()`` or in a list that
+    is put into an f-string: the text if it is complete, otherwise a mark, is then in its place.
+    Pass a string with marks on unchanged, in messages for the same workflow; do not parse, cut or
+    display it. Methods of strings work once the text is complete, and raise TypeError before. It
+    compares by identity, and is always true.
 
     The writer can use it as a context manager: leaving it closes the text, or fails the text with
     the exception that was raised.
@@ -40,18 +48,47 @@ class Text:
         mark: the string that stands for the text in other strings until it is complete.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Subclasses have more arguments; the name is the first one.
+        name: str = args[0] if args else kwargs["name"]
+        name = name.translate({0x27E6: None, 0x27E7: None})
+        # It is its mark, since str.join() and json.dumps() take the characters of a string itself.
+        return super().__new__(cls, f"\u27e6{name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7")
+
     def __init__(self, name: str) -> None:
-        self.name = name.translate({0x27E6: None, 0x27E7: None})
-        self.mark = f"\u27e6{self.name}:{secrets.token_hex(8)}\u27e7"
+        self.mark = super().__str__()
+        self.name = self.mark[1 : -_TOKEN_LENGTH - 2]
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
         self._error: Exception | None = None
+        # Whether anyone was told of the error.
+        self._was_raised = False
         self._changed = anyio.Event()
-        _TEXTS[self.mark] = self
+        _TEXTS[_token(self.mark)] = self
 
     def __str__(self) -> str:
         return self.written if self.is_complete else self.mark
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return self._whole(f"format {spec!r}").__format__(spec) if spec else f"{self!s}"
+
+    def __add__(self, other: object) -> str:
+        return f"{self!s}{other!s}" if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: object) -> str:
+        return f"{other!s}{self!s}" if isinstance(other, str) else NotImplemented
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
 
     def __await__(self) -> Generator[Any, Any, str]:
         return self.complete().__await__()
@@ -99,6 +136,12 @@ class Text:
         if not self._done:
             return "stall"
         return None if self._error is None else classify_failure(self._error)
+
+    @property
+    def unread_error(self) -> Exception | None:
+        """Return the exception that the text failed with, unless it was raised in a reader."""
+        is_cancelled = isinstance(self._error, UpstreamCancelled)
+        return None if self._was_raised or is_cancelled else self._error
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +240,17 @@ class Text:
     def _raise_if_failed(self) -> None:
         """Raise the text's error, without the traceback frames that earlier readers have added."""
         if self._error is not None:
+            self._was_raised = True
             raise self._error.with_traceback(None)
+
+    def _whole(self, use: str) -> str:
+        """Return the text. Raises: TypeError, which names the ``use``, if it is not complete."""
+        if not self.is_complete:
+            raise TypeError(
+                f"{self.name!r} is not complete, so it has no {use} yet; await it first, and use "
+                "the string"
+            )
+        return self.written
 
     def _end(self) -> None:
         self._done = True
@@ -207,6 +260,19 @@ class Text:
     def _notify_readers(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _when_complete(name: str) -> Callable[..., Any]:
+    def method(self: Text, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._whole(f"{name.strip('_')}()"), name)(*args, **kwargs)
+
+    return method
+
+
+# The methods that read a string would read the mark.
+_READING = [name for name in dir(str) if not name.startswith("_")]
+for _name in (*_READING, "__contains__", "__getitem__", "__iter__", "__len__"):
+    setattr(Text, _name, _when_complete(_name))
 
 
 def find_marks(value: Any) -> list[str]:
@@ -222,22 +288,70 @@ def find_marks(value: Any) -> list[str]:
 def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
     """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`.
 
-    Raises: ValueError if a value has the mark of another text, or one that was turned into JSON:
-        these could not be replaced, and a model would read them.
+    Raises: ValueError if a value has the mark of another text, or one that was changed, as by
+        ``upper()``: these could not be replaced, and a model would read them.
     """
     marks = find_marks(value)
     for mark in marks:
-        if mark not in texts and (text := _TEXTS.get(mark)) is not None:
+        text = _TEXTS.get(_token(mark))
+        if mark not in texts and text is not None and text.mark == mark:
             raise ValueError(
                 f"{text.name!r} is a text of another workflow; await it, and use the string"
             )
-    for escaped in (one for string in _strings(value) for one in _ESCAPED_MARK.findall(string)):
-        if (text := _TEXTS.get(json.loads(f'"{escaped}"'))) is not None:
+    for string in _strings(value):
+        rest = _MARK.sub("\0", string)
+        text = _find_changed_mark(rest) or _find_cut_mark(rest)
+        if text is not None and _ESCAPED_BRACKET in rest:
             raise ValueError(
                 f"{text.name!r} was turned into JSON before it was complete; await it first, or "
                 "use json.dumps(..., ensure_ascii=False)"
             )
+        if text is not None:
+            raise ValueError(
+                f"{text.name!r} was changed before it was complete: the mark that stands for it is "
+                "cut, wrapped, quoted or in another case. Await it first, and change the string"
+            )
     return [texts[mark] for mark in marks if mark in texts]
+
+
+def _find_changed_mark(string: str) -> Text | None:
+    """Return a text whose mark is in a string with its token, but not as it was."""
+    for found in _HEX.finditer(string):
+        run = found.group().lower()
+        for start in range(len(run) - _TOKEN_LENGTH + 1):
+            if text := _TEXTS.get(run[start : start + _TOKEN_LENGTH]):
+                return text
+    return None
+
+
+def _find_cut_mark(string: str) -> Text | None:
+    """Return a text of whose mark a string has a part, from its beginning or to its end."""
+    begun, ended = string.split("\u27e6"), string.split("\u27e7")
+    if len(begun) == len(ended) == 1:
+        return None
+    if text := _find_changed_mark("".join(string.split())):  # It was wrapped within its token.
+        return text
+    texts = list(_TEXTS.values())
+    starts = {text.mark[1 : -_TOKEN_LENGTH - 1 + _SURE_LENGTH]: text for text in texts}
+    for piece in begun[1:]:
+        for colon in (at for at, one in enumerate(piece[:200]) if one == ":"):
+            if text := starts.get(piece[: colon + 1 + _SURE_LENGTH]):
+                return text
+    ends = {_token(text.mark)[-_SURE_LENGTH:]: text for text in texts}
+    for piece in ended[:-1]:
+        if text := ends.get(piece[-_SURE_LENGTH:]):
+            return text
+    last = begun[-1] if len(begun) > 1 else ""
+    first = ended[0] if len(ended) > 1 else ""
+    for text in texts:
+        is_begun = len(last) >= _SURE_AT_END and text.mark[1:].startswith(last)
+        if is_begun or (len(first) >= _SURE_AT_END and text.mark[:-1].endswith(first)):
+            return text
+    return None
+
+
+def _token(mark: str) -> str:
+    return mark[-_TOKEN_LENGTH - 1 : -1]
 
 
 def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
-from collections.abc import AsyncGenerator
+import logging
+import textwrap
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
 
 import anyio
 import pytest
 
-from flashmoa import Text, UpstreamCancelled, Workflow
+from flashmoa import EngineClient, Text, UpstreamCancelled, Workflow
 from flashmoa._concurrency import TaskHost, all_of
 from flashmoa.engine.wire import Delta
-from flashmoa.errors import BadAnswer
+from flashmoa.errors import BadAnswer, EngineUnreachable
+from flashmoa.observe import Event, LinkDeclined
+from tests.unit.linking.hung_engine import hung_engine
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 pytestmark = pytest.mark.anyio
 SCRIPTS: dict[str, Script] = {"plain": ["It is ", "18."]}
+TOOL_PIECES: list[dict[str, Any]] = [
+    {"index": 0, "id": "c0", "function": {"name": "look", "arguments": '{"at"'}},
+    {"index": 0, "function": {"arguments": ': "it"}'}},
+    {"index": 1, "id": "c1", "function": {"name": "walk", "arguments": "{}"}},
+]
 
 
 class Engine:
@@ -25,21 +37,36 @@ class Engine:
 
     Attributes:
         contents: the contents of the requests' last messages.
+        bodies: the other fields of the requests.
+        rendered: the fields, without the messages, of the requests to render a prompt.
     """
 
     url = "http://engine"
 
-    def __init__(self, model: str = "tiny") -> None:
+    def __init__(self, model: str = "tiny", **namespace: str) -> None:
         self.model = model
+        self.namespace = namespace
         self.contents: list[object] = []
+        self.bodies: list[dict[str, object]] = []
+        self.rendered: list[dict[str, object]] = []
+
+    async def render(self, _messages: object, **fields: object) -> str:
+        self.rendered.append(fields)
+        raise EngineUnreachable(f"it did not render prompt {len(self.rendered)}")
 
     @asynccontextmanager
     async def chat(
-        self, messages: list[dict[str, object]], *, model: str = "stop", **_: object
+        self, messages: list[dict[str, object]], *, model: str = "stop", **more: object
     ) -> AsyncGenerator[AsyncGenerator[Delta]]:
         self.contents.append(messages[-1]["content"])
+        self.bodies.append(more)
 
         async def deltas() -> AsyncGenerator[Delta]:
+            if model == "tool_calls":
+                for piece in TOOL_PIECES:
+                    yield Delta(text="", tool_calls=[piece])
+                yield Delta(text="", finish_reason=model)
+                return
             yield Delta(text="It is 18.")
             yield Delta(text="", finish_reason=None if model == "none" else model)
 
@@ -91,6 +118,15 @@ async def test_text_that_could_not_be_replaced_is_refused() -> None:
             flow.ask(user(f"Read {foreign}"))
         with pytest.raises(ValueError, match="'draft' was turned into JSON"):
             flow.ask(user(json.dumps({"draft": f"{draft}"})))
+        changes = (str.upper, quote, lambda mark: mark[:9], lambda mark: f"{mark[:14]}...")
+        more = (lambda mark: mark[9:], lambda mark: mark[-9:], lambda mark: textwrap.fill(mark, 12))
+        for change in (*changes, *more):
+            with pytest.raises(ValueError, match="'draft' was changed before it was complete"):
+                flow.ask(user(f"{change(f'{draft}')}"))
+        with pytest.raises(ValueError, match="'draft' was turned into JSON"):
+            flow.ask(user(json.dumps([draft])))
+        with pytest.raises(ValueError, match="'draft' is in a parameter"):
+            flow.ask(user("Read."), tools=[{"function": {"description": f"Reads {draft}"}}])
         # What only looks like a mark is a user's text.
         quoted = flow.ask(user("What is \u27e6x:0123456789abcdef\u27e7?"), model="plain")
         assert await quoted == "It is 18."
@@ -152,12 +188,12 @@ async def test_tasks_end_before_a_cancelled_close_returns() -> None:
     [
         ("base:adapter", {}, {"model": "base:adapter"}),
         ("base:adapter", {"cache_salt": "s"}, {"model": "base:adapter", "cache_salt": "s"}),
-        ("base:adapter", {"model": "stop"}, None),
+        ("base:adapter", {"model": "stop"}, {}),
         ("base", {"model": "stop", "cache_salt": "s"}, {"cache_salt": "s"}),
     ],
 )
 async def test_a_link_is_in_the_namespace_of_its_request(
-    model: str, own: dict[str, str], namespace: object, monkeypatch: pytest.MonkeyPatch
+    model: str, own: dict[str, str], namespace: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespaces: list[object] = []
     monkeypatch.setattr(Workflow, "_link", lambda *given: namespaces.append(given[-1]))
@@ -165,6 +201,12 @@ async def test_a_link_is_in_the_namespace_of_its_request(
         draft = flow.ask(user("Draft."), model="stop")
         await flow.ask(user(f"Shorten {draft}"), **own)
     assert namespaces == [namespace]
+    # The request has the namespace of the engine's client, too.
+    namespaces.clear()
+    async with workflow(Engine(model, extra_key="tenant")) as flow:
+        draft = flow.ask(user("Draft."), model="stop")
+        await flow.ask(user(f"Shorten {draft}"), **own)
+    assert namespaces == [{**namespace, "extra_key": "tenant"}]
 
 
 async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
@@ -185,3 +227,182 @@ async def test_many_escaped_brackets_are_no_marks() -> None:
     with anyio.fail_after(5):
         async with workflow(engine) as flow:
             assert await flow.ask(user(text), model="stop") == "It is 18."
+
+
+async def test_text_is_used_as_any_string_in_a_prompt() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        draft = flow.text("draft")
+        uses = [f"{draft!r}", "Read " + draft, draft + "!", "\n".join([draft, "all"]), "%s" % draft]  # noqa: UP031
+        uses += [
+            f"Read {[draft]}",
+            f"Read { {'it': draft} }",
+            f"{draft}",
+            json.dumps([draft], ensure_ascii=False),
+        ]
+        answers = [flow.ask(user(use), model="stop") for use in uses]
+        draft.finish("it")
+        for answer in answers:
+            await answer
+    expected = [
+        "it",
+        "Read it",
+        "it!",
+        "it\nall",
+        "it",
+        "Read [it]",
+        "Read {'it': it}",
+        "it",
+        '["it"]',
+    ]
+    assert engine.contents == expected
+
+
+async def test_text_has_no_length_or_case_before_it_is_complete() -> None:
+    text = Text("draft")
+    uses: list[Callable[[], object]] = [
+        lambda: len(text),
+        lambda: text[:4],
+        lambda: text.upper(),
+        lambda: "a" in text,
+        lambda: list(text),
+        lambda: f"{text:>7}",
+    ]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"'draft' is not complete.* await it first"):
+            use()
+    text.finish("a plan")
+    assert [use() for use in uses] == [6, "a pl", "A PLAN", True, list("a plan"), " a plan"]
+    assert copy.deepcopy([text])[0] is text and bool(Text("empty"))
+
+
+@pytest.mark.parametrize("name", ["max_token", "extra_headers", "timeout", "stream"])
+async def test_parameters_that_would_be_ignored_are_refused(name: str) -> None:
+    async with workflow(Engine()) as flow:
+        with pytest.raises(TypeError, match=f"no parameter '{name}'"):
+            flow.ask(user("?"), **{name: 1})
+
+
+async def test_extra_body_is_part_of_the_body() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
+        with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
+            flow.ask(user("?"), extra_body={"messages": []})
+        with pytest.raises(ValueError, match="n is 2"):
+            flow.ask(user("?"), extra_body={"n": 2})
+    assert engine.bodies == [{"max_tokens": 3, "guided_regex": "a*"}]
+
+
+async def test_tool_calls_of_an_answer_are_available() -> None:
+    async with workflow(Engine()) as flow:
+        answer = flow.ask(user("?"), model="tool_calls", tools=[{"type": "function"}])
+        assert await answer == "" and answer.finish_reason == "tool_calls"
+    functions = [call["function"] for call in answer.tool_calls]
+    assert [call["id"] for call in answer.tool_calls] == ["c0", "c1"]
+    look, walk = functions
+    assert (look["name"], json.loads(look["arguments"])) == ("look", {"at": "it"})
+    assert walk == {"name": "walk", "arguments": "{}"}
+
+
+async def test_an_error_that_nobody_awaited_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with workflow(Engine()) as flow:
+        flow.ask(user("?"), model="none", name="lost")
+        read = flow.ask(user("?"), model="none", name="read")
+        flow.ask(user(f"Read {read}"), model="stop", name="reader")
+        awaited = flow.ask(user("?"), model="none", name="awaited")
+        flow.ask(user("?"), model="stop", name="cancelled").cancel()
+        with pytest.raises(BadAnswer):
+            await awaited
+    # The reader's failure is that of what it read.
+    failed = [each.getMessage().split()[0] for each in caplog.records]
+    assert failed == ["lost", "reader"]
+
+
+def test_a_workflow_can_be_made_outside_of_a_loop_and_is_used_inside_its_block() -> None:
+    engine = Engine()
+    flow = workflow(engine)
+    with pytest.raises(RuntimeError, match="use it inside `async with Workflow"):
+        flow.ask(user("?"))
+
+    async def run() -> str:
+        async with flow:
+            with pytest.raises(RuntimeError, match="is running already"):
+                await flow.__aenter__()
+            return await flow.ask(user("?"))
+
+    assert asyncio.run(run()) == "It is 18."
+
+
+async def test_leaving_a_workflow_in_another_task_says_so_and_cancels_its_requests() -> None:
+    flow, may_leave = workflow(Engine()), asyncio.Event()
+    waiting: list[Text] = []
+
+    async def enter() -> None:
+        await flow.__aenter__()
+        waiting.append(flow.ask(user(f"Read {flow.text('never')}")))
+        await may_leave.wait()
+
+    entering = asyncio.create_task(enter())
+    await anyio.wait_all_tasks_blocked()
+    with pytest.raises(RuntimeError, match="entered in another task"):
+        await flow.__aexit__(None, None, None)
+    with pytest.raises(UpstreamCancelled):
+        await waiting[0]
+    may_leave.set()
+    await entering
+
+
+async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
+    engine = Engine()
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "continue_final_message": True,
+    }
+    async with Workflow(engine) as flow:  # type: ignore[arg-type]
+        draft = flow.text("draft")
+        answer = flow.ask(user(f"{draft}"), temperature=0, extra_body={"thinking": True}, **fields)
+        with anyio.fail_after(5):
+            while not engine.rendered:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        draft.close()
+        await answer
+    assert engine.rendered == [{**fields, "thinking": True}]
+
+
+async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa.linking.link._logged_failures", set())
+    events: list[Event] = []
+    engine = Engine()
+    async with Workflow(engine, listener=events.append) as flow:  # type: ignore[arg-type]
+        for number in range(3):
+            with flow.text() as text:
+                answer = flow.ask(user(f"{text}"))
+                with anyio.fail_after(5):
+                    while len(engine.rendered) <= number:  # noqa: ASYNC110
+                        await anyio.sleep(0.001)
+            await answer
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
+    assert len([event for event in events if isinstance(event, LinkDeclined)]) == 3
+
+
+async def test_requests_and_expected_ones_are_in_the_namespace_of_the_client() -> None:
+    namespace = {"cache_salt": "tenant"}
+    async with (
+        hung_engine() as engine,
+        EngineClient(engine.url, model="base:adapter", namespace=namespace) as client,
+        Workflow(client) as flow,
+    ):
+        draft = flow.text("draft")
+        await flow.expect(user(f"Read {draft}"))
+        await engine.until("open")
+        await flow.ask(user("?"))
+    (opened,) = [body for route, body in engine.requests if route == "open"]
+    (chat,) = [body for route, body in engine.requests if route == "chat"]
+    for body in (opened, chat):
+        assert (body["cache_salt"], body["model"]) == ("tenant", "base:adapter")

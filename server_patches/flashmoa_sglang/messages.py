@@ -91,11 +91,13 @@ class StreamTokens:
             whether the stream has been appended to since it was opened.
         ended: streams that get no more tokens, so that their last ones are worth an increment.
         unclaimed: streams whose final request was refused, so that increments go on.
+        kept: streams whose last tokens were taken back before the new ones, and how many stay.
     """
 
     tokens: tuple[tuple[str, bytes, bool], ...]
     ended: tuple[str, ...] = ()
     unclaimed: tuple[str, ...] = ()
+    kept: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

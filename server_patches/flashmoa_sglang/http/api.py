@@ -113,8 +113,8 @@ class Api:
             "model": self._engine.model,
             "modelled_gpu": modelled.name if (modelled := modelled_gpu()) else None,
             "tokenizer": {
-                "digest": tokenizer.digest() if tokenizer else None,
-                "cuts": tokenizer.boundaries if tokenizer else [],
+                "digest": tokenizer.digest if tokenizer else None,
+                "cuts": tokenizer.boundaries.kinds if tokenizer else [],
             },
             "context_length": self._engine.context_length,
             "costs": asdict(self._engine.costs) if self._engine.costs is not UNMEASURED else None,
@@ -125,6 +125,7 @@ class Api:
             "max_prompt_tokens": self._engine.max_prompt_tokens,
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
+            "streamed_tokens": asdict(self._table.streamed),
             "in_flight": self._engine.in_flight(),
             "kv": [asdict(report) for report in ranks],
         }

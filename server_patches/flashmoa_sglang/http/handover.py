@@ -93,15 +93,20 @@ class Handover:
     def _send(self, now: float) -> float | None:
         """Hand over what is new. Return the seconds after which a stream's end is due, if any."""
         tokens: list[tuple[str, bytes, bool]] = []
+        kept: list[tuple[str, int]] = []
         ended: list[str] = []
         wait: float | None = None
         for stream in self._streams.values():
             if not stream.may_grow():
                 continue
-            if stream.certain_tokens() > stream.sent:
-                new = stream.certain()[stream.sent :]
-                tokens.append((stream.id, array("q", new).tobytes(), stream.next_seq > 0))
-                stream.sent += len(new)
+            known = stream.known()
+            if stream.unchanged < stream.sent:
+                kept.append((stream.id, stream.unchanged))
+                stream.sent = stream.unchanged
+            if len(known) > stream.sent:
+                new = array("q", known[stream.sent :])
+                tokens.append((stream.id, new.tobytes(), stream.next_seq > 0))
+                stream.sent = stream.unchanged = len(known)
             if stream.ended_at is not None and not stream.end_sent:
                 due = stream.ended_at + self._end_grace - now
                 if due <= 0:
@@ -110,8 +115,9 @@ class Handover:
                 else:
                     wait = min(wait or due, due)
         unclaimed, self._unclaimed = self._unclaimed, []
-        if tokens or ended or unclaimed:
-            self._engine.hand_over(StreamTokens(tuple(tokens), tuple(ended), tuple(unclaimed)))
+        if tokens or ended or unclaimed or kept:
+            message = StreamTokens(tuple(tokens), tuple(ended), tuple(unclaimed), tuple(kept))
+            self._engine.hand_over(message)
         return wait
 
     def _note(self, progress: StreamProgress) -> None:

@@ -80,6 +80,7 @@ class PromptStream:
         ids: of a stream of text, its tokens once it has ended.
         next_seq: the number of the append that is expected next.
         sent: number of tokens that have been handed over to the schedulers.
+        unchanged: how many of these are still right.
         end_sent: whether they have been told that no more tokens come.
         claimed: whether the final request has come, and computes the rest of the prompt.
         closed: how the stream ended; ``None`` while it is open.
@@ -99,6 +100,7 @@ class PromptStream:
     next_seq: int = 0
     ended_at: float | None = None
     sent: int = 0
+    unchanged: int = 0
     end_sent: bool = False
     claimed: bool = False
     closed: Ending | None = None
@@ -111,8 +113,8 @@ class PromptStream:
     pace_seconds: float = 0.0
     waits_for_room: bool = False
 
-    def certain(self) -> array[int] | list[int]:
-        """Return the tokens that no later append can change."""
+    def known(self) -> array[int] | list[int]:
+        """Return the tokens so far; the last ones of a stream of text may be taken back."""
         if self.buffer is None:
             return self.ids
         if self.ended_at is None:
@@ -125,8 +127,8 @@ class PromptStream:
         """Return what was appended so far: text, or token ids."""
         return self.ids if self.buffer is None else self.buffer.text
 
-    def certain_tokens(self) -> int:
-        return len(self.certain())
+    def known_tokens(self) -> int:
+        return len(self.known())
 
     def may_grow(self) -> bool:
         """Return whether it is useful to prefill more of the stream."""
@@ -137,7 +139,7 @@ class PromptStream:
         return {
             "id": self.id,
             "kind": "input_ids" if self.buffer is None else "text",
-            "received_tokens": self.certain_tokens(),
+            "received_tokens": self.known_tokens(),
             "prefilled_tokens": self.prefilled,
             "computed_tokens": self.computed,
             "increments": self.increments,

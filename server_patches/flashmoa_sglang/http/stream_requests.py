@@ -101,9 +101,9 @@ class StreamRequest:
         if stream.buffer is not None and self._text:
             if not self._text.startswith(stream.buffer.whole_text):
                 return False
-            expected = stream.buffer.tokens
+            expected = stream.buffer.tokens[: stream.buffer.certain_tokens]
         else:
-            expected = stream.certain()
+            expected = stream.known()
         return ids is not None and ids[: len(expected)] == list(expected)
 
     def annotate(self, output: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from flashmoa_sglang.http.handover import Handover
 from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.stream import Ending, PromptStream
 from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
+from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.options import Options
 
 if TYPE_CHECKING:
@@ -63,12 +65,24 @@ class Limits:
     repeated_characters: int = 250_000_000
 
 
+@dataclass(slots=True)
+class StreamedText:
+    """How much of the text of the streams that have ended could be prefilled before they ended.
+
+    ``total``: their tokens. ``ahead``: those of them that were known before.
+    """
+
+    total: int = 0
+    ahead: int = 0
+
+
 class StreamTable:
     """All open prompt streams of a server."""
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self._engine = engine
+        self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
         # The number of changes of the engine for which no stream may be open.
@@ -121,7 +135,7 @@ class StreamTable:
             )
         self._open[stream.id] = stream
         metrics.set_open(len(self._open))
-        metrics.count("stream_tokens_buffered", stream.certain_tokens())
+        metrics.count("stream_tokens_buffered", stream.known_tokens())
         self._set_pace(stream)
         self._handover.open(stream)
         self.keep_alive(stream)
@@ -146,12 +160,20 @@ class StreamTable:
         if len(stream.buffer.text) + len(piece) > room * self.limits.characters_per_token:
             raise _over_context(room)
         before = stream.buffer.checkpoint()
-        stream.buffer.append(piece)
-        # At the end of the stream, tokens that were held back so far count, too.
-        tokens = stream.buffer.all_tokens() if end else stream.buffer.tokens
+        unchanged = stream.buffer.append(piece)
+        tokens = stream.buffer.tokens
+        if end:
+            # Tokens that were held back so far count, too.
+            tokens = array("q", stream.buffer.all_tokens())
+            unchanged = min(unchanged, common_length(tokens, stream.buffer.tokens))
         if len(tokens) > room:
             stream.buffer.restore(before)
             raise _over_context(room)
+        stream.unchanged = min(stream.unchanged, unchanged)
+        if end:
+            stream.ids = tokens
+            self.streamed.total += len(tokens)
+            self.streamed.ahead += unchanged
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
@@ -180,13 +202,13 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        certain = stream.certain_tokens()
+        known = stream.known_tokens()
         if piece or (end and stream.buffer is not None):
             self.add(stream, piece, end)
         stream.next_seq += 1
         if end:
             stream.ended_at = time.monotonic()
-        metrics.count("stream_tokens_buffered", stream.certain_tokens() - certain)
+        metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
         self._set_pace(stream)
         self.keep_alive(stream)
 

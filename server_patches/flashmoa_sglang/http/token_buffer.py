@@ -1,8 +1,10 @@
 """``TokenBuffer``: the canonical tokens of a text that is still growing.
 
-The tokens of a stream of text must equal the tokens of the whole text, and each character is
-tokenised only once. So tokens are emitted only up to a *boundary*: a place at which the tokenizer
-always splits, whatever text follows (``token_boundaries.py``).
+The tokens of a prompt must equal those of its whole text. Tokens are certain up to the last
+*boundary*: a place at which the tokenizer always splits, whatever text follows
+(``token_boundaries.py``). Text that has no boundary for long, such as Thai or a long number, is
+tokenised *ahead* of it: a window of its last tokens is tokenised again with the new text, and must
+give the same tokens. The rare token that changes all the same is taken back, with those after it.
 """
 
 from __future__ import annotations
@@ -10,18 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from flashmoa_sglang.http.token_boundaries import (
-    BOUNDARIES,
-    RIGHT_CONTEXT,
-    find_boundaries,
-    vocabulary_of,
-)
+from flashmoa_sglang.http.token_boundaries import RIGHT_CONTEXT, find_boundaries, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,17 @@ class Checkpoint(NamedTuple):
 
     chars: int
     prefixes: int
+    ahead: list[TokenizedPrefix]
+    tokens: array[int]
+
+
+# Text after the last boundary is tokenised ahead once there is this much of it, in characters.
+_LONG = 32
+# The last of these characters stay back: the tokens at a text's end often change with the next.
+_UNSETTLED = 16
+# A window begins this many tokens before the new ones. They must come out again, but for the first
+# few, since a tokenizer may treat the start of a text specially.
+_WINDOW, _STARTING = 16, 4
 
 
 class EncodedHead(NamedTuple):
@@ -67,29 +76,37 @@ class CanonicalTokenizer:
         self.suffix = with_special[start + len(plain) :]
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self.boundaries = find_boundaries(tokenizer, self.encode)
-        self._boundary = re.compile(
-            "|".join(BOUNDARIES[name] for name in self.boundaries) or r"(?!)"
-        )
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a whole text."""
         return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_window(self, text: str, start: int, anchored: bool) -> list[tuple[int, int]] | None:
+        """Tokenise ``text[start:]`` by itself, or as in ``encode_between`` if ``anchored``.
+
+        Return each token with the place in ``text`` at which it ends, or -1 if that is inside a
+        character; ``None`` if the tokenizer does not tell places.
+        """
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        first, end = start - 1 if anchored and start else start, len(text)
+        encoded = self._tokenizer(
+            text[first:], add_special_tokens=False, return_offsets_mapping=True
+        )
+        places = encoded["offset_mapping"]
+        return [
+            (token, first + place[1] if following[0] >= place[1] else -1)
+            for token, place, following in zip(
+                encoded["input_ids"], places, [*places[1:], (end, end)], strict=True
+            )
+            if place[1] > start - first
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with the special ones."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-    def last_boundary(self, text: str, start: int) -> int:
-        """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
-        last = start
-        for match in self._boundary.finditer(text, max(start, 1)):
-            last = match.start()
-        return last
-
-    def is_boundary(self, text: str, position: int) -> bool:
-        return self._boundary.match(text, position) is not None
 
     def encode_between(self, text: str, start: int, end: int) -> list[int]:
         """Return the tokens of ``text[start:end]`` in ``text``; ``start`` is 0 or a boundary."""
@@ -100,6 +117,7 @@ class CanonicalTokenizer:
         anchor = text[start - 1]
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
 
+    @cached_property
     def digest(self) -> str | None:
         """Return a hash of vocabulary and rules, equal for engines that tokenise alike.
 
@@ -135,7 +153,7 @@ def make_canonical(tokenizer: Any) -> CanonicalTokenizer | None:
 
 
 class TokenBuffer:
-    """A growing text, and the prefix of its tokens that no later text can change.
+    """A growing text, and its tokens as far as they are known.
 
     Args:
         tokenizer: the tokenizer, which all buffers of a server share.
@@ -145,7 +163,8 @@ class TokenBuffer:
             for an answer that the model continues.
 
     Attributes:
-        tokens: the tokens of the head and of the text up to the last boundary.
+        tokens: the tokens of the head and of the text. Those after :attr:`certain_tokens` are
+            likely, and may be taken back.
     """
 
     def __init__(
@@ -167,34 +186,116 @@ class TokenBuffer:
         self._prefixes = [TokenizedPrefix(0, len(self.tokens))]
         # There is no boundary between the last prefix and this place.
         self._searched = 0
+        # Where tokens end that are ahead of the last prefix, and the length of the text at which
+        # more of them are looked for.
+        self._ahead: list[TokenizedPrefix] = []
+        self._look_at = _LONG
 
     @property
     def whole_text(self) -> str:
         """The text, with the head's text before it."""
         return self._head.text + self.text if self._head is not None else self.text
 
-    def append(self, text: str) -> None:
-        """Add text, and to ``tokens`` the tokens that have become certain."""
+    @property
+    def certain_tokens(self) -> int:
+        """How many of ``tokens`` no later text can change."""
+        return self._prefixes[-1].tokens
+
+    def append(self, text: str) -> int:
+        """Add text, and to ``tokens`` those that it settles.
+
+        Return how many tokens are still the same as before; later ones were taken back.
+        """
+        before = len(self.tokens)
         self.text += text
         start = self._prefixes[-1].chars
         # Some languages have no boundaries for long, and are not searched again and again.
         search_from = max(start, self._searched)
-        boundary = self._tokenizer.last_boundary(self.text, search_from)
+        boundary = self._tokenizer.boundaries.last(self.text, search_from)
         # Whether the last characters are at one depends on what follows them.
         self._searched = len(self.text) - RIGHT_CONTEXT
+        kept = before
         if boundary > search_from:
-            self.tokens.extend(self._tokenizer.encode_between(self.text, start, boundary))
+            new = self._tokenizer.encode_between(self.text, start, boundary)
+            kept = self.certain_tokens + common_length(new, self.tokens[self.certain_tokens :])
+            self._take_back(self.certain_tokens)
+            self.tokens.extend(new)
             self._prefixes.append(TokenizedPrefix(boundary, len(self.tokens)))
+            self._look_at = boundary + _LONG
+        if len(self.text) >= self._look_at:
+            kept = min(kept, self._tokenize_ahead())
+        return kept
+
+    def _tokenize_ahead(self) -> int:
+        """Add tokens of the text after the last boundary that are likely to stay.
+
+        Return how many tokens are still the same as before.
+        """
+        last = self._ahead[-1] if self._ahead else self._prefixes[-1]
+        places = [self._prefixes[-1], *self._ahead[-2 * _WINDOW :]]
+        at = bisect_right(places, last.tokens - _WINDOW, key=lambda place: place.tokens)
+        # Digits that are tokenised in threes come out again only from every third place on.
+        windows = places[max(at - 3, 0) : max(at, 1)]
+        for window in reversed(windows):
+            encoded = self._tokenizer.encode_window(
+                self.text, window.chars, window == self._prefixes[-1]
+            )
+            if encoded is None:
+                self._look_at = sys.maxsize
+                return len(self.tokens)
+            repeated = self._repeated(encoded, window, last)
+            if repeated is not None:
+                break
+        else:
+            # More text may settle what these windows cannot.
+            self._look_at = len(self.text) + max(_LONG, len(self.text) - last.chars)
+            self._take_back(windows[0].tokens)
+            return windows[0].tokens
+        count, settled = len(self.tokens), len(self.text) - _UNSETTLED
+        new = [
+            number for number in range(repeated, len(encoded)) if 0 <= encoded[number][1] <= settled
+        ]
+        if new:
+            self.tokens.extend(token for token, _ in encoded[repeated : new[-1] + 1])
+            first = last.tokens + 1 - repeated
+            self._ahead += [TokenizedPrefix(encoded[number][1], first + number) for number in new]
+        self._look_at = len(self.text) + _UNSETTLED
+        return count
+
+    def _repeated(
+        self, encoded: list[tuple[int, int]], window: TokenizedPrefix, last: TokenizedPrefix
+    ) -> int | None:
+        """Return how many tokens of a window are there already; ``None`` if it has others."""
+        if window == last:
+            return 0
+        places = [number for number, (_, end) in enumerate(encoded) if end == last.chars]
+        if not places:
+            return None
+        repeated = places[0] + 1
+        compared = max(0, min(repeated, last.tokens - window.tokens) - _STARTING)
+        again = [token for token, _ in encoded[max(0, repeated - compared) : repeated]]
+        is_same = again == list(self.tokens[last.tokens - len(again) : last.tokens])
+        return repeated if is_same else None
+
+    def _take_back(self, tokens: int) -> None:
+        """Drop the tokens that are ahead of the last boundary, down to a number of tokens."""
+        del self.tokens[tokens:]
+        while self._ahead and self._ahead[-1].tokens > tokens:
+            self._ahead.pop()
 
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(len(self.text), len(self._prefixes))
+        ahead = self.tokens[self.certain_tokens :]
+        return Checkpoint(len(self.text), len(self._prefixes), list(self._ahead), ahead)
 
     def restore(self, state: Checkpoint) -> None:
         """Undo every append since ``state`` was taken."""
         self.text = self.text[: state.chars]
         del self._prefixes[state.prefixes :]
-        del self.tokens[self._prefixes[-1].tokens :]
+        del self.tokens[self.certain_tokens :]
+        self.tokens.extend(state.tokens)
+        self._ahead = list(state.ahead)
         self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
+        self._look_at = len(self.text) + _LONG
 
     def all_tokens(self) -> list[int]:
         """Return the tokens of the text as if it ended here."""
@@ -232,7 +333,9 @@ class TokenBuffer:
         shared = common_length(text, self.text)
         index = bisect_right(self._prefixes, shared, key=lambda prefix: prefix.chars) - 1
         # The new text must have a boundary at the same place, with both of its sides.
-        while index > 0 and not self._tokenizer.is_boundary(text, self._prefixes[index].chars):
+        while index > 0 and not self._tokenizer.boundaries.holds_at(
+            text, self._prefixes[index].chars
+        ):
             index -= 1
         return self._prefixes[index]
 

@@ -105,6 +105,9 @@ class SchedulerStreams:
 
     def extend(self, message: StreamTokens) -> None:
         """Add tokens to streams."""
+        for id_, kept in message.kept:
+            if id_ not in self._ended:
+                self._take_back(self._stream(id_), kept)
         for id_, tokens, grows in message.tokens:
             if id_ not in self._ended:
                 stream = self._stream(id_)
@@ -115,6 +118,13 @@ class SchedulerStreams:
                 self._stream(id_).ended = True
         for id_ in message.unclaimed:
             self.claim(id_, claimed=False)
+
+    def _take_back(self, stream: SchedulerStream, tokens: int) -> None:
+        """Keep only the first tokens of a stream; the text that followed has changed the others."""
+        del stream.tokens[tokens:]
+        # The forward of an increment goes on, and its result is no longer the stream's.
+        stream.increment = None
+        stream.prefilled = min(stream.prefilled, tokens - tokens % self._scheduler.page_size)
 
     def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
         """Open a stream in answer to the request that opens it.
@@ -280,9 +290,12 @@ class SchedulerStreams:
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""
         self.settle(req)
-        tokens, id_ = len(req.origin_input_ids), state_of(req).increment_of
+        id_ = state_of(req).increment_of
         assert id_ is not None
-        self._progress.append((id_, tokens, tokens - req.cached_tokens, seconds))
+        if (stream := self._open.get(id_)) is not None:
+            # Text that came since may have changed the last of its tokens.
+            tokens = min(len(req.origin_input_ids), stream.prefilled)
+            self._progress.append((id_, tokens, max(0, tokens - req.cached_tokens), seconds))
 
     def _of(self, req: Any) -> SchedulerStream | None:
         """Return the stream whose increment a request is, if the request is still its newest."""

@@ -28,6 +28,35 @@ pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
+TEXTS = {
+    "chinese": "第一天抵达加德满都，休息后步行前往老城区。第二天乘车前往博卡拉！",
+    "thai": "กองคาราวานมาถึงเมืองเก่าตอนเที่ยงและทุกคนพักผ่อนก่อน",
+    "russian": "Караван дошёл до старого города, и все отдохнули. ",
+    "json": '{"name":"Asan","id":17,"tags":["old","town"]},',
+    "base64": "aGVsbG8gd29ybGQ1c2F5cyB0aGUgY2FyYXZhbiBhdCBub29u",
+    "digits": "31415926535897932384626433832795028841971",
+}
+
+
+@pytest.mark.parametrize("script", TEXTS)
+async def test_text_of_every_script_is_prefilled_while_it_is_written(
+    client: EngineClient, script: str
+) -> None:
+    text = TEXTS[script] * (500 // len(TEXTS[script]))
+    await client.flush_cache()
+    expected, plain = await generate(client, text, 8)
+    await client.flush_cache()
+    opened = await client.open_stream(text=text[:6])
+    for seq, start in enumerate(range(6, len(text), 6)):
+        state = await client.append(opened.id, seq, text=text[start : start + 6])
+    assert state.received_tokens >= 0.9 * plain.prompt_tokens
+    await wait_until_prefilled(client, opened.id, state.received_tokens - LAG)
+    answer, linked = await generate(client, text, 8, opened.id)
+    assert answer == expected
+    assert linked.prompt_stream is not None and linked.prompt_stream.status == "hit"
+    assert plain.prompt_tokens - linked.cached_tokens <= 0.1 * plain.prompt_tokens + LAG
+
+
 @pytest.mark.parametrize("pairs", [15, slow(50)])
 async def test_random_pairs_give_the_unlinked_answers(
     client: EngineClient, downstream_client: EngineClient, words: Words, pairs: int

@@ -69,9 +69,12 @@ class FakeEngine:
         return []
 
     def tokens_of(self, stream: str) -> list[int]:
-        """Return all tokens of a stream that were handed over."""
+        """Return all tokens of a stream that were handed over and not taken back."""
         found: list[int] = []
         for message in self.handed:
+            for id_, kept in message.kept:
+                if id_ == stream:
+                    del found[kept:]
             for id_, tokens, _ in message.tokens:
                 if id_ == stream:
                     found += memoryview(tokens).cast("q").tolist()

@@ -16,11 +16,13 @@ torchvision_ops.allow_mismatched_build()
 from flashmoa_sglang.http import handover  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
+from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from flashmoa_sglang.messages import StreamProgress  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
+from tests.unit.plugin.test_token_buffer import grouping_digits_from_the_right  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +52,7 @@ async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> No
     """Wait until the schedulers have been told all about these streams."""
     with anyio.fail_after(5):
         while any(  # noqa: ASYNC110 - there is no event for it
-            stream.certain_tokens() > len(engine.tokens_of(stream.id))
+            stream.known_tokens() > len(engine.tokens_of(stream.id))
             or (stream.ended_at is not None and not stream.end_sent)
             for stream in streams
         ):
@@ -93,6 +95,21 @@ def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
     """Return the streams of a message, and which of them grow."""
     assert len({id_ for id_, _, _ in tokens}) == len(tokens)
     return {id_: grows for id_, _, grows in tokens}
+
+
+async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+    for number in range(8):
+        table.append(stream, number, "1234567890123", end=number == 7)
+        await handed_over(engine, [stream])
+    assert any(message.kept for message in engine.handed)
+    assert engine.tokens_of(stream.id) == tokenizer.encode("1234567890123" * 8)
+    assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
+    table.close(stream, "deleted")
 
 
 async def test_streams_that_are_opened_together_share_a_message() -> None:

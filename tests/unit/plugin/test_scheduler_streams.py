@@ -152,6 +152,28 @@ def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
     assert sum(streams.waiting_tokens()) == 0
 
 
+def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_instead(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    first = make_increments(streams)["a"]
+    streams.settle(first)
+    message = new_tokens("a", range(200, 230))
+    streams.extend(StreamTokens(message.tokens, kept=(("a", 60),)))
+    streams.finish(first, 0.5)
+    streams.report()
+    (report,) = [one for one in scheduler.sent if isinstance(one, StreamProgress)]
+    assert report.increments == (("a", 60, 60, 0.5),)
+    second = make_increments(streams)["a"]
+    assert second.origin_input_ids == [*range(60), *range(200, 230)]
+    # One that is still running when its tokens are taken back leaves no trace.
+    streams.extend(StreamTokens((), kept=(("a", 20),)))
+    streams.settle(second)
+    assert make_increments(streams) == {} and not streams.want()
+    streams.extend(new_tokens("a", range(300, 310)))
+    assert make_increments(streams)["a"].origin_input_ids == [*range(20), *range(300, 310)]
+
+
 def test_a_stream_whose_final_request_has_come_gets_no_more_increments(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:

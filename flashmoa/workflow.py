@@ -234,12 +234,14 @@ class Workflow:
         name: str = "request",
         on_failure: OnFailure | None = None,
         namespace: Mapping[str, str] | None = None,
+        **fields: Any,
     ) -> Pending:
         """Announce a request that any client will send, and prefill its prompt until then.
 
         Args:
             messages, engine, on_failure: as for :meth:`ask`.
             tools, template_args: the request's ``tools`` and ``chat_template_kwargs``.
+            fields: its other ones that shape its prompt; see ``flashmoa.engine.prompt_fields``.
             name: the name of the agent that sends it, for events.
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
                 that the request will have, if any; by default those of the engine's client.
@@ -248,7 +250,7 @@ class Workflow:
         """
         self._entered()
         pending = self._make_pending(messages, name, on_failure)
-        fields = {"tools": tools, "chat_template_kwargs": template_args}
+        fields = {"tools": tools, "chat_template_kwargs": template_args, **fields}
         self._link(pending, engine or self._engine, fields, namespace)
         self._expected.append(pending)
         return pending

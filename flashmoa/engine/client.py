@@ -290,10 +290,15 @@ class EngineClient:
         return (await self.ask("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
     async def tokenize_chat(
-        self, messages: Messages, *, template_args: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> list[int]:
-        """Return the tokens of the prompt that the engine's chat template makes of ``messages``."""
-        body = {"messages": list(messages), "chat_template_kwargs": template_args or None}
+        """Return the tokens of the prompt that :meth:`render` returns as text."""
+        fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
+        body = {"messages": list(messages), **fields}
         return (await self.ask("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

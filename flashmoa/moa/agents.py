@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import anyio
 
 from flashmoa import EngineClient, UpstreamCancelled
-from flashmoa.engine import EngineError, RequestRefused
+from flashmoa.engine import EngineError, RequestRefused, prompt_fields
 from flashmoa.moa.results import MixtureFailed
 from flashmoa.moa.sampling import token_limit
 from flashmoa.moa.settings import Limits, Price, Thinking
@@ -129,9 +129,9 @@ class Model:
             return True  # If there is too little room, the engine will refuse the request itself.
 
     async def _count_tokens(self, prompt: Sequence[Mapping[str, Any]]) -> int:
-        template_args = self.sampling.get("chat_template_kwargs")
+        fields = prompt_fields(self.sampling)
         with anyio.fail_after(_HOUSEKEEPING_SECONDS):
-            return len(await self.engine.tokenize_chat(list(prompt), template_args=template_args))
+            return len(await self.engine.tokenize_chat(list(prompt), **fields))
 
 
 def note_attempt(engine: EngineClient) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from flashmoa import Answer, UpstreamCancelled
-from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.errors import EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.linking.streamed_text import find_marks
 from flashmoa.moa.agents import Model, note_answer, note_attempt, note_silence
@@ -156,10 +156,9 @@ class AgentCall(Answer):
                 pending = await self._inquiry.flow.expect(
                     messages,
                     engine=self.model.engine,
-                    tools=parameters.get("tools"),
-                    template_args=parameters.get("chat_template_kwargs"),
                     name=self.name,
                     namespace=kv_namespace(parameters) or None,
+                    **prompt_fields(parameters),
                 )
                 messages = await pending.messages()
             self._inquiry.check_budget(is_last=self._is_last)

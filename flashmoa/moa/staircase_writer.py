@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from flashmoa import UpstreamCancelled
-from flashmoa.engine import PromptUsage, kv_namespace
+from flashmoa.engine import PromptUsage, kv_namespace, prompt_fields
 from flashmoa.moa.agents import Model
 from flashmoa.moa.answer_filters import RepeatFilter, StopFilter
 from flashmoa.moa.calls import AgentCall, continue_answer
@@ -140,9 +140,9 @@ class StaircaseWriter:
         self._announced = await self._inquiry.flow.expect(
             messages,
             engine=model.engine,
-            template_args=model.sampling.get("chat_template_kwargs"),
             name=f"{self._name}.{number + 1}",
             namespace=kv_namespace({"model": model.model, **model.sampling}) or None,
+            **prompt_fields(model.sampling),
         )
         return self._announced
 

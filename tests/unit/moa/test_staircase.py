@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flashmoa import Workflow
+from flashmoa.engine import EngineClient
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.moa import Limits, Model, Staircase
+from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
 from tests.unit.moa.scripted_engine import scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -76,3 +77,23 @@ async def test_round_that_is_not_begun_is_released(
             await run.result()
             # Before the whole question ends, which releases everything.
             assert requests.announced and not requests.left
+
+
+@pytest.mark.parametrize("is_staircase", [True, False])
+async def test_prompts_are_rendered_with_every_field_that_shapes_them(
+    monkeypatch: pytest.MonkeyPatch, is_staircase: bool
+) -> None:
+    rendered: list[dict[str, Any]] = []
+
+    async def render(_: EngineClient, messages: Any, **fields: Any) -> str:
+        rendered.append(fields)
+        return "".join(message["content"] for message in messages)
+
+    monkeypatch.setattr(EngineClient, "render", render)
+    fields = {"reasoning_effort": "low", "chat_template_kwargs": {"x": 1}}
+    async with scripted_engine({"first": ["one "] * 60, "last": ["two "] * 60}) as (_, client):
+        last = Model(client, "last", {**fields, "temperature": 0})
+        first = [Model(client, "first")]
+        mixture = Staircase(first, last) if is_staircase else MixtureOfAgents([first, [last]])
+        await mixture.answer("Count.")
+    assert rendered and all(each == fields for each in rendered)

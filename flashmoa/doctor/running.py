@@ -61,6 +61,7 @@ async def check_engine(target: EngineToCheck) -> list[Finding]:
             _check_model(info, target.model),
             *_check_capacity(info),
             *_check_settings(await _get_json(url, key, "/server_info", "/get_server_info")),
+            *_check_rides(await _get_json(url, key, "/flashmoa/info")),
         ]
         try:
             templates = await check_templates(engine)
@@ -174,6 +175,22 @@ def _check_capacity(info: EngineInfo) -> list[Finding]:
         return [room, note("costs", text)]
     step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"
     return [room, ok("costs", f"{streams}; {step}")]
+
+
+def _check_rides(info: dict[str, Any]) -> list[Finding]:
+    """Check whether tokens of prompt streams ride along with decode steps."""
+    # Older plugins do not say it.
+    reasons = {rank["no_rides"] for rank in info.get("kv", []) if "no_rides" in rank}
+    if reasons == {""}:
+        return [ok("rides", "tokens of prompts ride along with decode steps")]
+    return [
+        note(
+            "rides",
+            f"off, because {reason}; prompts are prefilled when no request decodes",
+            "docs/limits.md lists what does not ride",
+        )
+        for reason in sorted(reasons - {""})
+    ]
 
 
 def _check_settings(server: dict[str, Any]) -> list[Finding]:

@@ -175,6 +175,8 @@ class KvReport:
         max_running: the most requests that decode together.
         shares: whether requests that arrive together compute a common prefix once; ``None`` if the
             engine keeps no KV of prompts, so that nothing is shared at all.
+        no_rides: why no tokens ride along with decode steps; empty if some do.
+        late_kv: why KV is put into the radix tree only when it is computed; empty if before.
     """
 
     query: int
@@ -192,3 +194,5 @@ class KvReport:
     kv_bytes: int | None = None
     peak_bytes: int | None = None
     shares: bool | None = None
+    no_rides: str = ""
+    late_kv: str = ""

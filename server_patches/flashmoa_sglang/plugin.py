@@ -13,7 +13,6 @@ import asyncio
 import inspect
 import logging
 import multiprocessing
-import os
 import pkgutil
 import sys
 from contextlib import asynccontextmanager
@@ -58,6 +57,9 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """Add the routes and wrap the tokenizer; runs after ``init_request_dispatcher``."""
     arguments = RELEASE.resolve_arguments(manager.server_args)
+    manager.flashmoa_table = None
+    if state.stands_aside(arguments):
+        return
     _refuse_unsupported(arguments)
     metrics.start(arguments)
     # The engine keeps the tokenizer's original ``encode``, so it comes before the wrapper.
@@ -101,7 +103,7 @@ def generate_request(
 ) -> Any:
     """Tie requests to their prompt stream; wraps ``TokenizerManager.generate_request``."""
     original = RELEASE.forget_refused(original)
-    if is_ours(obj):
+    if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
     return stream_requests.generate_request(original, manager, obj, request)
 
@@ -110,8 +112,11 @@ async def handle_chat(
     original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
 ) -> Any:
     """Do the same for chat completions; wraps ``OpenAIServingChat.handle_request``."""
+    table: StreamTable | None = chat.tokenizer_manager.flashmoa_table
+    if table is None:
+        return await original(chat, request, raw_request)
     try:
-        stream_request = stream_requests.bind(chat.tokenizer_manager.flashmoa_table, raw_request)
+        stream_request = stream_requests.bind(table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw_request)
@@ -127,6 +132,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
     *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
+    Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", queue.prefetch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
     Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
     Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
@@ -276,12 +282,6 @@ def _stop(problem: str) -> NoReturn:
 
 
 def _refuse_unsupported(arguments: Any) -> None:
-    if (arguments.tokenizer_worker_num or 1) > 1:
-        raise SystemExit(
-            "flashmoa-sglang needs one HTTP process: start without --tokenizer-worker-num."
-        )
-    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
-        raise SystemExit("flashmoa-sglang does not work with SGLANG_RUST_SERVER; unset it.")
     own = options.Options.from_environment()
     if own.device and not cpu.lacks_accelerator():
         raise SystemExit("--flashmoa-device is for engines on a CPU; leave it out on a GPU.")

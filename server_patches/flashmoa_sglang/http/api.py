@@ -234,6 +234,8 @@ class Api:
             return kv_free.KEEPS_NONE
         if not self._engine.has_radix_cache:
             return "This engine keeps no KV of prompts (--disable-radix-cache)"
+        if self._engine.prefills_in_stages:
+            return "This engine prefills for a PD pair in stages (--pp-size)"
         return None
 
     def _require_kv(self) -> None:

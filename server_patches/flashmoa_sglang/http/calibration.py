@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,10 @@ from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.messages import KvReport
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ _MIXED_ROUNDS = 2
 # Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
+# After so many polls, which take a minute, it is said what costs that are not measured mean.
+_LONG_WAIT = 1200
 
 
 async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[LayerTimes]]:
@@ -165,9 +171,29 @@ def _is_steady(times: list[float]) -> bool:
 
 
 async def _until_idle(engine: Engine) -> None:
-    # SGLang would wait for the measurements before it shuts down.
-    while engine.draining or engine.others_active():  # noqa: ASYNC110 - SGLang has no event for it
+    # SGLang would wait for the measurements before it shuts down, and has no event for its end.
+    for polls in count():
+        if not engine.draining and not engine.others_active():
+            return
+        if polls == _LONG_WAIT:
+            logger.warning(
+                "The costs of forwards are not measured yet, because the engine has not been idle "
+                "for a minute: hardly any tokens ride along with decode steps until it is. "
+                "--flashmoa-costs reads them from a file instead."
+            )
         await asyncio.sleep(_IDLE_POLL)
+
+
+def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
+    """Log, once for all ranks, what this engine does not do for prompt streams, and why."""
+    for reason in {rank.no_rides for rank in ranks} - {""}:
+        logger.warning(
+            "rides: off, because %s. Prompt streams are prefilled when no request decodes.", reason
+        )
+    for reason in {rank.late_kv for rank in ranks} - {""}:
+        logger.warning(
+            "sharing: off, because %s. Requests find a common prefix once it is computed.", reason
+        )
 
 
 async def calibrate(engine: Engine) -> None:
@@ -179,7 +205,9 @@ async def calibrate(engine: Engine) -> None:
         return  # Costs are for planning prefills, which a decode engine does not run.
     file = Options.from_environment().costs
     try:
-        most = engine.largest_forward(await engine.kv())
+        ranks = await engine.kv()
+        _log_what_is_off(ranks)
+        most = engine.largest_forward(ranks)
         if file:
             costs, saturation = read_costs(file)
         else:

@@ -119,6 +119,15 @@ class Engine:
         return RELEASE.steps_together(self._arguments)
 
     @property
+    def prefills_in_stages(self) -> bool:
+        """Whether this is a PD pair's prefill engine with pipeline stages.
+
+        SGLang's loop lets the stages agree on the requests that may start, and increments have no
+        part in that.
+        """
+        return self.role == "prefill" and self._arguments.pp_size > 1
+
+    @property
     def warming_up(self) -> bool:
         return self._manager.server_status.value == "Starting"
 

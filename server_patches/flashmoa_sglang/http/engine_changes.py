@@ -16,6 +16,8 @@ async def without_streams(
     original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Close all prompt streams before a change; wraps methods of ``TokenizerManager``."""
+    if manager.flashmoa_table is None:
+        return await original(manager, *args, **kwargs)
     async with manager.flashmoa_table.closed():
         return await original(manager, *args, **kwargs)
 

@@ -24,6 +24,13 @@ Fix = tuple[str, "Callable[..., Any]"]
 # paths do the like.
 _WRITE_FIRST = {"torch_native", "triton", "fa3", "trtllm_mha"}
 
+# Attention backends whose prefill computes rows of one token beside longer ones.
+_MIXING_ATTENTION = _WRITE_FIRST | {
+    "fa4", "flashinfer", "flashmla", "cutlass_mla", "trtllm_mla",
+}  # fmt: skip
+# Radix trees that keep KV in the pool only, unless they have a controller or a linker for more.
+_PLAIN_TREES = {"RadixCache", "UnifiedRadixCache"}
+
 
 class Release(RequestAccess):
     """One SGLang release.
@@ -35,6 +42,9 @@ class Release(RequestAccess):
             module of the model runner imports it.
         LARGEST_BATCH: path of the function that returns how many requests a forward's buffers hold;
             ``None`` if there are no such buffers.
+        MIXING_POOLS: the classes of KV pools in which decodes never lack room, nor lose a state,
+            beside prefill.
+        LOSES_STATES: whether a model's state besides KV gets lost in such a step (sglang#39342).
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
             schedulers and in the HTTP process.
@@ -50,6 +60,8 @@ class Release(RequestAccess):
     LARGEST_BATCH: ClassVar[str | None] = (
         "sglang.srt.model_executor.runner.eager_runner.get_eager_max_batch_size"
     )
+    MIXING_POOLS: ClassVar[frozenset[str]] = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
+    LOSES_STATES: ClassVar[bool] = True
     NO_GRAPHS: ClassVar[str] = (
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
     )
@@ -78,20 +90,66 @@ class Release(RequestAccess):
         config = arguments.cuda_graph_config
         return config.decode.backend == config.prefill.backend == "disabled"
 
-    def mixes(self, arguments: Any) -> bool:
-        """Return whether prefill and decodes can be in one forward (``--enable-mixed-chunk``).
+    def why_no_rides(self, scheduler: Any) -> str:
+        """Return why prefill does not share forwards with decodes; empty if it does.
 
-        With some arguments SGLang refuses that, or switches it off, when it starts. It returns
-        hidden states by the rows of a forward, which it finds only for whole prompts without
-        decodes.
+        What is known to be right is listed, and nothing else is mixed. SGLang does so itself with
+        ``--enable-mixed-chunk``, which it refuses, or switches off, where it cannot.
         """
-        return not (
-            arguments.attention_backend == "dual_chunk_flash_attn"
-            or arguments.attn_cp_size > 1
-            or arguments.dllm_algorithm
-            or arguments.enable_hisparse
-            or arguments.enable_return_hidden_states
+        arguments = self.resolve_arguments(scheduler.server_args)
+        pool = type(scheduler.token_to_kv_pool_allocator.get_kvcache()).__name__
+        attention = arguments.prefill_attention_backend or arguments.attention_backend
+        unknown = "is not known to compute them right; --enable-mixed-chunk allows it all the same"
+        reasons = {
+            "prompts are not cut into chunks (--chunked-prefill-size)": (
+                scheduler.chunked_prefill_size is None
+            ),
+            "the engine decodes speculatively": not scheduler.spec_algorithm.is_none(),
+            "ranks step together (DP attention, --moe-a2a-backend, --moe-dense-tp-size)": (
+                scheduler.require_mlp_sync
+            ),
+            "the model is divided into stages (--pp-size)": self.pipeline_stages(scheduler) > 1,
+            # SGLang returns hidden states by the rows of a forward, which it finds only for whole
+            # prompts without decodes.
+            "hidden states are returned": arguments.enable_return_hidden_states,
+            "this SGLang loses the model's state besides KV in such steps (0.5.23 keeps it)": (
+                self.LOSES_STATES and scheduler.is_hybrid_ssm
+            ),
+        }
+        if not scheduler.is_mixed_chunk:
+            reasons |= {
+                "SGLang refuses it with the engine's other arguments": self.refuses_mixed(
+                    arguments
+                ),
+                f"the KV pool {pool} {unknown}": pool not in self.MIXING_POOLS,
+                f"the attention backend {attention} {unknown}": attention not in _MIXING_ATTENTION,
+            }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def refuses_mixed(self, arguments: Any) -> bool:
+        """Return whether SGLang refuses ``--enable-mixed-chunk`` with other arguments."""
+        return bool(
+            arguments.attn_cp_size > 1 or arguments.dllm_algorithm or arguments.enable_hisparse
         )
+
+    def why_late(self, scheduler: Any) -> str:
+        """Return why KV is put into the radix tree only when it is computed; empty if before.
+
+        Only trees that are known to keep KV in the pool, and nowhere else, get it before.
+        """
+        tree = scheduler.tree_cache
+        if scheduler.server_args.disaggregation_mode == "prefill" and scheduler.enable_overlap:
+            # Under the overlap schedule, the forward before may still be writing published KV.
+            return "a prefill engine of a PD pair sends KV that is in the tree"
+        if type(tree).__name__ not in _PLAIN_TREES:
+            return f"the tree {type(tree).__name__} may copy it elsewhere"
+        if self.copies_kv(scheduler):
+            return "the tree copies it to host memory or to a store at once"
+        return ""
+
+    def copies_kv(self, scheduler: Any) -> bool:
+        """Return whether a radix tree of one of these kinds copies the KV that it gets."""
+        return scheduler.tree_cache.cache_controller is not None
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         """Return the number of schedulers that have a KV pool each and share the requests."""
@@ -175,6 +233,15 @@ class Release(RequestAccess):
     def return_no_input_logprobs(self, batch: Any) -> None:
         """Let a prefill batch return log-probabilities of what it generates alone."""
         batch.extend_logprob_start_lens = list(batch.extend_lens)
+
+    def reserve_pages(self, adder: Any) -> None:
+        """Let a mixed batch leave a page for each request that decodes in it.
+
+        SGLang counts a token for each. If the pool lacks one of their pages then, SGLang ends.
+        """
+        pages = (adder.page_size - 1) * len(adder.running_batch.reqs)
+        adder.rem_total_token_offset += pages
+        adder.cur_rem_token_offset += pages
 
     def no_batch(self, running: Any) -> Any:
         """Return the result of that method that means that there is no prefill batch."""

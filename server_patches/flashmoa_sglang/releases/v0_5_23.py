@@ -19,6 +19,9 @@ from flashmoa_sglang.releases.base import Release
 class Release0523(Release):
     """SGLang 0.5.23, which by itself aborts requests whose client has disconnected."""
 
+    # It looks for room before it mixes decodes in, and keeps the states of the prefill's rows.
+    MIXING_POOLS = Release.MIXING_POOLS | {"SWAKVPool", "HybridLinearKVPool"}
+    LOSES_STATES = False
     CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 
     def resolve_arguments(self, server_args: Any) -> Any:
@@ -27,12 +30,23 @@ class Release0523(Release):
 
         return resolved_view(server_args)
 
-    def mixes(self, arguments: Any) -> bool:
-        return super().mixes(arguments) and not (
-            arguments.dsa_prefill_backend == "flashmla_sparse_q8"
+    def why_no_rides(self, scheduler: Any) -> str:
+        graphs = self.resolve_arguments(scheduler.server_args).cuda_graph_config.prefill.backend
+        if graphs not in ("disabled", "breakable", "full"):
+            return f"SGLang refuses it with {graphs} CUDA graphs of prefills"
+        return super().why_no_rides(scheduler)
+
+    def refuses_mixed(self, arguments: Any) -> bool:
+        return bool(
+            super().refuses_mixed(arguments)
+            or arguments.dsa_prefill_backend == "flashmla_sparse_q8"
             or arguments.enable_encoder_swa_bounded_replay
             or arguments.enable_megamoe_for_layernorm_sp
         )
+
+    def copies_kv(self, scheduler: Any) -> bool:
+        arguments = self.resolve_arguments(scheduler.server_args)
+        return super().copies_kv(scheduler) or arguments.enable_unified_cache_external_linker
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         # The first is the number of replicas, the second that of DP attention's ranks.
@@ -48,6 +62,9 @@ class Release0523(Release):
         prefix = req.prefix_len
         scheduler.stash_chunked_request(req)
         req.prefix_len = prefix
+
+    def reserve_pages(self, adder: Any) -> None:
+        """Do nothing: this release looks for room before it mixes decodes in."""
 
     def check_host_cache(self, scheduler: Any) -> None:
         """Do nothing: this release checks before it looks for a batch."""

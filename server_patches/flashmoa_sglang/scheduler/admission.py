@@ -33,6 +33,9 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     state: SchedulerState | None = getattr(adder.tree_cache, "flashmoa", None)
     if state is None:
         return original(adder, req, *args, **kwargs)
+    if state.needs_pages:
+        RELEASE.reserve_pages(adder)
+        state.needs_pages = False
     shared, mark = state.shared, state_of(req).mark
     if mark is not None and not mark.final:
         # SGLang takes a prefill that is sent to no decode engine for a warm-up of its own, whose KV
@@ -152,8 +155,8 @@ def _promised(scheduler: Any, running: Any) -> int:
     chunked, rest = scheduler.chunked_req, 0
     if chunked is not None:
         rest = _rest(scheduler) + output_left(chunked)
-    # With SGLang's mixed chunk each running request has a token in the batch, too.
-    return ceil(answers) + rest + len(running.reqs)
+    # In a mixed batch each running request has a token, too, which may begin a page.
+    return ceil(answers) + rest + scheduler.page_size * len(running.reqs)
 
 
 def _rest(scheduler: Any) -> int:

@@ -66,8 +66,8 @@ def next_prefill_batch(
 ) -> Any:
     """Plan and build a step's batch; wraps ``Scheduler._get_new_batch_prefill_raw``."""
     running = RELEASE.running_batch(scheduler, kwargs)
-    state: SchedulerState = scheduler.flashmoa
-    if not _may_prefill(scheduler):
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if state is None or not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
     # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
     # may have held the room that was missing.
@@ -123,7 +123,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if waits_for_saturation(scheduler, running, decoding):
         return None
     rides: tuple[Ride, ...] = ()
-    if decoding and _can_mix(scheduler):
+    if decoding and not state.no_rides:
         budget, most = state.options.itl_budget, scheduler.chunked_prefill_size
         rides = possible_rides(costs, decoding, budget, page, most)
         step = _riding_prompts(scheduler, running, rides, decoding)
@@ -183,17 +183,6 @@ def _decoding(batch: Any) -> int:
     return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 
-def _can_mix(scheduler: Any) -> bool:
-    """Return whether prefill can ride in one forward with decodes (SGLang's mixed chunk)."""
-    return (
-        scheduler.chunked_prefill_size is not None
-        and scheduler.flashmoa.mixes
-        and scheduler.spec_algorithm.is_none()
-        and not scheduler.require_mlp_sync
-        and RELEASE.pipeline_stages(scheduler) == 1
-    )
-
-
 @contextmanager
 def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
     """Put a step's increments into the queue, and let SGLang build its batch as planned.
@@ -210,6 +199,7 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
         # SGLang mixes nothing with decodes that return log-probabilities, but ``results.mix`` can.
         scheduler.is_mixed_chunk, running.return_logprob = True, False
         scheduler.chunked_prefill_size = step.rides + len(running.reqs)
+    state.needs_pages = scheduler.is_mixed_chunk
     if step.only_streams:
         state.only_streams, running.batch_is_full = True, False
     try:
@@ -262,9 +252,8 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
         if stream is not None and _publishes(scheduler, req):
             if state.shared is None:
                 RELEASE.publish(scheduler, req)
-            # Otherwise SGLang would go through the tree once more with the result. It does so to
-            # write the KV to host memory.
-            req.skip_radix_cache_insert = not scheduler.enable_hierarchical_cache
+            # Otherwise SGLang would go through the tree once more with the result.
+            req.skip_radix_cache_insert = True
             state.pins.replace(stream, pin_published(scheduler, req))
             state.streams.settle(req)
 
@@ -274,7 +263,7 @@ def _publishes(scheduler: Any, req: Any) -> bool:
 
     Under the overlap schedule SGLang would put it into the tree one step too late.
     """
-    if not scheduler.flashmoa.publishes_early:
+    if scheduler.flashmoa.late_kv:
         return False
     if req is scheduler.chunked_req or req.finished() or req.to_finish is not None:
         return False

@@ -41,6 +41,17 @@ def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
     return True
 
 
+def prefetch(
+    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Look for no KV of increments in storage; wraps ``Scheduler._prefetch_kvcache``.
+
+    A request waits in the queue while SGLang looks for its KV, but an increment leaves the queue
+    after one step, and would never join a batch.
+    """
+    return None if is_increment(req) else original(scheduler, req, *args, **kwargs)
+
+
 def look_after_queue(scheduler: Any) -> None:
     """Do what SGLang does before each prefill batch, in a step in which none is built.
 
@@ -117,6 +128,10 @@ def take_request(
         if runs:
             # A request that is sent nowhere is ready for its prefill at once.
             scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
+            # It stays there while SGLang has no buffer for its metadata, and others would join it.
+            for req in [req for req in bootstrap.queue if req.rid == message.rid]:
+                bootstrap.queue.remove(req)
+                let_go(scheduler, req)
         elif bootstrap.queue and bootstrap.queue[-1].rid == message.rid:
             scheduler.waiting_queue.append(bootstrap.queue.pop())
     made, scheduler.waiting_queue = scheduler.waiting_queue, queue

@@ -70,7 +70,7 @@ def stream_output(
     increments = [req for req in reqs if is_increment(req)]
     for req in increments:
         stream = state_of(req).increment_of
-        if state.pins_results and stream is not None:
+        if state.late_kv and stream is not None:
             key = RELEASE.radix_key(req, len(req.origin_input_ids))
             pin, _ = match_and_pin(streamer.tree_cache, key)
             state.pins.replace(stream, pin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
+logger = logging.getLogger(__name__)
+
 # Rows for requests that are added to SGLang's table, which is the most increments in a batch.
 SPARE_ROWS = 16
 
@@ -42,11 +46,12 @@ class SchedulerState:
         pins: locks on the KV of prompt streams.
         shared: decides what the batch shares that is being built; ``None`` if nothing is shared.
         only_streams: whether the batch that is being built is for prompt streams only.
+        needs_pages: whether that batch is mixed, and room for its decodes has not been kept yet.
         increments_ended: whether increments have given back KV since a batch was built.
         work: the work that the engine has done so far, in prefill tokens.
-        mixes: whether SGLang's arguments allow prefill and decodes in one forward.
-        publishes_early: whether KV is put into the radix tree before its forward has run.
-        pins_results: whether increments are pinned when they have been computed instead.
+        no_rides: why no tokens ride along with decode steps; empty if some do.
+        late_kv: why KV is put into the radix tree, and pinned there, only when it is computed;
+            empty if before.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
     """
 
@@ -61,16 +66,13 @@ class SchedulerState:
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
         self.role: str = scheduler.server_args.disaggregation_mode
-        self.mixes = RELEASE.mixes(RELEASE.resolve_arguments(scheduler.server_args))
-        # A prefill engine of a PD pair sends a request's cached KV before the request's forward has
-        # run. Under the overlap schedule, the forward before may still be writing published KV.
-        self.publishes_early = not (self.role == "prefill" and scheduler.enable_overlap)
-        self.pins_results = not self.publishes_early and can_pin(scheduler)
+        self.no_rides = RELEASE.why_no_rides(scheduler)
+        self.late_kv = RELEASE.why_late(scheduler) if can_pin(scheduler) else ""
         self.costs = UNMEASURED
         self.saturation_gate: SaturationGate | None = None
         self.queued = QueuedTokens(scheduler.page_size)
         self.shared: SharedPrefill | None = None
-        self.only_streams = self.increments_ended = False
+        self.only_streams = self.needs_pages = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
         self.work = 0.0
         self.duplicates_avoided = 0
@@ -96,7 +98,7 @@ class SchedulerState:
         """
         if scheduler.disable_radix_cache:
             return None
-        return self.options.intra_turn != "off" and self.publishes_early and can_pin(scheduler)
+        return self.options.intra_turn != "off" and not self.late_kv and can_pin(scheduler)
 
     def start_sharing(self, scheduler: Any) -> None:
         """Prepare sharing for the batch that is built next, if requests can share tokens."""
@@ -162,8 +164,27 @@ class ForwardTimer:
         return times
 
 
+def stands_aside(arguments: Any) -> bool:
+    """Return whether the plugin leaves SGLang as it is, because it cannot serve these arguments.
+
+    Raises: SystemExit if one of the plugin's own options is given, which would have no effect.
+    """
+    if (arguments.tokenizer_worker_num or 1) > 1:
+        problem = "needs one HTTP process: start without --tokenizer-worker-num"
+    elif os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"):
+        problem = "does not work with SGLANG_RUST_SERVER: unset it"
+    else:
+        return False
+    if Options.from_environment() != Options():
+        raise SystemExit(f"flashmoa-sglang {problem}, or leave the --flashmoa options out.")
+    logger.warning("flashmoa-sglang is off, because it %s to use it.", problem)
+    return True
+
+
 def attach(_result: None, scheduler: Any) -> None:
     """Add the plugin's state and message handlers; runs after ``init_request_dispatcher``."""
+    if stands_aside(RELEASE.resolve_arguments(scheduler.server_args)):
+        return
     kv_free.verify(scheduler)
     state = SchedulerState(scheduler)
     scheduler.flashmoa = state
@@ -180,8 +201,11 @@ def handle_request(
     original: Callable[..., None], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Keep requests that open a stream; wraps ``Scheduler.handle_generate_request``."""
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if state is None:
+        original(scheduler, recv_req, *args, **kwargs)
+        return
     mark = RequestMark.read(recv_req.sampling_params.custom_params)
-    state: SchedulerState = scheduler.flashmoa
     if mark is not None and mark.stream is not None and mark.opens:
 
         def make(message: Any) -> None:
@@ -214,8 +238,8 @@ def largest_batch(original: Callable[..., int], *args: Any, **kwargs: Any) -> in
 def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
     """Forget all KV of streams once the tree is flushed; wraps ``Scheduler.flush_cache``."""
     flushed = original(scheduler, *args, **kwargs)
-    state: SchedulerState = scheduler.flashmoa
-    if flushed:
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if flushed and state is not None:
         state.pins.forget()
         state.streams.lose()
     return flushed
@@ -249,5 +273,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         kv_bytes=kv_free.bytes_of(scheduler),
         peak_bytes=kv_free.peak_memory(scheduler),
         shares=state.shares(scheduler),
+        no_rides=state.no_rides,
+        late_kv=state.late_kv,
     )
     RELEASE.to_tokenizer(scheduler, report)

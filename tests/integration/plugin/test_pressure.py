@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
     LAG,
+    RIDING,
     complete_stream,
     fetch_kv_state,
     generate,
@@ -105,6 +107,41 @@ async def test_streams_without_room_wait_and_go_on_when_there_is_some(
         await client.delete_stream(stream.id)
     await client.flush_cache()
     assert linked == (await generate(client, texts[0] + " of", 4))[0]
+
+
+@pytest.mark.slow
+async def test_decodes_that_need_a_page_each_in_one_step_find_it_beside_rides(
+    engines: LocalEngines, model: Path
+) -> None:
+    """Before 0.5.23, SGLang ends if it has no page for a decode in a step with prefill."""
+    dice = random.Random(13)
+
+    def ids(count: int) -> list[int]:
+        return [dice.randrange(300, 3000) for _ in range(count)]
+
+    async with (
+        start_special_engine(
+            engines, model, "--page-size", "64", pool=24576, environment=RIDING
+        ) as modelled,
+        EngineClient(modelled.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
+    ):
+        streams = [await client.open_stream(input_ids=ids(64)) for _ in range(6)]
+
+        async def fill() -> None:
+            for number in range(40):
+                for stream in streams:
+                    await client.append(stream.id, number, input_ids=ids(512))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(fill)
+            sampling = {**GREEDY, "max_new_tokens": 70}
+            body = {"input_ids": [ids(60) for _ in range(90)], "sampling_params": sampling}
+            answers = (await http.post("/generate", json=body)).json()
+        assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [70] * 90
+        assert (await fetch_kv_state(client)).rode_along > 0
+        for stream in streams:
+            await client.delete_stream(stream.id)
 
 
 async def state(http: httpx.AsyncClient, stream_id: str) -> dict[str, Any]:

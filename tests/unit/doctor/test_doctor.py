@@ -227,3 +227,15 @@ def test_a_containers_page_cache_is_free_memory(
     }
     monkeypatch.setattr(machine, "_read", lambda path: files[str(path)])
     assert machine.available_memory() == free
+
+
+def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
+    def rides(*reasons: str) -> list[tuple[str, str]]:
+        found = running._check_rides({"kv": [{"no_rides": reason} for reason in reasons]})
+        return [(one.level, one.text.partition(";")[0]) for one in found]
+
+    assert rides("", "") == [("ok", "tokens of prompts ride along with decode steps")]
+    why = "the engine decodes speculatively"
+    assert rides(why, why) == [("note", f"off, because {why}")]
+    # An older plugin does not say it, and neither does an engine that did not answer.
+    assert running._check_rides({"kv": [{}]}) == running._check_rides({}) == []

@@ -63,7 +63,7 @@ def scheduler(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
     """Make a scheduler with so many requests that decode, and whose KV is published late."""
     made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
     made.flashmoa.costs = COSTS
-    made.flashmoa.publishes_early = False
+    made.flashmoa.late_kv = "of the test"
     made.running.batch_is_full = full
     return made
 

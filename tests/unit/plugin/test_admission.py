@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.messages import StreamProgress
+from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler import admission
 from flashmoa_sglang.scheduler.pins import Pin, StreamPins
 
@@ -61,7 +62,7 @@ def adder(gave_way: list[str]) -> Adder:
     pins = StreamPins(tree, gave_way.append, lambda _: True)
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
-    tree.flashmoa = SimpleNamespace(pins=pins, shared=None)
+    tree.flashmoa = SimpleNamespace(pins=pins, shared=None, needs_pages=False)
     return Adder(tree)
 
 
@@ -242,3 +243,21 @@ def test_room_for_the_rest_of_a_chunked_prompt_is_kept() -> None:
     scheduler.chunked_req = chunked = request(9000, 50)
     chunked.computed = 4000
     assert room(scheduler) == 7000 - 5000 - 50 - 2
+
+
+def test_each_decode_may_begin_a_page_in_a_step_with_streams() -> None:
+    scheduler = FakeScheduler(20_000, 0.0, [request(64, 50, 1) for _ in range(90)])
+    taken = room(scheduler)
+    scheduler.page_size = 64
+    assert room(scheduler) == taken - 90 * 63
+
+
+def test_pages_of_decodes_are_left_free_once_in_a_mixed_batch(
+    adder: Adder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[Any] = []
+    monkeypatch.setattr(RELEASE, "reserve_pages", reserved.append)
+    adder.tree_cache.flashmoa.needs_pages = True
+    for _ in range(2):
+        admission.admit(Adder.add, adder, request(100, 0))
+    assert reserved == [adder]

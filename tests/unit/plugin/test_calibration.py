@@ -71,7 +71,8 @@ class FakeEngine:
         self.costs, self.waits_for = costs, waits_for
 
     async def kv(self) -> list[Any]:
-        return [SimpleNamespace(max_running=most, total=8000) for most in self.max_running]
+        off = {"no_rides": "", "late_kv": ""}
+        return [SimpleNamespace(max_running=most, total=8000, **off) for most in self.max_running]
 
     async def time_answer(self, tokens: int) -> float:
         return 0.01 + 0.002 * tokens
@@ -222,3 +223,37 @@ async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     engine: Any = FakeEngine(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
     await calibrate(engine)
     assert engine.waits_for == expected
+
+
+async def test_an_engine_that_is_never_idle_says_once_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibration, "_IDLE_POLL", 0.0)
+    monkeypatch.setattr(calibration, "_LONG_WAIT", 5)
+    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
+
+    class BusyEngine(FakeEngine):
+        polls = 0
+
+        def others_active(self) -> bool:
+            self.polls += 1
+            return self.polls < 9
+
+    engine: Any = BusyEngine(lambda tokens, _before: 1e-5 * tokens)
+    await calibrate(engine)
+    assert caplog.text.count("has not been idle") == 1 and engine.costs
+
+
+async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
+    engine: Any = FakeEngine(lambda tokens, _before: 1e-5 * tokens)
+    await calibrate(engine)
+    assert "off, because" not in caplog.text
+    ranks = await engine.kv()
+    for rank in ranks:
+        rank.no_rides, rank.late_kv = "it decodes speculatively", "the tree copies it"
+    calibration._log_what_is_off(ranks)
+    assert caplog.text.count("rides: off, because it decodes speculatively.") == 1
+    assert caplog.text.count("sharing: off, because the tree copies it.") == 1

@@ -20,9 +20,13 @@ from flashmoa_sglang.scheduler.state import ForwardTimer, SchedulerState
 torchvision_ops.allow_mismatched_build()
 
 
+class RadixCache:
+    """A tree that keeps KV in the pool only."""
+
+
 def scheduler(role: str, overlap: bool) -> Any:
     return SimpleNamespace(
-        tree_cache=SimpleNamespace(),
+        tree_cache=RadixCache(),
         server_args=SimpleNamespace(disaggregation_mode=role),
         enable_overlap=overlap,
         enable_hierarchical_cache=False,
@@ -51,7 +55,8 @@ def increment(stream: str = "s") -> Any:
 def published(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     requests: list[Any] = []
     monkeypatch.setattr(RELEASE, "tokenizer_channel", lambda _: None)
-    monkeypatch.setattr(RELEASE, "mixes", lambda _: True)
+    monkeypatch.setattr(RELEASE, "why_no_rides", lambda _: "")
+    monkeypatch.setattr(RELEASE, "copies_kv", lambda _: False)
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: requests.append(req))
     monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("early", None))
     monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
@@ -103,7 +108,7 @@ def test_a_timed_forward_is_reported_with_speculative_decoding(
     monkeypatch.setattr(asyncep, "_own_offloader", lambda: None)
     engine = scheduler("null", True)
     state: Any = SimpleNamespace(
-        timer=ForwardTimer(engine), role="null", tokenizer_channel="direct", pins_results=False
+        timer=ForwardTimer(engine), role="null", tokenizer_channel="direct", late_kv=""
     )
     req = increment()
     req.sampling_params.custom_params = RequestMark(timed=True).to_custom_params()

@@ -117,5 +117,38 @@ def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Relea
 def test_sharing_is_off_if_kv_cannot_be_shared(given: dict[str, Any], shares: bool | None) -> None:
     scheduler: dict[str, Any] = {"disable_radix_cache": False, **given}
     options = Options(intra_turn=scheduler.pop("intra_turn", "auto"))
-    state: Any = SimpleNamespace(options=options, publishes_early=True)
+    state: Any = SimpleNamespace(options=options, late_kv="")
     assert SchedulerState.shares(state, SimpleNamespace(**scheduler)) is shares
+
+
+def test_nothing_is_looked_for_in_storage_for_an_increment() -> None:
+    """It would wait for the answer in the queue, which it leaves after one step."""
+    asked: list[Any] = []
+    final = request(900, 0, stream="a", final=True)
+    for req in (request(900, 0, stream="a"), final, request(900, 5)):
+        queue.prefetch(lambda _, req: asked.append(req), None, req)
+    assert len(asked) == 2 and asked[0] is final
+
+
+def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues() -> None:
+    """SGLang keeps it there while it has no buffer for its metadata."""
+    other = request(5, 5)
+    bootstrap = SimpleNamespace(queue=[other], pop_bootstrapped=list)
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=[],
+        server_args=SimpleNamespace(disaggregation_mode="prefill"),
+        disagg_prefill_bootstrap_queue=bootstrap,
+    )
+    message = SimpleNamespace(rid="increment")
+
+    def make(_message: Any) -> None:
+        req = request(900, 0, stream="a")
+        req.rid = "increment"
+        bootstrap.queue.append(req)
+
+    released: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "let_go", lambda _, req: released.append(req.rid))
+        assert queue.take_request(scheduler, message, make) is None
+    assert bootstrap.queue == [other] and scheduler.waiting_queue == []
+    assert released == ["increment"]

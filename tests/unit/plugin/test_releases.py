@@ -132,28 +132,6 @@ def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], togeth
     assert Release0518().steps_together(arguments) == together
 
 
-@pytest.mark.parametrize(
-    ("given", "mixes"),
-    [
-        ({}, True),
-        ({"attention_backend": "dual_chunk_flash_attn"}, False),
-        ({"attn_cp_size": 2}, False),
-        ({"enable_hisparse": True}, False),
-        ({"enable_return_hidden_states": True}, False),
-        ({"dsa_prefill_backend": "flashmla_sparse_q8"}, False),
-    ],
-)
-def test_prefill_and_decodes_are_mixed_where_sglang_allows_it(
-    given: dict[str, Any], mixes: bool
-) -> None:
-    names = ("enable_encoder_swa_bounded_replay", "enable_megamoe_for_layernorm_sp")
-    names += ("dllm_algorithm", "enable_hisparse", "enable_return_hidden_states")
-    usual = {"attention_backend": "fa3", "attn_cp_size": 1, "dsa_prefill_backend": None}
-    arguments = SimpleNamespace(**dict.fromkeys(names), **usual)
-    vars(arguments).update(given)
-    assert Release0523().mixes(arguments) == mixes
-
-
 def test_0_5_23_counts_data_parallel_ranks_of_attention() -> None:
     assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
     assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2

@@ -61,22 +61,6 @@ def test_nothing_rides_within_a_budget_of_one_step() -> None:
     assert step(busy).queues == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chunked_prefill_size": None},
-        {"spec_algorithm": SimpleNamespace(is_none=lambda: False)},
-        {"require_mlp_sync": True},
-    ],
-)
-def test_nothing_rides_if_sglang_cannot_mix_the_two(change: dict[str, Any]) -> None:
-    busy = scheduler(decoding=2)
-    busy.open_stream("a", 2500)
-    for name, value in change.items():
-        setattr(busy, name, value)
-    assert step(busy).queues == []
-
-
 @pytest.mark.parametrize("joins", [True, False])
 def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
     """SGLang would mix nothing with them, and is told of them again afterwards."""
@@ -193,10 +177,10 @@ def test_no_ride_is_longer_than_the_longest_forward_that_the_user_allows() -> No
     assert step(busy).increments() == [30]
 
 
-def test_nothing_rides_if_the_engines_arguments_forbid_it() -> None:
+def test_neither_streams_nor_prompts_ride_where_there_is_a_reason_against_it() -> None:
     busy = scheduler(decoding=2)
     busy.open_stream("a", 2500)
-    busy.flashmoa.mixes = False
+    busy.flashmoa.no_rides = "the engine decodes speculatively"
     assert step(busy).queues == []
     busy.waiting_queue = [request(400, 5)]
     assert not step(busy).settings["mixed"]
@@ -243,3 +227,23 @@ def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
     busy.waiting_queue = [final]
     built = step(busy)
     assert built.clients() == [final] and built.settings["mixed"]
+
+
+def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
+    busy = scheduler(decoding=2)
+    busy.open_stream("a", 2500)
+    kept: list[bool] = []
+
+    class Noticed(Build):
+        def __call__(self, scheduler: Any) -> Any:
+            kept.append(scheduler.flashmoa.needs_pages)
+            return super().__call__(scheduler)
+
+    step(busy, Noticed())
+    busy.flashmoa.no_rides = "of the test"
+    busy.waiting_queue = [request(400, 5)]
+    step(busy, Noticed())
+    # Stock SGLang mixes all prefill if the user wants it.
+    busy.is_mixed_chunk = True
+    step(busy, Noticed())
+    assert kept == [True, False, True]

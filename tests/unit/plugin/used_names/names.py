@@ -164,6 +164,7 @@ MEMBERS: Mapping[str, Mapping[str, str]] = {
         "_process_messages()": _srt("entrypoints.openai.protocol:MessageProcessingResult"),
         "tokenizer_manager": MANAGER,
     },
+    _srt("managers.schedule_policy:PrefillAdder"): {"running_batch": BATCH},
     EXPERTS: {"_buffers": PLAIN, "_parameters": PLAIN},
     FORWARD_BATCH: {
         "forward_mode": FORWARD_MODE,

@@ -23,6 +23,9 @@ from flashmoa.engine import (
     engine_url,
 )
 
+# Of an unfinished text, engines know more of the tokens than this in every script; fewer tokens say
+# little.
+_SHARE_KNOWN, _TELLING = 0.9, 1000
 _TIMEOUT_SECONDS = 30.0
 _IN_STEPS = "prefill prompts there in a few steps only, for its own prefix cache"
 _ONE_CHECKOUT = "pip install both from one checkout, and restart the engine"
@@ -61,7 +64,8 @@ async def check_engine(target: EngineToCheck) -> list[Finding]:
             _check_model(info, target.model),
             *_check_capacity(info),
             *_check_settings(await _get_json(url, key, "/server_info", "/get_server_info")),
-            *_check_rides(await _get_json(url, key, "/flashmoa/info")),
+            *_check_rides(info),
+            *_check_streams(info),
         ]
         try:
             templates = await check_templates(engine)
@@ -177,10 +181,9 @@ def _check_capacity(info: EngineInfo) -> list[Finding]:
     return [room, ok("costs", f"{streams}; {step}")]
 
 
-def _check_rides(info: dict[str, Any]) -> list[Finding]:
+def _check_rides(info: EngineInfo) -> list[Finding]:
     """Check whether tokens of prompt streams ride along with decode steps."""
-    # Older plugins do not say it.
-    reasons = {rank["no_rides"] for rank in info.get("kv", []) if "no_rides" in rank}
+    reasons = {rank.no_rides for rank in info.kv if rank.no_rides is not None}
     if reasons == {""}:
         return [ok("rides", "tokens of prompts ride along with decode steps")]
     return [
@@ -191,6 +194,17 @@ def _check_rides(info: dict[str, Any]) -> list[Finding]:
         )
         for reason in sorted(reasons - {""})
     ]
+
+
+def _check_streams(info: EngineInfo) -> list[Finding]:
+    """Check how much of the streamed text could be prefilled while it was written."""
+    if info.streamed_tokens is None or not info.streamed_tokens.total:
+        return []
+    share = info.streamed_tokens.ahead / info.streamed_tokens.total
+    text = f"{share:.0%} of the tokens of streamed prompts were known before their text ended"
+    if share >= _SHARE_KNOWN or info.streamed_tokens.total < _TELLING:
+        return [ok("tokens", text)]
+    return [note("tokens", text, "serve the model with its fast (Rust) tokenizer, if it has one")]
 
 
 def _check_settings(server: dict[str, Any]) -> list[Finding]:

@@ -106,6 +106,19 @@ class KvState(_EngineAnswer):
     kv_bytes: int | None = None
     peak_bytes: int | None = None
     shares: bool | None = None
+    # Older plugins do not say these two.
+    no_rides: str | None = None
+    late_kv: str | None = None
+
+
+class StreamedTokens(_EngineAnswer):
+    """Tokens of the streams of text that have ended.
+
+    ``ahead`` are those of the ``total`` that were known, and could be prefilled, before the end.
+    """
+
+    total: int
+    ahead: int
 
 
 class Costs(_EngineAnswer):
@@ -149,6 +162,7 @@ class EngineInfo(_EngineAnswer):
     costs: Costs | None = None
     saturation: Saturation | None = None
     prefills_wait_for: int | None = None
+    streamed_tokens: StreamedTokens | None = None
 
 
 class Prefilled(_EngineAnswer):

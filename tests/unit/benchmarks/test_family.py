@@ -98,7 +98,7 @@ def test_training_examples_are_the_same_for_a_seed() -> None:
 
 def test_the_tokenizer_spells_lines_in_few_tokens_and_keeps_any_text() -> None:
     from flashmoa_bench.family.tokenizer import family_tokenizer
-    from flashmoa_sglang.http.token_boundaries import BOUNDARIES, find_boundaries
+    from flashmoa_sglang.http.token_boundaries import find_boundaries
 
     tokenizer = family_tokenizer(4096)
     assert tokenizer.tokenize("b = 02, c = ") == ["bĠ=Ġ", "0", "2", ",", "ĠcĠ=Ġ"]
@@ -109,7 +109,7 @@ def test_the_tokenizer_spells_lines_in_few_tokens_and_keeps_any_text() -> None:
     for text in (prompt, "Grüße, 中文 🙂\n\t x==1  y"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     # A prompt stream can tokenise texts while they grow.
-    assert find_boundaries(tokenizer, lambda text: tokenizer(text)["input_ids"]) == list(BOUNDARIES)
+    assert "word" in find_boundaries(tokenizer, lambda text: tokenizer(text)["input_ids"]).kinds
 
 
 def test_a_widened_network_computes_the_same_as_the_smaller_one() -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -231,11 +232,23 @@ def test_a_containers_page_cache_is_free_memory(
 
 def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
     def rides(*reasons: str) -> list[tuple[str, str]]:
-        found = running._check_rides({"kv": [{"no_rides": reason} for reason in reasons]})
+        ranks = [SimpleNamespace(no_rides=reason) for reason in reasons]
+        found = running._check_rides(SimpleNamespace(kv=ranks))
         return [(one.level, one.text.partition(";")[0]) for one in found]
 
     assert rides("", "") == [("ok", "tokens of prompts ride along with decode steps")]
     why = "the engine decodes speculatively"
     assert rides(why, why) == [("note", f"off, because {why}")]
-    # An older plugin does not say it, and neither does an engine that did not answer.
-    assert running._check_rides({"kv": [{}]}) == running._check_rides({}) == []
+    # An older plugin does not say it.
+    assert running._check_rides(SimpleNamespace(kv=[SimpleNamespace(no_rides=None)])) == []
+
+
+@pytest.mark.parametrize(
+    ("total", "ahead", "level"),
+    [(0, 0, None), (4000, 3900, "ok"), (4000, 20, "note"), (9, 0, "ok")],
+)
+def test_an_engine_that_knew_few_tokens_of_streamed_text_says_so(
+    total: int, ahead: int, level: str | None
+) -> None:
+    info = SimpleNamespace(streamed_tokens=SimpleNamespace(total=total, ahead=ahead))
+    assert [finding.level for finding in running._check_streams(info)] == ([level] if level else [])

@@ -90,7 +90,9 @@ class KvState(_EngineAnswer):
     ``kv_bytes``, the size of the pool, and ``peak_bytes``, the most GPU memory that the rank's
     process has used (main memory if there is no GPU). ``shares`` says whether requests that arrive
     together compute a common prefix once; it is ``None`` if the engine keeps no KV of prompts, or
-    does not report it.
+    does not report it. ``no_rides`` and ``late_kv`` say why no tokens of streams share a forward
+    with decode steps, and why KV is found only once it is computed; they are empty if these are
+    not so, and ``None`` if the engine does not report it.
     """
 
     dp_rank: int
@@ -106,7 +108,6 @@ class KvState(_EngineAnswer):
     kv_bytes: int | None = None
     peak_bytes: int | None = None
     shares: bool | None = None
-    # Older plugins do not say these two.
     no_rides: str | None = None
     late_kv: str | None = None
 

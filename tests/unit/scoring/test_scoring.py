@@ -172,7 +172,8 @@ class EngineOfRanks:
         self.log: list[str] = []
 
     async def info(self) -> EngineInfo:
-        state = dict.fromkeys(KvState.model_fields, 0) | {"experts": None}
+        needed = [name for name, field in KvState.model_fields.items() if field.is_required()]
+        state: dict[str, int | None] = dict.fromkeys(needed, 0)
         ranks = [KvState.model_validate(state | {"shares": one}) for one in self._shares]
         return EngineInfo.model_construct(capabilities=[], kv=ranks)
 

@@ -168,6 +168,7 @@ class StreamTable:
             unchanged = min(unchanged, common_length(tokens, stream.buffer.tokens))
         if len(tokens) > room:
             stream.buffer.restore(before)
+            stream.unchanged = min(stream.unchanged, len(stream.buffer.tokens))
             raise _over_context(room)
         stream.unchanged = min(stream.unchanged, unchanged)
         if end:

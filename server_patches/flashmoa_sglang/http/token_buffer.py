@@ -36,8 +36,6 @@ class Checkpoint(NamedTuple):
 
     chars: int
     prefixes: int
-    ahead: list[TokenizedPrefix]
-    tokens: array[int]
 
 
 # Text after the last boundary is tokenised ahead once there is this much of it, in characters.
@@ -216,7 +214,7 @@ class TokenBuffer:
         self._searched = len(self.text) - RIGHT_CONTEXT
         kept = before
         if boundary > search_from:
-            new = self._tokenizer.encode_between(self.text, start, boundary)
+            new = array("q", self._tokenizer.encode_between(self.text, start, boundary))
             kept = self.certain_tokens + common_length(new, self.tokens[self.certain_tokens :])
             self._take_back(self.certain_tokens)
             self.tokens.extend(new)
@@ -284,18 +282,15 @@ class TokenBuffer:
             self._ahead.pop()
 
     def checkpoint(self) -> Checkpoint:
-        ahead = self.tokens[self.certain_tokens :]
-        return Checkpoint(len(self.text), len(self._prefixes), list(self._ahead), ahead)
+        return Checkpoint(len(self.text), len(self._prefixes))
 
     def restore(self, state: Checkpoint) -> None:
-        """Undo every append since ``state`` was taken."""
+        """Undo every append since ``state`` was taken, and take back what is not certain."""
         self.text = self.text[: state.chars]
         del self._prefixes[state.prefixes :]
-        del self.tokens[self.certain_tokens :]
-        self.tokens.extend(state.tokens)
-        self._ahead = list(state.ahead)
+        self._take_back(self.certain_tokens)
         self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
-        self._look_at = len(self.text) + _LONG
+        self._look_at = self._prefixes[-1].chars + _LONG
 
     def all_tokens(self) -> list[int]:
         """Return the tokens of the text as if it ended here."""

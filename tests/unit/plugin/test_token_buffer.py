@@ -393,6 +393,17 @@ def is_written(character: str) -> bool:
     return unicodedata.category(character) not in ("Cn", "Cs", "Co")
 
 
+def test_a_boundary_takes_nothing_back_that_stays_the_same(
+    tokenizers: dict[str, CanonicalTokenizer],
+) -> None:
+    buffer = TokenBuffer(tokenizers["deepseek"], add_special_tokens=False)
+    buffer.append(SCRIPTS["thai"])
+    assert buffer.certain_tokens == 0
+    ahead = len(buffer.tokens)
+    assert buffer.append("กอง and so on") == ahead > 0
+    assert buffer.certain_tokens > ahead
+
+
 def test_tokens_that_more_text_changes_are_taken_back() -> None:
     tokenizer = grouping_digits_from_the_right()
     buffer = TokenBuffer(CanonicalTokenizer(tokenizer), add_special_tokens=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, SupportsIndex, cast
 from weakref import WeakValueDictionary
 
 import anyio
@@ -23,11 +23,15 @@ _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
 _ESCAPED_BRACKET = r"\u27e6"
 _TOKEN_LENGTH = 16
 # What may be the token of a mark that was quoted, cut before its token, or put in another case: it
-# may have a few characters before it (``%3A``).
-_HEX = re.compile("(?<![0-9a-fA-F])[0-9a-fA-F]{16,20}(?![0-9a-fA-F])")
-# So many characters of a token are not in a prompt by chance, nor are so few of a mark at an end of
-# a string.
-_SURE_LENGTH, _SURE_AT_END = 6, 3
+# may have a few characters before it (``%3A``), so that longer runs of digits are something else.
+_HEX = re.compile("[0-9a-fA-F]{16,}+")
+_LONGEST_HEX = 20
+# So many characters of a token are not in a prompt by chance; after a text's name, at the end of a
+# string, one is enough.
+_SURE_LENGTH = 6
+_BEGUN_TOKEN = re.compile(r":([0-9a-f]{6}|[0-9a-f]{1,5}\Z)")
+# White space may have been put into the end of a mark; it is looked for in so many characters.
+_WRAPPED_LENGTH = 100
 # All texts of this process that are in use, by the tokens of their marks.
 _TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
 
@@ -39,7 +43,9 @@ class Text(str):
     is put into an f-string: the text if it is complete, otherwise a mark, is then in its place.
     Pass a string with marks on unchanged, in messages for the same workflow; do not parse, cut or
     display it. Methods of strings work once the text is complete, and raise TypeError before. It
-    compares by identity, and is always true.
+    equals a string once it is complete and is that string; as a key it is only itself, and it is
+    always true. What reads the characters of strings in C, such as ``json``, ``re`` and pydantic,
+    finds the mark, also later: give it ``await text`` or ``str(text)``.
 
     The writer can use it as a context manager: leaving it closes the text, or fails the text with
     the exception that was raised.
@@ -61,6 +67,7 @@ class Text(str):
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
+        self._is_rewritten = False
         self._error: Exception | None = None
         # Whether anyone was told of the error.
         self._was_raised = False
@@ -81,8 +88,23 @@ class Text(str):
     def __radd__(self, other: object) -> str:
         return f"{other!s}{self!s}" if isinstance(other, str) else NotImplemented
 
+    def __mul__(self, times: SupportsIndex) -> str:
+        return f"{self!s}" * times
+
+    def __rmul__(self, times: SupportsIndex) -> str:
+        return self * times
+
+    def __eq__(self, other: object) -> bool:
+        is_string = isinstance(other, str) and not isinstance(other, Text)
+        return self is other or (is_string and f"{self!s}" == other)
+
+    __hash__ = str.__hash__
+
     def __bool__(self) -> bool:
         return True
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple[type[str], tuple[str]]:
+        return str, (self._whole("pickle"),)
 
     def __copy__(self) -> Self:
         return self
@@ -110,15 +132,24 @@ class Text(str):
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield its pieces, from the first one on, as they are written.
 
-        Raises: the exception that the text failed with, after the last piece.
+        Raises: the exception that the text failed with, after the last piece; RuntimeError if it
+            was finished with a string that does not begin with the pieces so far.
         """
-        yielded = 0
-        while yielded < len(self._parts) or not self._done:
-            if yielded < len(self._parts):
+        # The text keeps its pieces as one string once it has ended; this list stays as it was.
+        parts, yielded = self._parts, 0
+        while yielded < len(parts) or not self._done:
+            if yielded < len(parts):
                 yielded += 1
-                yield self._parts[yielded - 1]
+                yield parts[yielded - 1]
             else:
                 await self._changed.wait()
+            if self._is_rewritten and parts is not self._parts:
+                if yielded:
+                    raise RuntimeError(
+                        f"{self.name!r} was finished with another string than the pieces that were "
+                        "read of it; await the text to get that string"
+                    )
+                parts = self._parts
         self._raise_if_failed()
 
     @property
@@ -195,13 +226,17 @@ class Text(str):
     def finish(self, whole: str) -> None:
         """Complete the text as ``whole``: write the rest of it, and close the text.
 
-        If ``whole`` does not begin with the text so far, links that were fed the text end.
+        If ``whole`` does not begin with the text so far, links that were fed the text end. Do
+        nothing if the text has ended.
         """
+        if self._done:
+            return
         if whole.startswith(self.written):
             if whole != self.written:
                 self.write(whole.removeprefix(self.written))
         else:
             self._parts = [whole]
+            self._is_rewritten = True
             for link in self._links:
                 link.end("abort")
         self.close()
@@ -254,6 +289,7 @@ class Text(str):
 
     def _end(self) -> None:
         self._done = True
+        self._parts = [self.written]
         self._links.clear()
         self._notify_readers()
 
@@ -264,14 +300,17 @@ class Text(str):
 
 def _when_complete(name: str) -> Callable[..., Any]:
     def method(self: Text, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._whole(f"{name.strip('_')}()"), name)(*args, **kwargs)
+        use = f"{name.strip('_')}()"
+        strings = (arg._whole(use) if isinstance(arg, Text) else arg for arg in args)
+        return getattr(self._whole(use), name)(*strings, **kwargs)
 
     return method
 
 
 # The methods that read a string would read the mark.
 _READING = [name for name in dir(str) if not name.startswith("_")]
-for _name in (*_READING, "__contains__", "__getitem__", "__iter__", "__len__"):
+_OPERATORS = ["contains", "getitem", "iter", "len", "mod", "lt", "le", "gt", "ge"]
+for _name in (*_READING, *(f"__{name}__" for name in _OPERATORS)):
     setattr(Text, _name, _when_complete(_name))
 
 
@@ -298,56 +337,55 @@ def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
             raise ValueError(
                 f"{text.name!r} is a text of another workflow; await it, and use the string"
             )
-    for string in _strings(value):
-        rest = _MARK.sub("\0", string)
-        text = _find_changed_mark(rest) or _find_cut_mark(rest)
-        if text is not None and _ESCAPED_BRACKET in rest:
+    if broken := _find_broken_mark([_MARK.sub("\0", string) for string in _strings(value)]):
+        text, string = broken
+        if _ESCAPED_BRACKET in string:
             raise ValueError(
-                f"{text.name!r} was turned into JSON before it was complete; await it first, or "
-                "use json.dumps(..., ensure_ascii=False)"
+                f"{text.name!r} was turned into JSON as the mark that stands for it; await it, and "
+                "use the string, or use json.dumps(..., ensure_ascii=False)"
             )
-        if text is not None:
-            raise ValueError(
-                f"{text.name!r} was changed before it was complete: the mark that stands for it is "
-                "cut, wrapped, quoted or in another case. Await it first, and change the string"
-            )
+        raise ValueError(
+            f"{text.name!r} was changed before it was complete: the mark that stands for it is "
+            "cut, wrapped, quoted or in another case. Await it, and change the string"
+        )
     return [texts[mark] for mark in marks if mark in texts]
 
 
-def _find_changed_mark(string: str) -> Text | None:
-    """Return a text whose mark is in a string with its token, but not as it was."""
-    for found in _HEX.finditer(string):
-        run = found.group().lower()
-        for start in range(len(run) - _TOKEN_LENGTH + 1):
-            if text := _TEXTS.get(run[start : start + _TOKEN_LENGTH]):
-                return text
-    return None
-
-
-def _find_cut_mark(string: str) -> Text | None:
-    """Return a text of whose mark a string has a part, from its beginning or to its end."""
-    begun, ended = string.split("\u27e6"), string.split("\u27e7")
-    if len(begun) == len(ended) == 1:
+def _find_broken_mark(strings: Sequence[str]) -> tuple[Text, str] | None:
+    """Return a text of whose mark a string has a part, or a changed form, and that string."""
+    hexes = [
+        (found.lower(), string)
+        for string in strings
+        for found in _HEX.findall(string)
+        if len(found) <= _LONGEST_HEX
+    ]
+    bracketed = [string for string in strings if "\u27e6" in string or "\u27e7" in string]
+    if not hexes and not bracketed:
         return None
-    if text := _find_changed_mark("".join(string.split())):  # It was wrapped within its token.
-        return text
-    texts = list(_TEXTS.values())
-    starts = {text.mark[1 : -_TOKEN_LENGTH - 1 + _SURE_LENGTH]: text for text in texts}
-    for piece in begun[1:]:
-        for colon in (at for at, one in enumerate(piece[:200]) if one == ":"):
-            if text := starts.get(piece[: colon + 1 + _SURE_LENGTH]):
-                return text
-    ends = {_token(text.mark)[-_SURE_LENGTH:]: text for text in texts}
-    for piece in ended[:-1]:
-        if text := ends.get(piece[-_SURE_LENGTH:]):
-            return text
-    last = begun[-1] if len(begun) > 1 else ""
-    first = ended[0] if len(ended) > 1 else ""
-    for text in texts:
-        is_begun = len(last) >= _SURE_AT_END and text.mark[1:].startswith(last)
-        if is_begun or (len(first) >= _SURE_AT_END and text.mark[:-1].endswith(first)):
-            return text
+    # Other threads may make texts meanwhile.
+    alive = [text for each in _TEXTS.valuerefs() if (text := each()) is not None]
+    by_token = {_token(text.mark): text for text in alive}
+    for run, string in hexes:
+        for start in range(len(run) - _TOKEN_LENGTH + 1):
+            if text := by_token.get(run[start : start + _TOKEN_LENGTH]):
+                return text, string
+    starts = {token[:_SURE_LENGTH]: text for token, text in by_token.items()}
+    ends = {token[-_SURE_LENGTH:]: text for token, text in by_token.items()}
+    for string in bracketed:
+        for found in _BEGUN_TOKEN.finditer(string):
+            part = found.group(1)
+            for text in [starts.get(part)] if len(part) == _SURE_LENGTH else alive:
+                if text and string.endswith(_beginning(text, part), 0, found.end()):
+                    return text, string
+        for piece in string.split("\u27e7")[:-1]:
+            if text := ends.get("".join(piece[-_WRAPPED_LENGTH:].split())[-_SURE_LENGTH:]):
+                return text, string
     return None
+
+
+def _beginning(text: Text, part: str) -> str:
+    """Return as much of a mark as ends with so much of its token."""
+    return text.mark[: len(text.name) + 2 + len(part)]
 
 
 def _token(mark: str) -> str:
@@ -369,7 +407,7 @@ def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str | Text):
+    if isinstance(value, str):
         yield value.mark if isinstance(value, Text) else value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import pickle
+from typing import Any
+
 import pytest
 
 from flashmoa import Text
+from flashmoa.linking.streamed_text import find_texts
 
 pytestmark = pytest.mark.anyio
 
@@ -32,3 +38,90 @@ async def test_leaving_a_text_by_an_exception_fails_it() -> None:
         with pytest.raises(ZeroDivisionError) as raised:
             await text
         assert len(raised.traceback) == 3
+
+
+async def test_a_text_that_has_ended_keeps_one_string_and_readers_get_every_piece() -> None:
+    text = Text("draft")
+    text.write("a ")
+    text.write("good ")
+    pieces = aiter(text)
+    read = [await anext(pieces)]
+    text.finish("a good plan")
+    assert text._parts == ["a good plan"]
+    assert read + [piece async for piece in pieces] == ["a ", "good ", "plan"]
+    assert [piece async for piece in text] == ["a good plan"]
+
+
+async def test_a_reader_of_pieces_is_told_if_another_text_took_their_place() -> None:
+    text = Text("draft")
+    fresh, behind, waiting = aiter(text), aiter(text), aiter(text)
+    first = asyncio.ensure_future(anext(fresh))
+    await asyncio.sleep(0)
+    text.write("a pl")
+    assert [await anext(behind), await anext(waiting)] == ["a pl"] * 2
+    next_piece = asyncio.ensure_future(anext(waiting))
+    await asyncio.sleep(0)
+    text.finish("b")
+    # This one has not read anything yet.
+    assert await first in ("a pl", "b")
+    for piece in (anext(behind), next_piece):
+        with pytest.raises(RuntimeError, match="'draft' was finished with another string"):
+            await piece
+    assert [piece async for piece in text] == ["b"]
+    text.finish("c")
+    assert await text == "b"
+
+
+async def test_a_complete_text_is_used_as_its_string() -> None:
+    text, other = Text("draft"), Text("other")
+    assert text != "yes" and text != other and text == text
+    for use in (lambda: pickle.dumps(text), lambda: text < "z", lambda: text % 1):
+        with pytest.raises(TypeError, match=r"'draft' is not complete.* await it first"):
+            use()
+    assert text * 2 == 2 * text == text.mark * 2
+    text.finish("yes")
+    other.finish("ye")
+    assert text == "yes" and "yes" == text and text != "no" and text in ["yes"]  # noqa: SIM300
+    assert text < "z" and 2 * text == text * 2 == "yesyes"
+    # What it is compared with may be a text, too.
+    assert text.startswith(other) and other in text and other < text
+    assert type(pickle.loads(pickle.dumps([text]))[0]) is str
+    assert pickle.loads(pickle.dumps([text])) == ["yes"]
+    assert {text: 1}[text] == 1
+
+
+async def test_a_text_that_was_turned_into_json_when_complete_is_refused_as_such() -> None:
+    text = Text("draft")
+    text.finish("a plan")
+    with pytest.raises(ValueError, match="'draft' was turned into JSON as the mark"):
+        find_texts(json.dumps([text]), {text.mark: text})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Evaluate \u27e6ans",
+        "Fill in \u27e6answer-1:",
+        "add\u27e7 is the rest",
+        "bad\u27e7 and \u27e6x:e\u27e7, " * 3,
+        "id 1700000000123456789, 00000000000000000000000000000000",
+    ],
+)
+async def test_brackets_and_numbers_of_a_prompt_are_no_marks(prompt: str) -> None:
+    texts = [Text(f"answer-{number}") for number in range(2000)]
+    assert find_texts([prompt], {text.mark: text for text in texts}) == []
+
+
+async def test_finding_texts_does_not_read_all_texts_for_each_string(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+
+    class Texts:
+        def valuerefs(self) -> list[Any]:
+            read.append(1)
+            return []
+
+    monkeypatch.setattr("flashmoa.linking.streamed_text._TEXTS", Texts())
+    assert find_texts(["plain"] * 100, {}) == [] and read == []
+    assert find_texts(["let \u27e6e\u27e7 = 3"] * 100, {}) == [] and read == [1]

@@ -21,7 +21,7 @@ from flashmoa.observe import (
     LinkOpened,
     UpstreamFailed,
 )
-from tests.integration.support import wait_until_idle
+from tests.integration.support import LAG, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -77,6 +77,24 @@ async def test_linked_answers_equal_unlinked_ones(
     expected_whole = await answer_to(reader, f"{guide[:1500]}\n{joined}\nAll?")
     assert await whole == expected_whole
     assert await last == await answer_to(client, f"In short: {expected_whole}")
+    await wait_until_idle(client)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["[a-z]{2,9}( [a-z]{2,9}){300}", "([\u4e00-\u4eff]{5,9}，){60}", "[\u0e01-\u0e2e]{600}"],
+)
+async def test_of_an_answer_in_any_script_few_tokens_are_left_for_the_next_call(
+    client: EngineClient, reader: EngineClient, script: str
+) -> None:
+    parameters = {"temperature": 0, "max_tokens": 400, "regex": script}
+    async with Workflow(client) as flow:
+        draft = flow.ask(asks("Write."), **parameters)
+        review = flow.ask(asks(f"Review: {draft}"), engine=reader, temperature=0, max_tokens=8)
+        await review
+    assert draft.usage is not None and draft.usage.completion_tokens > 300
+    assert status(review.usage) == "hit"
+    assert review.usage is not None and review.usage.late_tokens <= LAG + 16
     await wait_until_idle(client)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, WithoutPlugin
@@ -24,7 +27,12 @@ from flashmoa.openai._sent_requests import SentRequest, headers_now, read_reques
 
 logger = logging.getLogger(__name__)
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
 _programs: dict[str, Program] = {}
+_MOST_PROGRAMS = 256
 _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 
 
@@ -35,8 +43,8 @@ def run(
     trace: Path | str | None = None,
     trace_prompts: bool = False,
     listener: Listener = ignore,
-) -> AbstractAsyncContextManager[None]:
-    """Link the calls that are made within ``async with run():``.
+) -> RunContext:
+    """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
     The first run of a program is watched, and only what an agent asks after its tools is linked. In
     later ones, the prompt of each call that the run before had is prefilled while the calls before
@@ -46,7 +54,8 @@ def run(
 
     Args:
         name: the program's name. Runs with the same name are of one program; by default those that
-            are entered at the same line of code. What is learned lives as long as this process.
+            are entered at the same line of code, or of the same text of a shell. Do not name a run
+            after its user or request: only the last 256 programs of this process are remembered.
         without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
             in a few steps, as far as that pays, or nothing (``off``).
         trace: a file to write all events to, for ``flashmoa trace``. Runs at the same time may
@@ -61,23 +70,71 @@ def run(
         ValueError: if ``without_plugin`` is none of these; on entry if the trace's file holds
             something that is not a trace, or if ``trace_prompts`` is given without ``trace``.
         OSError: on entry if the trace's file cannot be written.
+        RuntimeError: on entry if this very run has been entered and not been left.
     """
     check_choice(without_plugin)
     caller = sys._getframe(1)
-    program = name or f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    return _run(program, without_plugin, traced(listener, trace, prompts=trace_prompts))
+    file = caller.f_code.co_filename
+    # A shell counts its inputs: <ipython-input-3-0a1b2c>, <python-input-3>.
+    if file.startswith("<"):
+        file = re.sub(r"-\d+", "", file, count=1)
+    program = name or f"{file}:{caller.f_lineno}"
+    return RunContext(partial(_run, program, without_plugin, listener, trace, trace_prompts))
+
+
+class RunContext(AbstractAsyncContextManager[None, None]):
+    """Begins a run each time that it is entered, or that a function which it decorates is called.
+
+    Args:
+        begin: returns the context of one run.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        self._begin = begin
+        self._entered: AbstractAsyncContextManager[None] | None = None
+
+    def __call__(
+        self, function: Callable[Arguments, Awaitable[Result]]
+    ) -> Callable[Arguments, Awaitable[Result]]:
+        @wraps(function)
+        async def in_run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            async with self._begin():
+                return await function(*args, **kwargs)
+
+        return in_run
+
+    async def __aenter__(self) -> None:
+        if self._entered is not None:
+            raise RuntimeError("this run has not ended; call run() again for one at the same time")
+        entered = self._begin()
+        await entered.__aenter__()
+        self._entered = entered
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            await entered.__aexit__(kind, error, trace)
 
 
 @asynccontextmanager
 async def _run(
-    program: str, without_plugin: WithoutPlugin, listening: AbstractContextManager[Listener]
+    program: str,
+    without_plugin: WithoutPlugin,
+    listener: Listener,
+    trace: Path | str | None,
+    trace_prompts: bool,
 ) -> AsyncGenerator[None]:
     outer = _current.get()
     if outer is not None and not outer.is_closed:
         yield
         return
-    with listening as listener:
-        this = Run(_programs.setdefault(program, Program()), without_plugin, listener)
+    with traced(listener, trace, prompts=trace_prompts) as traced_listener:
+        this = Run(_find_program(program), without_plugin, traced_listener)
         _current.set(this)
         try:
             yield
@@ -89,6 +146,23 @@ async def _run(
         finally:
             # Not with a token: this may be closed in another context than it was entered in.
             _current.set(outer)
+
+
+def _find_program(name: str) -> Program:
+    program = _programs[name] = _programs.pop(name, None) or Program()
+    if len(_programs) > _MOST_PROGRAMS:
+        _warn_of_names()
+        del _programs[next(iter(_programs))]
+    return program
+
+
+@cache
+def _warn_of_names() -> None:
+    logger.warning(
+        "there were more than %d programs, so that what was learned of the oldest is forgotten; "
+        "give the runs of one program the same name, without a user's or a request's",
+        _MOST_PROGRAMS,
+    )
 
 
 class Run:

@@ -1,0 +1,97 @@
+"""Test which runs are of one program, and how a run is begun."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from flashmoa.linking.learned_runs import Program
+from flashmoa.observe import CallFinished, Event
+from flashmoa.openai import _runs, run
+from tests.unit.openai.fake_server import FakeServer, ask
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Program]:
+    """Return the programs that are remembered."""
+    programs: dict[str, Program] = {}
+    monkeypatch.setattr(_runs, "_programs", programs)
+    _runs._warn_of_names.cache_clear()
+    return programs
+
+
+async def test_the_programs_that_ran_last_are_remembered(
+    programs: dict[str, Program],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_runs, "_MOST_PROGRAMS", 3)
+    for name in ("used", "user-1", "user-2", "used", "user-3", "user-4", "used"):
+        async with run(name):
+            pass
+    assert list(programs) == ["user-3", "user-4", "used"]
+    (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "more than 3 programs" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("files", "number"),
+    [
+        (["<ipython-input-3-0a1b2c>", "<ipython-input-17-0a1b2c>"], 1),
+        (["<ipython-input-3-0a1b2c>", "<ipython-input-4-4d5e6f>"], 2),
+        (["<ipython-input-3-123456>", "<ipython-input-4-234567>"], 2),
+        (["<python-input-3>", "<python-input-4>"], 1),
+        (["<stdin>", "<stdin>"], 1),
+        (["trip-1.py", "trip-2.py"], 2),
+    ],
+)
+async def test_an_input_of_a_shell_is_one_program_each_time_that_it_is_entered(
+    programs: dict[str, Program], files: list[str], number: int
+) -> None:
+    for file in files:
+        names = {"run": run}
+        exec(compile("begun = run()", file, "exec"), names)
+        async with names["begun"]:  # type: ignore[attr-defined]
+            pass
+    assert len(programs) == number
+
+
+async def test_a_run_is_begun_at_each_call_of_a_function_that_it_decorates(
+    server: FakeServer, programs: dict[str, Program], tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    async with server.client() as client:
+
+        @run("trip", trace=tmp_path / "trip.jsonl", listener=events.append)
+        async def plan(city: str) -> str:
+            return (await ask(client, city)).message.content
+
+        assert await plan("Oslo") == await plan(city="Rome")
+    assert plan.__name__ == "plan" and list(programs) == ["trip"]
+    assert len([event for event in events if isinstance(event, CallFinished)]) == 2
+
+
+async def test_a_run_can_be_entered_again_once_it_was_left(
+    programs: dict[str, Program], tmp_path: Path
+) -> None:
+    trip = run("trip", trace=tmp_path / "trip.jsonl")
+    for _ in range(2):
+        async with trip:
+            with pytest.raises(RuntimeError, match=r"call run\(\) again"):
+                await trip.__aenter__()
+    assert list(programs) == ["trip"]
+
+
+async def test_a_run_that_could_not_be_entered_can_be_entered_later(tmp_path: Path) -> None:
+    file = tmp_path / "trip.jsonl"
+    file.write_text("no trace")
+    trip = run("trip", trace=file)
+    with pytest.raises(ValueError, match=r"trip\.jsonl"):
+        await trip.__aenter__()
+    file.unlink()
+    async with trip:
+        pass

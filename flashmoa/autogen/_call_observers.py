@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from autogen_core import AgentId
 from autogen_core._message_handler_context import MessageHandlerContext
@@ -47,14 +47,19 @@ class CallObservers:
         self._listener = listener
         self._auto_link = auto_link
         # Weak: a client may live longer than the teams that use it and must not keep them in
-        # memory. A team holds its LinkedTeam itself.
-        self._teams: WeakSet[LinkedTeam] = WeakSet()
+        # memory. A team holds its LinkedTeam itself. By id: a WeakSet cannot be read while another
+        # thread adds to it.
+        self._by_id: WeakValueDictionary[int, LinkedTeam] = WeakValueDictionary()
+
+    @property
+    def _teams(self) -> list[LinkedTeam]:
+        return [team for each in self._by_id.valuerefs() if (team := each()) is not None]
 
     def add(self, team: LinkedTeam) -> None:
-        self._teams.add(team)
+        self._by_id[id(team)] = team
 
     def remove(self, team: LinkedTeam) -> None:
-        self._teams.discard(team)
+        self._by_id.pop(id(team), None)
 
     def begin(
         self, held: str | None, stream_id: str | None = None, *, late: bool = False
@@ -78,7 +83,7 @@ class CallObservers:
 
     async def close(self) -> None:
         """End the links of every team."""
-        await all_of([team.close for team in list(self._teams)])
+        await all_of([team.close for team in self._teams])
 
     def _observe_or_link(self, request: CallRequest) -> list[CallObserver]:
         """Return the linked teams' observers of a request; link the caller's team if none is."""
@@ -97,7 +102,7 @@ class CallObservers:
         return observers
 
     def _observe(self, request: CallRequest) -> list[CallObserver]:
-        observers = [team.observe(request) for team in list(self._teams)]
+        observers = [team.observe(request) for team in self._teams]
         return [observer for observer in observers if observer is not None]
 
 

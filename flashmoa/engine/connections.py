@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -89,11 +90,16 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    # Reading the certificates would block the event loop for 20 ms.
-    verify = not url.startswith("http://") and httpx.create_ssl_context()
+    verify = not url.startswith("http://") and _tls_context()
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=_EachLoop(verify)
     )
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    # Reading the certificates blocks the event loop for 20 ms, so this is done once.
+    return httpx.create_ssl_context()
 
 
 class _EachLoop(httpx.AsyncBaseTransport):

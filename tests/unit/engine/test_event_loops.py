@@ -151,3 +151,11 @@ def test_a_proxy_of_the_environment_is_used(
     client = EngineClient("http://no-such-host.invalid")
     assert [asyncio.run(ask(client)) for _ in range(2)] == ["hi."] * 2
     asyncio.run(client.close())
+
+
+def test_clients_of_https_engines_read_the_certificates_once() -> None:
+    contexts = {
+        id(EngineClient(f"https://engine-{number}")._http._transport._verify)  # type: ignore[attr-defined]
+        for number in range(2)
+    }
+    assert len(contexts) == 1

@@ -31,13 +31,15 @@ from flashmoa.observe import Listener
 
 logger = logging.getLogger(__name__)
 
-# Finished texts are kept for later readers; the oldest are dropped first.
+# Finished texts are kept for later readers, so many and so many characters; the oldest are dropped
+# first.
 _MAX_FINISHED = 4096
+_MAX_CHARACTERS = 64_000_000
 # The texts of all clients of this process, by their marks: one client's answer may be read by
 # another client.
 _texts: dict[str, Text] = {}
-# The marks of the texts that are finished, the oldest first.
-_finished: dict[str, None] = {}
+# The lengths of the texts that are finished, by their marks, the oldest first.
+_finished: dict[str, int] = {}
 _numbers = itertools.count(1)
 
 # Returns the prompt of these messages as the engine will render it.
@@ -179,8 +181,8 @@ class Promises:
         # This does nothing if the text is complete or has failed already.
         text.fail(UpstreamCancelled(f"{text.name} was cancelled"))
         self._writing.discard(text)
-        _finished[text.mark] = None
-        while len(_finished) > _MAX_FINISHED:
+        _finished[text.mark] = len(text.written)
+        while len(_finished) > _MAX_FINISHED or sum(_finished.values()) > _MAX_CHARACTERS:
             oldest = next(iter(_finished))
             del _finished[oldest], _texts[oldest]
 

@@ -243,6 +243,7 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         cancellation_token: CancellationToken | None,
     ) -> tuple[Sequence[LLMMessage], Pending | None]:
         """Wait for promised texts in a call's messages; see :meth:`Promises.resolve`."""
+        await self._learn_model_info()
 
         async def render_prompt(messages: Sequence[LLMMessage]) -> str:
             return await render(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
+import anyio
 import httpx
 from autogen_core.models import LLMMessage, ModelFamily, ModelInfo
 from autogen_core.tools import Tool, ToolSchema
@@ -20,21 +24,27 @@ from flashmoa.completions import watch_completions
 from flashmoa.engine import (
     EngineClient,
     EngineError,
+    EngineUnreachable,
     WithoutPlugin,
     kv_namespace,
     prompt_fields,
     self_hosted_url,
 )
+from flashmoa.engine.connections import verification
 from flashmoa.errors import BadAnswer
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
+
+logger = logging.getLogger(__name__)
 
 ToolChoice = Tool | Literal["auto", "required", "none"]
 
 _TIMEOUT_SECONDS = 10.0
 # Stands between the texts of user messages that are merged.
 _MERGE_SEPARATOR = "\n\n"
-# This timeout is short, as a client may be made before its engine is started.
+# This timeout is short, as a client may be made before its engine is started. The engine is asked
+# again after a pause, so that asking takes at most a tenth of the time.
 _MODEL_INFO_SECONDS = 2.0
+_MODEL_INFO_PAUSE = 9.0
 
 
 class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
@@ -79,9 +89,13 @@ class SelfHostedClient(OpenAIChatCompletionClient):
         headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
         headers |= kwargs.get("default_headers") or {}
         self._synchronous = SynchronousEngine(url, headers)
+        # From when on to ask the engine again for what its model can do, by ``time.monotonic()``.
+        self._asks_again = math.inf
         if "model_info" not in kwargs and "model_capabilities" not in kwargs:
-            kwargs["model_info"] = model_info(kwargs.get("model"), self._synchronous)
+            kwargs["model_info"] = self._find_model_info(kwargs.get("model"))
         super().__init__(**kwargs)
+        if self._asks_again < math.inf:
+            del self._raw_config["model_info"]
         self._merge_user_messages = merge_user_messages
         self._stream_ttl_seconds = stream_ttl_seconds
         self._without_plugin: WithoutPlugin = without_plugin
@@ -103,11 +117,66 @@ class SelfHostedClient(OpenAIChatCompletionClient):
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections belong to the process that made them.
-        return {**super().__getstate__(), "engine": None}
+        asks_again = math.inf if self._asks_again == math.inf else 0.0
+        return {**super().__getstate__(), "engine": None, "_asks_again": asks_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._connect()
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Return what the engine's model can do.
+
+        As long as the engine has not told, it is asked again, which blocks for at most 2 s.
+        """
+        if time.monotonic() >= self._asks_again:
+            info = self._find_model_info(self._create_args["model"])
+            self._model_info = info
+            if self._asks_again == math.inf:
+                self._raw_config["model_info"] = info
+        return self._model_info
+
+    async def _learn_model_info(self) -> None:
+        """Ask the engine again what its model can do, if it has not told, in another thread."""
+        if time.monotonic() >= self._asks_again:
+            await anyio.to_thread.run_sync(lambda: self.model_info, abandon_on_cancel=True)
+
+    def _find_model_info(self, model: str | None) -> ModelInfo:
+        """Return AutoGen's own entry for a model of this name, else what the engine reports.
+
+        If the engine cannot be reached, return what SGLang offers with any text model, and ask
+        again later.
+        """
+        is_first, self._asks_again = self._asks_again == math.inf, math.inf
+        try:
+            return get_info(model or "")
+        except (KeyError, ValueError):
+            pass
+        served: dict[str, Any] = {}
+        begun = time.monotonic()
+        try:
+            served = self._synchronous.model_info(_MODEL_INFO_SECONDS)
+        except EngineUnreachable as error:
+            now = time.monotonic()
+            self._asks_again = now + _MODEL_INFO_PAUSE * (now - begun)
+            if is_first:
+                logger.warning(
+                    "%s It will be asked again at the next use of the client for what the model "
+                    "can do; until it answers, that is assumed to be tools, but no images.",
+                    error,
+                )
+        except EngineError:
+            pass  # It is another server, which does not have this route.
+        return ModelInfo(
+            vision=bool(served.get("has_image_understanding", False)),
+            # Without a parser, tool calls would arrive as text.
+            function_calling=bool(served.get("tool_call_parser", True)),
+            json_output=True,
+            family=ModelFamily.UNKNOWN,
+            structured_output=True,
+            multiple_system_messages=False,
+        )
 
     @property
     def _template_args(self) -> Mapping[str, Any] | None:
@@ -247,38 +316,18 @@ class SynchronousEngine:
                 json=body,
                 headers=self._headers,
                 timeout=timeout_seconds,
+                verify=verification(self._url),
             )
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(
+            is_down = isinstance(error, httpx.TransportError) or (
+                isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error
+            )
+            raise (EngineUnreachable if is_down else EngineError)(
                 f"the request to {self._url}{path} failed: {error}. Is the engine running? "
                 f"`flashmoa doctor --engine {self._url}` checks it."
             ) from error
-
-
-def model_info(model: str | None, engine: SynchronousEngine) -> ModelInfo:
-    """Return AutoGen's own entry for a model of this name, else what the engine reports.
-
-    If the engine cannot be reached, return what SGLang offers with any text model.
-    """
-    try:
-        return get_info(model or "")
-    except (KeyError, ValueError):
-        pass
-    try:
-        served = engine.model_info(_MODEL_INFO_SECONDS)
-    except EngineError:
-        served = {}
-    return ModelInfo(
-        vision=bool(served.get("has_image_understanding", False)),
-        # Without a parser, tool calls would arrive as text.
-        function_calling=bool(served.get("tool_call_parser", True)),
-        json_output=True,
-        family=ModelFamily.UNKNOWN,
-        structured_output=True,
-        multiple_system_messages=False,
-    )
 
 
 def merge_user_messages(messages: Sequence[Any]) -> list[Any]:

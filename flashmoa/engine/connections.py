@@ -90,10 +90,15 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    verify = not url.startswith("http://") and _tls_context()
+    transport = _EachLoop(verification(url))
     return httpx.AsyncClient(
-        base_url=url, headers=all_headers, timeout=timeout, transport=_EachLoop(verify)
+        base_url=url, headers=all_headers, timeout=timeout, transport=transport
     )
+
+
+def verification(url: str) -> ssl.SSLContext | bool:
+    """Return how an engine's certificate is checked; see :class:`httpx.AsyncClient`."""
+    return not url.startswith("http://") and _tls_context()
 
 
 @cache
@@ -110,7 +115,7 @@ class _EachLoop(httpx.AsyncBaseTransport):
     all its generators when it ends.
 
     Args:
-        verify: how the engine's certificate is checked; see :class:`httpx.AsyncClient`.
+        verify: see :func:`verification`.
     """
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:

@@ -94,4 +94,5 @@ def test_tokens_are_counted_with_the_clients_fields(
 
     monkeypatch.setattr(httpx, "request", request)
     assert client.count_tokens(MESSAGES) == 3
-    assert bodies[0]["reasoning_effort"] == "high" and bodies[0]["chat_template_kwargs"] == ARGS
+    assert bodies[-1]["reasoning_effort"] == "high"
+    assert bodies[-1]["chat_template_kwargs"] == ARGS

@@ -83,6 +83,7 @@ class Api:
             )
             routes += [
                 ("POST", "/v1/score", scoring.score),
+                ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),
                 ("POST", "/v2/rerank", scoring.rerank),
                 ("POST", "/v1/classify", scoring.classify),

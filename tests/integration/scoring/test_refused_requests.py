@@ -21,7 +21,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (SCORE, {"query": "a", "candidates": []}, "at least one candidate"),
     (RERANK, {"query": " ", "documents": ["a"]}, "query that is not empty"),
     (RERANK, {"query": "q", "documents": []}, "at least one document"),
-    (RERANK, {"query": "q", "documents": ["a"], "top_n": 0}, "top_n: "),
+    (RERANK, {"query": "q", "documents": ["a"], "top_n": -1}, "top_n: "),
     (RERANK, {"query": "q", "documents": ["a", {"x": 1}]}, "documents[1] has no text"),
     (RERANK, {"query": "q", "documents": ["a"] * 10_001}, "documents has 10,001 entries"),
     (RERANK, {"query": {"title": "q"}, "documents": ["a"]}, "query has no text"),

@@ -120,14 +120,18 @@ async def test_rerank_serves_the_clients_of_cohere_and_jina(http: httpx.AsyncCli
     jina = {**cohere_v2, "return_documents": True, "truncation": True}
     objects = [{"text": text, "title": "T"} for text in DOCUMENTS]
     cohere_v1 = {"query": "lake", "documents": objects, "return_documents": True}
+    vllm = {"query": "lake", "documents": DOCUMENTS, "top_n": 0}
+    voyage = {"query": "lake", "documents": DOCUMENTS, "top_k": 1}
     for path, body in [
         ("/v2/rerank", cohere_v2), ("/v2/rerank", langchain), ("/v1/rerank", jina),
         ("/v1/rerank", cohere_v1), ("/v1/rerank", {**cohere_v1, "rank_fields": ["title", "text"]}),
+        ("/rerank", vllm), ("/v1/rerank", voyage),
     ]:  # fmt: skip
         found = await post(http, path, **body)
         assert isinstance(found["id"], str)
-        assert found["meta"]["api_version"]["version"] == path[2]
-        assert len(found["results"]) == body.get("top_n", 3)
+        version = "2" if path == "/v2/rerank" else "1"
+        assert found["meta"]["api_version"]["version"] == version
+        assert len(found["results"]) == (body.get("top_n") or body.get("top_k") or 3)
         for one in found["results"]:
             assert 0 <= one["relevance_score"] <= 1
             text = one.get("document", {}).get("text")

@@ -124,6 +124,16 @@ def test_fields_of_a_document_are_joined_in_the_order_asked_for() -> None:
         document_texts(RerankBody(query="q", documents=[{"title": "A"}]))
 
 
+@pytest.mark.parametrize(
+    ("given", "best"),
+    [({"top_n": 2}, 2), ({"top_k": 2}, 2), ({"top_n": 0}, None), ({"top_n": 0, "top_k": 2}, 2)],
+)
+def test_top_k_is_another_name_of_top_n_and_0_asks_for_all(
+    given: dict[str, int], best: int | None
+) -> None:
+    assert RerankBody(query="q", documents=["a"], **given).best == best  # type: ignore[arg-type]
+
+
 def test_candidates_that_are_the_same_tokens_are_refused() -> None:
     refuse_duplicates(["a", "b"], [[1], [2]])
     with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):

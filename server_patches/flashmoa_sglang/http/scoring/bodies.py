@@ -84,16 +84,23 @@ class RerankBody(ListBody):
 
     A document is a text, or an object with a ``text`` or with the fields that ``rank_fields``
     names; the query may be an object with a ``text``, too. Lists are pictures and text, for
-    SGLang's own route.
+    SGLang's own route. ``top_k`` is what Voyage and SGLang's router call ``top_n``; 0, which
+    vLLM's clients send, asks for all.
     """
 
     query: StrictStr | dict[str, Any] | list[Any]
     documents: list[StrictStr | dict[str, Any] | list[Any]]
-    top_n: StrictInt | None = Field(default=None, ge=1)
+    top_n: StrictInt | None = Field(default=None, ge=0)
+    top_k: StrictInt | None = Field(default=None, ge=0)
     return_documents: bool | None = None
     rank_fields: list[StrictStr] | None = None
     max_tokens_per_doc: StrictInt | None = Field(default=None, ge=1)
     instruct: StrictStr | None = None
+
+    @property
+    def best(self) -> int | None:
+        """How many of the best documents are answered; ``None``: all."""
+        return self.top_n or self.top_k or None
 
     @property
     def has_pictures(self) -> bool:

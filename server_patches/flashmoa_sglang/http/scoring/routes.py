@@ -1,6 +1,6 @@
-"""``ScoringApi``: answers /v1/score, /v1/rerank, /v2/rerank and /v1/classify.
+"""``ScoringApi``: answers /v1/score, /rerank, /v1/rerank, /v2/rerank and /v1/classify.
 
-SGLang has the first, second and fourth of these routes itself. On a model that generates text, its
+SGLang has the first, third and fifth of these routes itself. On a model that generates text, its
 rerank and classify routes do nothing useful, or answer in a form of its own; on other models the
 plugin adds no routes. What only SGLang's route can do is passed on to it.
 """
@@ -132,9 +132,9 @@ class ScoringApi:
         if body.max_tokens_per_doc is not None:
             cutting = self._cut(texts, min(body.max_tokens_per_doc, self._engine.max_prompt_tokens))
             texts = await while_connected(request, cutting)
-        version = request.url.path.split("/")[1].removeprefix("v")
+        version = "2" if request.url.path.startswith("/v2/") else "1"
         documents = questions.answered_documents(body)
-        form = RerankForm(self._name(body), version, body.top_n, documents)
+        form = RerankForm(self._name(body), version, body.best, documents)
         question = questions.rerank_question(body, texts, self._renderer.template)
         return await self._answer(request, body, form, question)
 

@@ -22,6 +22,7 @@ from flashmoa.router.client_requests import (
     ForwardedRequest,
     Handler,
     hide_stream_ids,
+    make_application,
     make_endpoint,
     make_error_response,
     make_json_response,
@@ -99,7 +100,7 @@ def application(options: RouterOptions) -> Starlette:
         Route("/health", router.health),
         Route("/metrics", router.metrics),
     ]
-    return Starlette(routes=routes, lifespan=router.lifespan)
+    return make_application(routes, router.lifespan)
 
 
 class _Router:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self, cast
 from urllib.parse import quote
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Lifespan
 
 from flashmoa._starlette import while_connected
 from flashmoa.router.errors import (
@@ -33,6 +39,7 @@ POLICY_ROUTES = (
     "/v1/embeddings",
     "/v1/classify",
     "/v1/score",
+    "/rerank",
     "/v1/rerank",
     "/v2/rerank",
     GENERATE,
@@ -148,6 +155,34 @@ def select_forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 Handler = Callable[[ForwardedRequest], Awaitable[Response]]
+
+
+def make_application(routes: Sequence[Route], lifespan: Lifespan[Starlette]) -> Starlette:
+    """Return a server that refuses what it has no route for as it reports its other errors.
+
+    Like SGLang, it lets web pages of every origin send requests: a key is needed all the same.
+    """
+    anyone = Middleware(
+        CORSMiddleware,
+        allow_origins=["*"],
+        allow_credentials=True,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[anyone],
+        exception_handlers={HTTPException: _answer_unrouted},
+        lifespan=lifespan,
+    )
+
+
+async def _answer_unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"the router has no {request.method} {request.scope['path']}; ask an engine itself"
+    answer = make_error_response(error.status_code, message)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def make_endpoint(

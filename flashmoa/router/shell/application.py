@@ -23,6 +23,7 @@ from flashmoa.router.client_requests import (
     ForwardedRequest,
     RetryRule,
     hide_stream_ids,
+    make_application,
     make_endpoint,
     make_json_response,
     parse_body,
@@ -81,7 +82,7 @@ def shell_application(options: ShellOptions, answers: AgentPromptCache | None = 
         Route("/metrics", shell.metrics),
         Route("/{path:path}", pass_on, methods=_METHODS),
     ]
-    return Starlette(routes=routes, lifespan=shell.lifespan)
+    return make_application(routes, shell.lifespan)
 
 
 def shells_application(pairs: Sequence[ShellOptions], first_port: int) -> Starlette:

@@ -121,6 +121,26 @@ async def test_streams_without_engines_answer_503() -> None:
         assert (await client("GET", "/flashmoa/info"))[0] == 503
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/responses", 404), ("PUT", CHAT, 405), ("OPTIONS", "/health", 405)],
+)
+async def test_what_the_router_has_no_route_for_is_refused_in_its_own_form(
+    method: str, path: str, status: int
+) -> None:
+    engine = FakeEngine("a")
+    async with routing(engine) as client:
+        found, content = await client(method, path, headers=KEY)
+        error = json.loads(content)["error"]
+    assert found == error["code"] == status and engine.requests == []
+    assert f"no {method} {path}; ask an engine itself" in error["message"]
+
+
+async def test_web_pages_of_other_origins_may_ask_a_router(any_router: RouterClient) -> None:
+    asked = {"origin": "http://page", "access-control-request-method": "POST"}
+    assert (await any_router("OPTIONS", CHAT, headers=asked))[0] == 200
+
+
 HALF = "half of a pair: \ud83d"
 # ``bodies`` replaces this by nested lists or objects.
 DEEP = "deep below"

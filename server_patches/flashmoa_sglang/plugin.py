@@ -162,9 +162,15 @@ HTTP_HOOKS = [
         )
         for way in ("distributed", "tensor", "ipc")
     ),
-    *(
-        Hook(f"{_TOKENIZER_MANAGER}.{change}", "around", engine_changes.without_streams)
-        for change in ("_unload_lora_adapter_locked", "release_memory_occupation")
+    Hook(
+        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
+        "around",
+        engine_changes.unload_adapter,
+    ),
+    Hook(
+        f"{_TOKENIZER_MANAGER}.release_memory_occupation",
+        "around",
+        engine_changes.without_streams,
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]

@@ -1,4 +1,4 @@
-"""Hooks around changes of an engine's weights and adapters, during which no prompt stream is open.
+"""Hooks around changes of an engine's weights and adapters, which no prompt stream may outlast.
 
 SGLang makes them when no request runs. It does not know of prompt streams, whose increments are
 made in the schedulers.
@@ -20,6 +20,20 @@ async def without_streams(
         return await original(manager, *args, **kwargs)
     async with manager.flashmoa_table.closed():
         return await original(manager, *args, **kwargs)
+
+
+async def unload_adapter(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close an adapter's streams; wraps ``TokenizerManager._unload_lora_adapter_locked``.
+
+    SGLang itself waits for the adapter's requests only; the others go on. It unloads adapters for
+    requests of others, too, where it has room for a few.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, obj, *args, **kwargs)
+    async with manager.flashmoa_table.closed(obj.lora_name):
+        return await original(manager, obj, *args, **kwargs)
 
 
 def update_weights(*result: Any) -> Callable[..., Any]:

@@ -85,8 +85,8 @@ class StreamTable:
         self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
-        # The number of changes of the engine for which no stream may be open.
-        self._closed = 0
+        # The adapters that are being unloaded; ``None`` for each change of the whole engine.
+        self._closed: list[str | None] = []
         self._pace = Pace(Options.from_environment().device_slowdown)
         self._handover = Handover(engine, self._open)
         self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
@@ -122,11 +122,11 @@ class StreamTable:
         """Open a stream.
 
         Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down or its
-            weights or adapters are being changed.
+            weights or the stream's adapter are being changed.
         """
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
-        if self._closed:
+        if None in self._closed or stream.terms.lora_path in self._closed:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
         if len(self._open) >= self.limits.streams:
             raise TooManyStreams(
@@ -238,18 +238,22 @@ class StreamTable:
         self._handover.look()
 
     @asynccontextmanager
-    async def closed(self) -> AsyncGenerator[None]:
-        """Close all streams, and open none in the meantime. Their schedulers compute nothing."""
-        self._closed += 1
+    async def closed(self, adapter: str | None = None) -> AsyncGenerator[None]:
+        """Close all streams, or those of one adapter, and open none of them in the meantime.
+
+        Schedulers compute nothing for them.
+        """
+        self._closed.append(adapter)
         try:
             for stream in list(self._open.values()):
-                self.close(stream, "drained")
+                if adapter in (None, stream.terms.lora_path):
+                    self.close(stream, "drained")
             # What a scheduler has begun when it hears of the end is computed a step later.
             for _ in range(2):
                 await self._engine.kv()
             yield
         finally:
-            self._closed -= 1
+            self._closed.remove(adapter)
 
     def keep_alive(self, stream: PromptStream) -> None:
         """Put off a stream's expiry."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashmoa_sglang.costs import UNMEASURED
-from flashmoa_sglang.http.stream import PromptStream
+from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
 
@@ -81,9 +81,11 @@ class FakeEngine:
         return found
 
 
-def open_stream(table: StreamTable, ttl: float = 60.0, tokens: int = 100) -> PromptStream:
+def open_stream(
+    table: StreamTable, ttl: float = 60.0, tokens: int = 100, adapter: str | None = None
+) -> PromptStream:
     """Open a stream of token ids with so many tokens."""
-    stream = PromptStream(ttl_seconds=ttl, buffer=None)
+    stream = PromptStream(ttl_seconds=ttl, buffer=None, terms=Terms(lora_path=adapter))
     table.add(stream, list(range(tokens)))
     table.open(stream)
     return stream

@@ -15,6 +15,7 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
+from flashmoa_sglang.http.engine_changes import unload_adapter  # noqa: E402
 from flashmoa_sglang.http.errors import EngineBusy, EngineDraining, EngineFailed  # noqa: E402
 from flashmoa_sglang.http.stream import Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
@@ -101,6 +102,28 @@ async def test_no_stream_is_open_while_the_engine_is_changed(
     later = open_stream(table)
     await until(lambda: engine.tokens_of(later.id))
     table.close(later, "deleted")
+
+
+async def test_an_adapter_that_is_unloaded_ends_its_own_streams_only(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    streams = {name: open_stream(table, adapter=name) for name in (None, "a", "b")}
+    manager = SimpleNamespace(flashmoa_table=table)
+
+    async def unload(_manager: object, obj: Any) -> str:
+        assert engine.released == [streams["a"].id] and engine.reports
+        with pytest.raises(EngineDraining, match="being changed"):
+            open_stream(table, adapter="a")
+        # SGLang unloads one adapter to load another for a stream that is being opened.
+        streams["c"] = open_stream(table, adapter="c")
+        return obj.lora_name
+
+    unloaded = SimpleNamespace(lora_name="a")
+    assert await unload_adapter(unload, manager, unloaded) == "a"
+    assert {name for name, stream in streams.items() if stream.closed} == {"a"}
+    streams["a"] = open_stream(table, adapter="a")
+    for stream in streams.values():
+        table.close(stream, "deleted")
 
 
 async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(

@@ -147,6 +147,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
         "resolved_view()": ARGUMENTS,
     },
     "http/engine.py": {"request": REQUEST},
+    "http/engine_changes.py": {"obj": _srt("managers.io_struct:UnloadLoRAAdapterReqInput")},
     "scheduler/state.py": {"recv_req": TOKENIZED_REQUEST},
     "scheduler/queue.py": {"message": TOKENIZED_REQUEST},
     "scheduler/streams.py": {"message": TOKENIZED_REQUEST},

@@ -60,11 +60,10 @@ class SchedulerStream:
     claimed: bool = False
     increment: Any = None
 
-    def growth(self, page: int) -> int:
-        """Return how many tokens could be prefilled now: whole pages, since others are not kept."""
-        if self.opener is None or self.claimed or self.increment is not None:
-            return 0
-        return len(self.tokens) // page * page - self.prefilled
+    @property
+    def may_grow(self) -> bool:
+        """Whether an increment may be made now."""
+        return self.opener is not None and not self.claimed and self.increment is None
 
 
 class SchedulerStreams:
@@ -76,6 +75,8 @@ class SchedulerStreams:
     def __init__(self, scheduler: Any, pins: StreamPins) -> None:
         self._scheduler = scheduler
         self._pins = pins
+        # With EAGLE, the radix tree has pairs of tokens: it keeps the KV of a token with the next.
+        self._next = int(scheduler.spec_algorithm.is_eagle())
         self._open: dict[str, SchedulerStream] = {}
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
@@ -93,13 +94,20 @@ class SchedulerStreams:
 
     def want(self) -> bool:
         """Return whether some stream could be prefilled further."""
-        page = self._scheduler.page_size
-        return any(stream.growth(page) for stream in self._open.values())
+        return any(self._growth(stream) for stream in self._open.values())
 
     def waiting_tokens(self, *, growing: bool = False) -> list[int]:
         """Return how many tokens of each stream could be prefilled, or of each that grows."""
         streams = (s for s in self._open.values() if not s.claimed and (s.grows or not growing))
-        return [stream.growth(self._scheduler.page_size) for stream in streams]
+        return [self._growth(stream) for stream in streams]
+
+    def _growth(self, stream: SchedulerStream) -> int:
+        """Return how many tokens of a stream could be prefilled now."""
+        return self._kept(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0
+
+    def _kept(self, tokens: int) -> int:
+        """Return how many of a prompt's first tokens the radix tree keeps: whole pages."""
+        return max(0, tokens - self._next) // self._scheduler.page_size * self._scheduler.page_size
 
     # What the HTTP process and SGLang say.
 
@@ -124,7 +132,7 @@ class SchedulerStreams:
         del stream.tokens[tokens:]
         # The forward of an increment goes on, and its result is no longer the stream's.
         stream.increment = None
-        stream.prefilled = min(stream.prefilled, tokens - tokens % self._scheduler.page_size)
+        stream.prefilled = min(stream.prefilled, self._kept(tokens))
 
     def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
         """Open a stream in answer to the request that opens it.
@@ -186,7 +194,7 @@ class SchedulerStreams:
         for stream in self._new:
             if stream.id not in self._open:
                 continue
-            if stream.growth(self._scheduler.page_size) and not lack_room:
+            if self._growth(stream) and not lack_room:
                 free = room()
                 lack_room = free < _WORTH_MATCHING
                 self._match(stream, free)
@@ -210,6 +218,8 @@ class SchedulerStreams:
         """
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
         fewest = fewest_tokens(len(self), least)
+        # Each increment has one token more than the tree keeps of it.
+        tokens -= most * self._next
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
@@ -218,7 +228,7 @@ class SchedulerStreams:
         streams: list[SchedulerStream] = []
         sizes: list[Growth] = []
         for stream in self._open.values():
-            if (stream.grows or not growing) and (new := stream.growth(page)):
+            if (stream.grows or not growing) and (new := self._growth(stream)):
                 streams.append(stream)
                 sizes.append(size(stream, new))
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
@@ -231,12 +241,12 @@ class SchedulerStreams:
                 break
             for position in fresh:
                 room -= self._match(streams[position], room)
-                sizes[position] = size(streams[position], streams[position].growth(page))
+                sizes[position] = size(streams[position], self._growth(streams[position]))
             matched.update(fresh)
         lack_room = (
             room < tokens and not chosen and choose_increments(sizes, tokens, least, fewest, page)
         )
-        self._waiting = {s.id for s in self._open.values() if lack_room and s.growth(page)}
+        self._waiting = {s.id for s in self._open.values() if lack_room and self._growth(s)}
         made = (self._make_increment(streams[position], end) for position, end in chosen)
         return [req for req in made if req is not None]
 
@@ -265,7 +275,7 @@ class SchedulerStreams:
     def _make_increment(self, stream: SchedulerStream, end: int) -> Any:
         message = copy(stream.message)
         message.rid = f"{stream.id}-{next(self._numbers)}"
-        message.input_ids = RELEASE.token_ids(stream.tokens[:end])
+        message.input_ids = RELEASE.token_ids(stream.tokens[: end + self._next])
         message.priority = None  # It goes after requests of clients, and preempts none.
         assert self._make is not None
         req = take_request(self._scheduler, message, self._make)
@@ -284,8 +294,7 @@ class SchedulerStreams:
         """Note that an increment's KV has been published, so that the next one can follow."""
         stream = self._of(req)
         if stream is not None:
-            end = len(req.origin_input_ids)
-            stream.prefilled, stream.increment = end - end % self._scheduler.page_size, None
+            stream.prefilled, stream.increment = self._kept(len(req.origin_input_ids)), None
 
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""

@@ -128,6 +128,7 @@ class FakeScheduler:
         ratio: float = 0.1,
         running: list[Any] | None = None,
         total: int = 60_000,
+        eagle: bool = False,
     ) -> None:
         reqs = running or []
         self.tree_cache: Any = Tree(free)
@@ -146,7 +147,7 @@ class FakeScheduler:
         self.enable_priority_scheduling = False
         self.disable_radix_cache = False
         self.require_mlp_sync = False
-        self.spec_algorithm = SimpleNamespace(is_none=lambda: True)
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: True, is_eagle=lambda: eagle)
         self.server_args = SimpleNamespace(disaggregation_mode="null", tokenizer_worker_num=1)
         self.grammar_manager = Grammars()
         self.req_to_token_pool = SimpleNamespace(available_size=lambda: 16)

@@ -26,6 +26,7 @@ class RadixCache:
 
 def scheduler(role: str, overlap: bool) -> Any:
     return SimpleNamespace(
+        spec_algorithm=SimpleNamespace(is_eagle=lambda: False),
         tree_cache=RadixCache(),
         server_args=SimpleNamespace(disaggregation_mode=role),
         enable_overlap=overlap,

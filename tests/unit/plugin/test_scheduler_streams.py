@@ -114,6 +114,22 @@ def test_an_increment_is_whole_pages(scheduler: FakeScheduler, streams: Schedule
     assert len(make_increments(streams)["a"].origin_input_ids) == 48
 
 
+def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
+    """The radix tree has pairs of tokens, so that 64 tokens are three pages of 16 pairs."""
+    scheduler = FakeScheduler(eagle=True)
+    streams, scheduler.page_size = scheduler.flashmoa.streams, 16
+    scheduler.open_stream("a", 64)
+    assert sum(streams.waiting_tokens()) == 48
+    # All of it must fit the forward.
+    assert not make_increments(streams, tokens=16)
+    increment = make_increments(streams, tokens=48, most=1)["a"]
+    assert len(increment.origin_input_ids) == 33
+    streams.settle(increment)
+    assert sum(streams.waiting_tokens()) == 16
+    streams.extend(new_tokens("a", [64]))
+    assert len(make_increments(streams)["a"].origin_input_ids) == 65
+
+
 def test_an_increment_that_is_discarded_is_made_again(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:

@@ -98,6 +98,9 @@ class Text(str):
         is_string = isinstance(other, str) and not isinstance(other, Text)
         return self is other or (is_string and f"{self!s}" == other)
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = str.__hash__
 
     def __bool__(self) -> bool:

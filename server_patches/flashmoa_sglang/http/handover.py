@@ -103,6 +103,7 @@ class Handover:
             if stream.unchanged < stream.sent:
                 kept.append((stream.id, stream.unchanged))
                 stream.sent = stream.unchanged
+                stream.prefilled = min(stream.prefilled, stream.unchanged)
             if len(known) > stream.sent:
                 new = array("q", known[stream.sent :])
                 tokens.append((stream.id, new.tobytes(), stream.next_seq > 0))

@@ -98,12 +98,11 @@ class StreamRequest:
 
     def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
         # Texts are compared, because tokens of the end of the stream's text may be held back.
-        if stream.buffer is not None and self._text:
-            if not self._text.startswith(stream.buffer.whole_text):
-                return False
-            expected = stream.buffer.tokens[: stream.buffer.certain_tokens]
-        else:
-            expected = stream.known()
+        buffer, expected = stream.buffer, stream.known()
+        if buffer is not None and self._text and not self._text.startswith(buffer.whole_text):
+            return False
+        if buffer is not None and (self._text or stream.ended_at is None):
+            expected = buffer.tokens[: buffer.certain_tokens]
         return ids is not None and ids[: len(expected)] == list(expected)
 
     def annotate(self, output: dict[str, Any]) -> None:

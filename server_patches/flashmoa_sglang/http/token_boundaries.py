@@ -1,8 +1,9 @@
 """Finds boundaries: places in a text at which a tokenizer always splits, whatever text follows.
 
 A kind of boundary is a pattern for the characters on both sides of it. Each kind is checked with
-the served tokenizer at start: entries of the vocabulary that span a boundary exclude the places at
-which they could do so, and splitting sample texts at one must not change their tokens.
+the served tokenizer at start: no entry of the vocabulary may span one, unless the tokenizer splits
+the text there before it looks for entries, or the places are known at which an entry could do so;
+and splitting sample texts at one must not change their tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _FOREIGN_PUNCTUATION = "".join(
     for character in _CHARACTERS
     if unicodedata.category(character) in ("Pd", "Pe", "Pf", "Pi", "Po", "Ps")
     and character not in "‘’‛＇"
+    # Composition turns the others into other characters.
+    and unicodedata.normalize("NFC", character) == character
 )
 # A lookbehind for one character on the left, and a lookahead for the characters on the right. A
 # narrow kind is there for tokenizers for which the wide one beside it does not hold.
@@ -53,77 +56,42 @@ BOUNDARIES: dict[str, str] = {
     "letter after a number": rf"(?<=[0-9])(?={_LETTER})",
     "number after a symbol": rf"(?<=[{_PUNCTUATION}])(?=[0-9])",
 }
+# The kinds whose characters no tokenizer changes before it looks for entries, but for their case.
+_LATIN = ("latin word", "punctuation", "latin line")
 RIGHT_CONTEXT = 2
 _SAMPLES = 96
 # Scripts, white space, marks, and what tokenizers are known to treat specially.
 _DIFFICULT = (
-    *(
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        " \n ",
-        "\t",
-        "\r\n",
-        "'s",
-        "'LL",
-        "12",
-        "3456",
-        "7",
-        ". ",
-        "_",
-        "▁",
-    ),
-    *(
-        "é",
-        "e\u0301",
-        "\u0301",
-        "\u200b",
-        "\u00a0",
-        "\u3000",
-        "中文，好",
-        "。",
-        "日本語で",
-        "한국어",
-    ),
-    *(
-        "русский",
-        "عربي، ",
-        "עברית",
-        "हिन्दी। ",
-        "ไทย",
-        "🙂",
-        "👩‍👩‍👧",
-        '{"a":1,',
-        "</p>",
-        "--",
-        "½",
-        "²",
-        "٣",
-    ),
-)
+    " ", "  ", "\n", "\n\n", " \n ", "\t", "\r\n", "'s", "'LL", "12", "3456", "7", ". ", "_", "▁",
+    "é", "e\u0301", "\u0301", "\u200b", "\u00a0", "\u3000", "中文，好", "。", "日本語で", "한국어",
+    "--", "русский", "عربي، ", "עברית", "हिन्दी। ", "ไทย", "🙂", "👩‍👩‍👧", '{"a":1,', "</p>", "½",
+    "²", "٣",
+    "Ｕ．Ｓ", "（笑）", "U.S.", "ID19", "\u212a.", "녙。",
+)  # fmt: skip
+
+
+# Printable characters with which vocabularies spell white space (byte-level, sentencepiece).
+_SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
 
 
 class Boundaries:
     """The boundaries of a tokenizer.
 
     Args:
-        kinds: the kinds that hold for it.
-        spanning: the entries of its vocabulary that span a boundary of these kinds.
+        kinds: the kinds that hold for it, and for each the beginnings of entries of its vocabulary:
+            where the text before a boundary ends with one of them, the entry may span the boundary.
 
     Attributes:
-        kinds: the same, in the order of ``BOUNDARIES``.
+        kinds: the names of the kinds.
     """
 
-    def __init__(self, kinds: Iterable[str] = (), spanning: Iterable[str] = ()) -> None:
+    def __init__(self, kinds: Mapping[str, Iterable[str]]) -> None:
         self.kinds = list(kinds)
         pattern = "|".join(BOUNDARIES[name] for name in self.kinds)
         self._pattern = re.compile(pattern or r"(?!)")
-        # A boundary holds unless the text before it ends like the left part of a spanning entry.
-        self._lefts: dict[int, set[str]] = {}
-        for entry in spanning:
-            for place in _spanned_places(self._pattern, entry):
-                self._lefts.setdefault(place, set()).add(entry[:place])
+        self._beginnings: dict[int, set[str]] = {}
+        for beginning in chain(*kinds.values()):
+            self._beginnings.setdefault(len(beginning), set()).add(beginning)
 
     def last(self, text: str, start: int) -> int:
         """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
@@ -132,17 +100,15 @@ class Boundaries:
             (place for place in reversed(found) if not self._is_spanned(text, place)), start
         )
 
-    def holds_at(self, text: str, position: int) -> bool:
-        return self._pattern.match(text, position) is not None and not self._is_spanned(
-            text, position
-        )
+    def holds_at(self, text: str, place: int) -> bool:
+        return self._pattern.match(text, place) is not None and not self._is_spanned(text, place)
 
-    def _is_spanned(self, text: str, position: int) -> bool:
+    def _is_spanned(self, text: str, place: int) -> bool:
         # The text may be encoded from the last character before the boundary on, and some
         # tokenizers put a space before the start of a text.
-        return f" {text[position - 1]}" in self._lefts.get(2, ()) or any(
-            text[max(0, position - length) : position] in lefts
-            for length, lefts in self._lefts.items()
+        return f" {text[place - 1]}" in self._beginnings.get(2, ()) or any(
+            text[max(0, place - length) : place] in beginnings
+            for length, beginnings in self._beginnings.items()
         )
 
 
@@ -152,12 +118,12 @@ def find_boundaries(tokenizer: Any, encode: Any) -> Boundaries:
         return _usable_boundaries(tokenizer, encode)
     except Exception as error:
         logger.warning(
-            "Prompt streams of text are tokenised when they end, not earlier, because it could "
-            "not be found out where this tokenizer splits text (%s: %s)",
+            "Tokens of prompt streams of text are certain when they end, not earlier, because it "
+            "could not be found out where this tokenizer splits text (%s: %s)",
             type(error).__name__,
             error,
         )
-        return Boundaries()
+        return Boundaries({})
 
 
 def vocabulary_of(tokenizer: Any) -> dict[str, int]:
@@ -169,44 +135,101 @@ def vocabulary_of(tokenizer: Any) -> dict[str, int]:
 
 
 def _usable_boundaries(tokenizer: Any, encode: Any) -> Boundaries:
+    vocabulary = vocabulary_of(tokenizer)
+    # Large vocabularies of sentencepiece have the characters of that alphabet, too.
+    is_byte_level = "▁" not in vocabulary and _byte_level_alphabet().keys() <= vocabulary.keys()
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     added = [str(token) for token in added_tokens]
-    vocabulary = [*_texts_of(vocabulary_of(tokenizer)), *added]
-    any_kind = re.compile("|".join(BOUNDARIES.values()))
-    spanning = [entry for entry in vocabulary if _spanned_places(any_kind, entry)]
-    samples = _sample_texts(vocabulary, added)
-    usable: list[str] = []
-    for name, pattern in BOUNDARIES.items():
-        kind = Boundaries((name,), spanning)
-        if not _is_swallowed(re.compile(pattern), added_tokens) and _splits(kind, samples, encode):
-            usable.append(name)
-    return Boundaries(usable, spanning)
+    entries = [*_texts_of(vocabulary, is_byte_level)]
+    samples = _sample_texts([*entries, *added], added)
+    rules = _Rules(tokenizer, encode, samples, is_byte_level)
+    # Most entries are a word, which no boundary is in.
+    spanning = [entry for entry in {*entries} - {*added} if not entry.removeprefix(" ").isalpha()]
+    usable: dict[str, set[str]] = {}
+    for name, text in BOUNDARIES.items():
+        pattern = re.compile(text)
+        beginnings = _beginnings(pattern, spanning)
+        if _is_swallowed(pattern, added_tokens) or not rules.allow(name, pattern, bool(beginnings)):
+            continue
+        kind = {name: beginnings | _beginnings(pattern, added)}
+        if _splits(Boundaries(kind), samples, encode):
+            usable.update(kind)
+    return Boundaries(usable)
 
 
-def _spanned_places(boundary: re.Pattern[str], entry: str) -> set[int]:
-    """Return the boundaries inside an entry of a vocabulary."""
-    if boundary.search(f"{entry}a", 1) is None and not entry.endswith(" "):
-        return set()
-    # The right side of a boundary may begin with the last character of the entry, a space.
-    found = chain(*(boundary.finditer(entry + following, 1) for following in "a-"))
-    return {match.start() for match in found if match.start() < len(entry)}
+class _Rules:
+    """What a tokenizer does with a text before and while it looks for entries of its vocabulary."""
+
+    def __init__(
+        self, tokenizer: Any, encode: Any, samples: list[str], is_byte_level: bool
+    ) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        model = type(getattr(backend, "model", None)).__name__
+
+        def are_same(*pairs: str) -> bool:
+            return any(encode(one) == encode(other) for one, other in pairs)
+
+        # The likeliest way to divide a text into entries may depend on all of it: of equally likely
+        # ones, the rounding of sums decides.
+        self._is_unigram = model == "Unigram"
+        # Where a boundary is may change, if characters are replaced by others of another kind.
+        self._mixes = are_same("Aa", "ａa", "（(", "①1", "éE")
+        # An entry can be compared with a text if neither has other characters in its place. Those
+        # of bytes may have a part of a character.
+        composes = are_same("\u212aK", "\u212bÅ")
+        self._compares = model == "BPE" and not (is_byte_level or composes or self._mixes)
+        self._presplit = [*_presplit(backend, samples)]
+
+    def allow(self, name: str, pattern: re.Pattern[str], is_spanned: bool) -> bool:
+        """Return whether a kind can hold, given whether an entry of the vocabulary spans it."""
+        if self._presplit and all(
+            match.start() in edges
+            for text, edges in self._presplit
+            for match in pattern.finditer(text, 1)
+        ):
+            return True
+        if self._is_unigram or (self._mixes and name not in _LATIN):
+            return False
+        return self._compares or not is_spanned
 
 
-def _texts_of(vocabulary: Mapping[str, int]) -> Iterator[str]:
-    """Yield the text of each entry; of byte-level ones, whole characters only."""
+def _presplit(backend: Any, samples: list[str]) -> Iterator[tuple[str, set[int]]]:
+    """Yield each sample as the tokenizer normalises it, and the places at which it then splits."""
+    if getattr(backend, "pre_tokenizer", None) is None:
+        return
+    for sample in samples:
+        text = sample
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(sample)
+        pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+        yield text, {place for _, places in pieces for place in places}
+
+
+def _beginnings(boundary: re.Pattern[str], entries: Iterable[str]) -> set[str]:
+    """Return what entries have before the boundaries that they span."""
+    found: set[str] = set()
+    for entry in entries:
+        # The right side of a boundary may begin with the last character of the entry, a space.
+        for following in "a-" if entry.endswith(" ") else ("",):
+            places = (match.start() for match in boundary.finditer(entry + following, 1))
+            found.update(entry[:place] for place in places if place < len(entry))
+    return found
+
+
+def _texts_of(vocabulary: Mapping[str, int], is_byte_level: bool) -> Iterator[str]:
+    """Yield the text of each entry.
+
+    A letter stands for what an entry of bytes has of a character at its beginning or end.
+    """
     byte_of = _byte_level_alphabet()
-    is_byte_level = all(character in vocabulary for character in byte_of)
     for entry in vocabulary:
-        if is_byte_level and all(character in byte_of for character in entry):
-            yield bytes(byte_of[character] for character in entry).decode(errors="ignore")
-        elif is_byte_level:
-            yield entry
-        else:
+        text = entry
+        if not is_byte_level:
             # Trained tokenizers without the whole alphabet spell white space like byte-level ones.
-            yield entry.translate(_SPELLINGS)
-
-
-_SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
+            text = entry.translate(_SPELLINGS)
+        elif all(character in byte_of for character in entry):
+            text = bytes(byte_of[character] for character in entry).decode(errors="replace")
+        yield text.replace("\ufffd", "文")
 
 
 def _byte_level_alphabet() -> dict[str, int]:

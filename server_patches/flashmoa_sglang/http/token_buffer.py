@@ -74,6 +74,7 @@ class CanonicalTokenizer:
         self.suffix = with_special[start + len(plain) :]
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self.boundaries = find_boundaries(tokenizer, self.encode)
+        self._has_failed = False
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a whole text."""
@@ -88,17 +89,23 @@ class CanonicalTokenizer:
         if not getattr(self._tokenizer, "is_fast", False):
             return None
         first, end = start - 1 if anchored and start else start, len(text)
-        encoded = self._tokenizer(
-            text[first:], add_special_tokens=False, return_offsets_mapping=True
-        )
-        places = encoded["offset_mapping"]
-        return [
-            (token, first + place[1] if following[0] >= place[1] else -1)
-            for token, place, following in zip(
-                encoded["input_ids"], places, [*places[1:], (end, end)], strict=True
+        try:
+            encoded = self._tokenizer(
+                text[first:], add_special_tokens=False, return_offsets_mapping=True
             )
-            if place[1] > start - first
-        ]
+            places = encoded["offset_mapping"]
+            following = [*places[1:], (end, end)][: len(places)]
+            return [
+                (token, first + place[1] if after[0] >= place[1] else -1)
+                for token, place, after in zip(encoded["input_ids"], places, following, strict=True)
+                if place[1] > start - first
+            ]
+        except Exception as error:
+            if not self._has_failed:
+                message = "Text without boundaries is tokenised at its end, not earlier: %s: %s"
+                logger.warning(message, type(error).__name__, error)
+            self._has_failed = True
+            return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with the special ones."""
@@ -253,11 +260,13 @@ class TokenBuffer:
         new = [
             number for number in range(repeated, len(encoded)) if 0 <= encoded[number][1] <= settled
         ]
+        # A token that does not end is not looked at for each few characters.
+        step = _UNSETTLED if new else len(self.text) - last.chars
+        self._look_at = len(self.text) + step
         if new:
             self.tokens.extend(token for token, _ in encoded[repeated : new[-1] + 1])
             first = last.tokens + 1 - repeated
             self._ahead += [TokenizedPrefix(encoded[number][1], first + number) for number in new]
-        self._look_at = len(self.text) + _UNSETTLED
         return count
 
     def _repeated(

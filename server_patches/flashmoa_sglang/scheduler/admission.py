@@ -112,7 +112,9 @@ def make_room(scheduler: Any, running: Any) -> None:
     is room, and counts KV that streams hold as used.
     """
     if scheduler.chunked_req is not None:
-        scheduler.flashmoa.pins.make_room(_rest(scheduler))
+        # In a mixed batch each running request may begin a page.
+        pages = scheduler.page_size * len(running.reqs) if scheduler.is_mixed_chunk else 0
+        scheduler.flashmoa.pins.make_room(_rest(scheduler) + pages)
     if not scheduler.enable_priority_preemption:
         return
     needs = [_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req)]

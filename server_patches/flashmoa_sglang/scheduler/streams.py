@@ -47,6 +47,8 @@ class SchedulerStream:
         ended: whether no more tokens come.
         claimed: whether the final request has come, which computes the rest.
         increment: the increment that was made and is not in the radix tree yet.
+        right: how many of its tokens are still those of the stream.
+        is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
     """
 
     id: str
@@ -59,6 +61,8 @@ class SchedulerStream:
     ended: bool = False
     claimed: bool = False
     increment: Any = None
+    right: int = 0
+    is_pin_stale: bool = False
 
     @property
     def may_grow(self) -> bool:
@@ -130,9 +134,9 @@ class SchedulerStreams:
     def _take_back(self, stream: SchedulerStream, tokens: int) -> None:
         """Keep only the first tokens of a stream; the text that followed has changed the others."""
         del stream.tokens[tokens:]
-        # The forward of an increment goes on, and its result is no longer the stream's.
-        stream.increment = None
+        stream.right = min(stream.right, tokens)
         stream.prefilled = min(stream.prefilled, self._kept(tokens))
+        stream.is_pin_stale = True
 
     def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
         """Open a stream in answer to the request that opens it.
@@ -259,7 +263,7 @@ class SchedulerStreams:
         if end - stream.prefilled < _WORTH_MATCHING or not can_pin(self._scheduler):
             return 0
         # Matching compares the whole prompt, so it is not done where it can find nothing.
-        if self._pins.hold_all(stream.id):
+        if self._pins.hold_all(stream.id) and not stream.is_pin_stale:
             return 0
         key = RELEASE.key_of(stream.tokens[:end], stream.opener)
         pin, tokens = match_and_pin(self._scheduler.tree_cache, key)
@@ -280,7 +284,7 @@ class SchedulerStreams:
         assert self._make is not None
         req = take_request(self._scheduler, message, self._make)
         if req is not None:
-            stream.increment = req
+            stream.increment, stream.right = req, len(req.origin_input_ids)
         return req
 
     def discard(self, req: Any) -> None:
@@ -294,7 +298,9 @@ class SchedulerStreams:
         """Note that an increment's KV has been published, so that the next one can follow."""
         stream = self._of(req)
         if stream is not None:
-            stream.prefilled, stream.increment = self._kept(len(req.origin_input_ids)), None
+            # Text that came since may have changed the last of its tokens.
+            stream.prefilled, stream.increment = self._kept(stream.right), None
+            stream.is_pin_stale = False
 
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""
@@ -302,7 +308,6 @@ class SchedulerStreams:
         id_ = state_of(req).increment_of
         assert id_ is not None
         if (stream := self._open.get(id_)) is not None:
-            # Text that came since may have changed the last of its tokens.
             tokens = min(len(req.origin_input_ids), stream.prefilled)
             self._progress.append((id_, tokens, max(0, tokens - req.cached_tokens), seconds))
 

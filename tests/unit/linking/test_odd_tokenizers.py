@@ -48,7 +48,7 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
     with caplog.at_level(logging.WARNING):
         tokenizer = CanonicalTokenizer(Wrapped(real, **shown))
     assert len(caplog.records) == 1
-    assert "tokenised when they end" in caplog.text
+    assert "certain when they end" in caplog.text
     assert tokenizer.boundaries.kinds == []
     assert (tokenizer.digest is None) == (shown.get("get_vocab") in (None, fails))
     buffer = TokenBuffer(tokenizer, add_special_tokens=False)

@@ -182,12 +182,15 @@ def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_inst
     assert report.increments == (("a", 60, 60, 0.5),)
     second = make_increments(streams)["a"]
     assert second.origin_input_ids == [*range(60), *range(200, 230)]
-    # One that is still running when its tokens are taken back leaves no trace.
-    streams.extend(StreamTokens((), kept=(("a", 20),)))
-    streams.settle(second)
-    assert make_increments(streams) == {} and not streams.want()
-    streams.extend(new_tokens("a", range(300, 310)))
-    assert make_increments(streams)["a"].origin_input_ids == [*range(20), *range(300, 310)]
+    # Of one that is still running when tokens are taken back, the others count.
+    message = new_tokens("a", range(300, 310))
+    streams.extend(StreamTokens(message.tokens, kept=(("a", 70),)))
+    assert make_increments(streams) == {}
+    streams.finish(second, 0.5)
+    streams.report()
+    assert scheduler.sent[-1].increments == (("a", 70, 70, 0.5),)
+    third = make_increments(streams)["a"]
+    assert third.origin_input_ids == [*range(60), *range(200, 210), *range(300, 310)]
 
 
 def test_a_stream_whose_final_request_has_come_gets_no_more_increments(

@@ -193,6 +193,37 @@ def deepseek_v3() -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
 
+def byte_level_without_splits() -> Any:
+    """Make a BPE with entries that begin inside a character."""
+    tokenizer = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.add_tokens(["the valley."])
+    return tokenizer
+
+
+def folding() -> Any:
+    """Make a BPE whose entries are compared with other characters than those of the text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<unk>", *SPECIAL], show_progress=False
+    )
+    tokenizer.train_from_iterator([*SCRIPTS.values(), *["(笑) u.s. id19 1/2 "] * 50], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def unigram() -> Any:
+    """Make a tokenizer that divides a word as is likeliest for the whole word."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=700, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False
+    )
+    words = "aaaaaaaaaaaaaa aaaaaaaaaaaaa (笑) U.S. ID19 "
+    tokenizer.train_from_iterator([GUIDE.read_text(), *SCRIPTS.values(), words * 50], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
 def greedy_added_token() -> Any:
     """Make a tokenizer with an added token that swallows the white space around it."""
     tokenizer = byte_level_with_pattern()
@@ -207,6 +238,9 @@ def tokenizers(model: Path) -> dict[str, CanonicalTokenizer]:
         "pattern": byte_level_with_pattern,
         "sentencepiece": sentencepiece_like,
         "greedy": greedy_added_token,
+        "bytes": byte_level_without_splits,
+        "folding": folding,
+        "unigram": unigram,
         "llama": llama_like,
         "o200k": o200k,
         "deepseek-like": deepseek_like,
@@ -225,20 +259,23 @@ STREAMED = [
     "smollm-like",
     "deepseek",
 ]
-NAMES = [*STREAMED, "pattern", "greedy"]
+NAMES = [*STREAMED, "pattern", "greedy", "bytes", "folding", "unigram"]
 
 fragments = st.one_of(
     st.sampled_from(
         [
             " ", "  ", "\n", "\n\n", " \n", "\t", "\r\n", "'s", "'ll", "12", "3456", ".", ", ",
             "! ", "<|im_start|>", "<|im_", "end|>", "<|", "|>", "mask", "<s>", "é", "e\u0301", "中",
-            "文，好", "。「", "русский", "عربي، ", "हिन्दी।", "ไทย", "한국어", "</p>", "²½",
+            "文，好", "。「", "녙。", "Ｕ．Ｓ", "（笑）", "ID19", "U.S.",
+            "русский", "عربي، ", "हिन्दी।", "ไทย", "한국어", "</p>", "²½",
             "🙂", "👩‍👩‍👧", "\u200b", "the", " the", "Kathmandu", " a b c", "ﬁ", "½", "▁", "Ġ",
         ]
     ),
     st.text(max_size=6),
     # Text that has no boundary for long.
-    st.sampled_from(["ก", "文", "7", "ab", "-", "\n", "🙂", "ก็", "aB"]).map(lambda part: part * 40),
+    st.sampled_from(["ก", "文", "7", "a", "ab", "-", " ", "\n", "🙂", "ก็", "aB"]).map(
+        lambda part: part * 40
+    ),
     st.text("ACGT", min_size=60, max_size=90),
 )  # fmt: skip
 texts = st.lists(fragments, max_size=14).map("".join)
@@ -433,6 +470,47 @@ def test_text_without_boundaries_is_tokenised_in_windows(
     for start in range(0, len(text), 6):
         buffer.append(text[start : start + 6])
     assert tokenised < 12 * len(text)
+
+
+@pytest.mark.parametrize("text", ["a" * 8000, " " * 8000, "文" * 8000])
+def test_a_token_that_does_not_end_is_not_tokenised_again_and_again(text: str) -> None:
+    """Like BERT's tokenizer, this one gives white space no token, and a long word one."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = CanonicalTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    buffer, tokenised, encode = TokenBuffer(tokenizer, False), 0, tokenizer.encode_window
+
+    def count_and_encode(text: str, start: int, anchored: bool) -> Any:
+        nonlocal tokenised
+        tokenised += len(text) - start
+        return encode(text, start, anchored)
+
+    tokenizer.encode_window = count_and_encode
+    for start in range(0, len(text), 16):
+        buffer.append(text[start : start + 16])
+    assert tokenised < 3 * len(text)
+    assert buffer.all_tokens() == tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_does_not_tell_places_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Placeless(PreTrainedTokenizerFast):
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            if options.get("return_offsets_mapping"):
+                raise NotImplementedError("no places")
+            return super().__call__(*args, **options)
+
+    tokenizer = CanonicalTokenizer(Placeless(tokenizer_object=smollm_like().backend_tokenizer))
+    for _ in range(2):
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+        for _ in range(4):
+            buffer.append("ก" * 20)
+        assert len(buffer.tokens) == 0
+        assert buffer.all_tokens() == tokenizer.encode("ก" * 80)
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        "Text without boundaries is tokenised at its end"
+    ]
 
 
 def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide: str) -> None:

@@ -110,6 +110,7 @@ IN_FILE: Mapping[str, Mapping[str, str]] = {
     "asyncep/offloader.py": {"layer": EXPERTS, "self._computing": "'run_moe_core", "module": PLAIN},
     "cpu/platform.py": {"cpu_platform()": PLATFORM},
     # Fields that ``namespace_fields{}`` has.
+    "http/token_boundaries.py": {"backend": PLAIN},
     "http/stream_requests.py": {
         "name": PLAIN,
         "request": PLAIN,

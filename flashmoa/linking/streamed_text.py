@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, cast
 from weakref import WeakValueDictionary
 
 import anyio
@@ -32,20 +32,22 @@ _SURE_LENGTH = 6
 _BEGUN_TOKEN = re.compile(r":([0-9a-f]{6}|[0-9a-f]{1,5}\Z)")
 # White space may have been put into the end of a mark; it is looked for in so many characters.
 _WRAPPED_LENGTH = 100
+_NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
 # All texts of this process that are in use, by the tokens of their marks.
 _TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
 
 
-class Text(str):
+class Text:
     """A text that is being written.
 
-    Build prompts of it as of any string, in an f-string, with ``+``, ``join()`` or in a list that
-    is put into an f-string: the text if it is complete, otherwise a mark, is then in its place.
-    Pass a string with marks on unchanged, in messages for the same workflow; do not parse, cut or
-    display it. Methods of strings work once the text is complete, and raise TypeError before. It
-    equals a string once it is complete and is that string; as a key it is only itself, and it is
-    always true. What reads the characters of strings in C, such as ``json``, ``re`` and pydantic,
-    finds the mark, also later: give it ``await text`` or ``str(text)``.
+    Build prompts of it in an f-string, with ``+``, or in a list that is put into an f-string: the
+    text if it is complete, otherwise a mark, is then in its place; with ``join()``, write
+    ``"\\n".join(map(str, texts))``. Pass a string with marks on unchanged, in messages for the same
+    workflow; do not parse, cut or display it.
+
+    It is no string, so that nothing reads a mark as if it were the text: methods of strings, and
+    ``json``, ``re`` and others refuse it. Give them ``await text``. It equals a string once it is
+    complete and is that string; as a key it is only itself, and it is always true.
 
     The writer can use it as a context manager: leaving it closes the text, or fails the text with
     the exception that was raised.
@@ -54,16 +56,9 @@ class Text(str):
         mark: the string that stands for the text in other strings until it is complete.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Subclasses have more arguments; the name is the first one.
-        name: str = args[0] if args else kwargs["name"]
-        name = name.translate({0x27E6: None, 0x27E7: None})
-        # It is its mark, since str.join() and json.dumps() take the characters of a string itself.
-        return super().__new__(cls, f"\u27e6{name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7")
-
     def __init__(self, name: str) -> None:
-        self.mark = super().__str__()
-        self.name = self.mark[1 : -_TOKEN_LENGTH - 2]
+        self.name = name.translate({0x27E6: None, 0x27E7: None})
+        self.mark = f"\u27e6{self.name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
@@ -77,34 +72,40 @@ class Text(str):
     def __str__(self) -> str:
         return self.written if self.is_complete else self.mark
 
+    # A list in an f-string has the representations of its items.
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
         return self._whole(f"format {spec!r}").__format__(spec) if spec else f"{self!s}"
 
     def __add__(self, other: object) -> str:
-        return f"{self!s}{other!s}" if isinstance(other, str) else NotImplemented
+        return f"{self!s}{other!s}" if isinstance(other, str | Text) else NotImplemented
 
     def __radd__(self, other: object) -> str:
         return f"{other!s}{self!s}" if isinstance(other, str) else NotImplemented
 
-    def __mul__(self, times: SupportsIndex) -> str:
-        return f"{self!s}" * times
-
-    def __rmul__(self, times: SupportsIndex) -> str:
-        return self * times
-
     def __eq__(self, other: object) -> bool:
-        is_string = isinstance(other, str) and not isinstance(other, Text)
-        return self is other or (is_string and f"{self!s}" == other)
+        is_string = isinstance(other, str)
+        return self is other or (is_string and self.is_complete and self.written == other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
+    __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
         return True
+
+    if not TYPE_CHECKING:  # A type checker reports these uses itself.
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(str, name):
+                raise AttributeError(f"{self.name!r} has no {name}(): {_NO_STRING}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def __len__(self) -> NoReturn:
+            raise TypeError(f"{self.name!r} has no length: {_NO_STRING}")
+
+        # Iterating and `in` come here, too; with an `__iter__`, it would pass for a list.
+        def __getitem__(self, _place: object) -> NoReturn:
+            raise TypeError(f"{self.name!r} has no characters: {_NO_STRING}")
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> tuple[type[str], tuple[str]]:
         return str, (self._whole("pickle"),)
@@ -301,22 +302,6 @@ class Text(str):
         self._changed = anyio.Event()
 
 
-def _when_complete(name: str) -> Callable[..., Any]:
-    def method(self: Text, *args: Any, **kwargs: Any) -> Any:
-        use = f"{name.strip('_')}()"
-        strings = (arg._whole(use) if isinstance(arg, Text) else arg for arg in args)
-        return getattr(self._whole(use), name)(*strings, **kwargs)
-
-    return method
-
-
-# The methods that read a string would read the mark.
-_READING = [name for name in dir(str) if not name.startswith("_")]
-_OPERATORS = ["contains", "getitem", "iter", "len", "mod", "lt", "le", "gt", "ge"]
-for _name in (*_READING, *(f"__{name}__" for name in _OPERATORS)):
-    setattr(Text, _name, _when_complete(_name))
-
-
 def find_marks(value: Any) -> list[str]:
     """Return the marks in the strings of a value, in order, each one once.
 
@@ -410,8 +395,10 @@ def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value.mark if isinstance(value, Text) else value
+    if isinstance(value, Text):
+        yield value.mark
+    elif isinstance(value, str):
+        yield value
     elif isinstance(value, Mapping):
         for item in cast("Mapping[Any, Any]", value).values():
             yield from _strings(item)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import io
 import json
 import pickle
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashmoa import Text
 from flashmoa.linking.streamed_text import find_texts
@@ -72,30 +77,71 @@ async def test_a_reader_of_pieces_is_told_if_another_text_took_their_place() -> 
     assert await text == "b"
 
 
-async def test_a_complete_text_is_used_as_its_string() -> None:
+async def test_a_complete_text_stands_for_its_string() -> None:
     text, other = Text("draft"), Text("other")
     assert text != "yes" and text != other and text == text
-    for use in (lambda: pickle.dumps(text), lambda: text < "z", lambda: text % 1):
+    assert f"{text}" == repr(text) == text.mark and text != text.mark
+    for use in (lambda: pickle.dumps(text), lambda: f"{text:>5}"):
         with pytest.raises(TypeError, match=r"'draft' is not complete.* await it first"):
             use()
-    assert text * 2 == 2 * text == text.mark * 2
     text.finish("yes")
-    other.finish("ye")
+    other.finish("no")
     assert not text != "yes" and not "yes" != text  # noqa: SIM202, SIM300
     assert text == "yes" and "yes" == text and text != "no" and text in ["yes"]  # noqa: SIM300
-    assert text < "z" and 2 * text == text * 2 == "yesyes"
-    # What it is compared with may be a text, too.
-    assert text.startswith(other) and other in text and other < text
+    assert text + other == "yesno" and "un" + text + "!" == "unyes!" and f"{text:>5}" == "  yes"
     assert type(pickle.loads(pickle.dumps([text]))[0]) is str
     assert pickle.loads(pickle.dumps([text])) == ["yes"]
     assert {text: 1}[text] == 1
 
 
-async def test_a_text_that_was_turned_into_json_when_complete_is_refused_as_such() -> None:
+class _Message(BaseModel):
+    content: str | list[str]
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda text: "\n".join([text]), TypeError),
+        (lambda text: "".join(text), TypeError),
+        (lambda text: str.__add__("Read ", text), TypeError),
+        (lambda text: "Read it".replace("it", text), TypeError),
+        (lambda text: json.dumps({"draft": text}), TypeError),
+        (lambda text: re.sub("a", "b", text), TypeError),
+        (lambda text: io.StringIO().write(text), TypeError),
+        (lambda text: _Message(content=text), ValidationError),
+        (lambda text: TypeAdapter(list[str]).validate_python([text]), ValidationError),
+    ],
+)
+async def test_what_takes_only_strings_refuses_a_text_rather_than_read_its_mark(
+    use: Callable[[Any], object], error: type[Exception], is_complete: bool
+) -> None:
     text = Text("draft")
-    text.finish("a plan")
-    with pytest.raises(ValueError, match="'draft' was turned into JSON as the mark"):
-        find_texts(json.dumps([text]), {text.mark: text})
+    if is_complete:
+        text.finish("a plan")
+    with pytest.raises(error):
+        use(text)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+async def test_a_text_has_no_length_characters_or_methods_of_strings(is_complete: bool) -> None:
+    text: Any = Text("draft")
+    if is_complete:
+        text.finish("a plan")
+    uses: list[Callable[[], object]] = [
+        lambda: len(text),
+        lambda: text[:4],
+        lambda: "a" in text,
+        lambda: list(text),
+        lambda: text.upper(),
+    ]
+    for use in uses:
+        with pytest.raises((TypeError, AttributeError), match=r"'draft' has no .*; await it"):
+            use()
+    assert not isinstance(text, Iterable) and not hasattr(text, "strip")
+    with pytest.raises(AttributeError, match="'Text' object has no attribute 'usage'"):
+        text.usage  # noqa: B018
+    assert copy.deepcopy([text])[0] is text and bool(text)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,20 @@ class EventReader:
     """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = [b""]  # The pieces of a line that has not ended.
         self._data: list[bytes] = []
         self._is_first_line = True
 
     def feed(self, data: bytes) -> list[str]:
         """Return the data of each event that ends in the next bytes."""
-        *lines, self._rest = _LINE_END.split(self._rest + data)
+        # A long line may come in many pieces, so what is known of it is not searched again.
+        may_end = b"\n" in data or b"\r" in data or self._rest[-1].endswith(b"\r")
+        if data:
+            self._rest.append(data)
+        if not may_end:
+            return []
+        *lines, rest = _LINE_END.split(b"".join(self._rest))
+        self._rest = [rest]
         events: list[str] = []
         for line in lines:
             if self._is_first_line:
@@ -58,7 +65,7 @@ class EventReader:
     def end(self) -> list[str]:
         """Return the data of the event that the end of the answer ends, if there is one."""
         # A last line that has no end may be cut.
-        events = self.feed(b"\n") if self._rest.endswith(b"\r") else []
+        events = self.feed(b"\n") if self._rest[-1].endswith(b"\r") else []
         return [*events, *self._take_event()]
 
     def _take_event(self) -> list[str]:
@@ -152,6 +159,11 @@ async def read_chat(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[De
             usage=PromptUsage.from_openai(usage) if usage else None,
             finish_reason=choice.get("finish_reason"),
         )
+
+
+def is_event_stream(response: Any) -> bool:
+    """Return whether a response of httpx or httpx2 is a stream of events, by its headers."""
+    return response.headers.get("content-type", "").lower().startswith("text/event-stream")
 
 
 def read_choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:

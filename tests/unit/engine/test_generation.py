@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa import EngineClient
-from flashmoa.engine.generation import EventReader, read_chat, read_events, read_generation
+from flashmoa.engine import generation
+from flashmoa.engine.generation import (
+    EventReader,
+    add_tool_calls,
+    read_chat,
+    read_events,
+    read_generation,
+)
 from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
@@ -57,6 +64,26 @@ def test_events_are_read_by_the_standard_however_they_are_cut(
     reader = EventReader()
     pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
     assert [x for piece in pieces for x in reader.feed(piece)] + reader.end() == events
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_what_is_known_of_a_long_line_is_not_searched_again(
+    end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting:
+        searched = 0
+
+        def split(self, data: bytes) -> list[bytes]:
+            self.searched += len(data)
+            return line_end.split(data)
+
+    line_end, counting = generation._LINE_END, Counting()
+    monkeypatch.setattr(generation, "_LINE_END", counting)
+    reader, data = EventReader(), b"data: " + b"A" * 100_000 + end
+    pieces = [data[place : place + 100] for place in range(0, len(data), 100)]
+    events = [event for piece in pieces for event in reader.feed(piece)] + reader.end()
+    assert events == ["A" * 100_000]
+    assert counting.searched < 3 * len(data)
 
 
 async def test_null_in_place_of_parts_of_a_chunk_is_no_text() -> None:

@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 _NAMES = """
     bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs
     continue_final_message custom_logit_processor custom_params data_parallel_rank
-    disagg_prefill_dp_rank ebnf expected_output_tokens extra_key frequency_penalty function_call
-    functions ignore_eos images_config logit_bias logprobs lora_path max_completion_tokens
-    max_dynamic_patch max_tokens metadata min_dynamic_patch min_p min_tokens modalities model n
-    no_stop_trim parallel_tool_calls prediction presence_penalty priority prompt_cache_key
-    prompt_cache_retention reasoning reasoning_effort regex repetition_penalty response_format
-    return_cached_tokens_details return_hidden_states return_routed_experts return_sampling_mask
-    rid routed_dp_rank routed_experts_start_len safety_identifier seed separate_reasoning
-    service_tier session_id session_params skip_special_tokens stop stop_regex stop_token_ids store
-    stream_reasoning task temperature thinking tool_choice tools top_k top_logprobs top_p
-    use_audio_in_video user verbosity web_search_options
+    disagg_prefill_dp_rank ebnf expected_output_tokens extra_key frequency_penalty ignore_eos
+    images_config logit_bias logprobs lora_path max_completion_tokens max_dynamic_patch max_tokens
+    metadata min_dynamic_patch min_p min_tokens modalities model n no_stop_trim parallel_tool_calls
+    prediction presence_penalty priority prompt_cache_key prompt_cache_retention reasoning
+    reasoning_effort regex repetition_penalty response_format return_cached_tokens_details
+    return_hidden_states return_routed_experts return_sampling_mask rid routed_dp_rank
+    routed_experts_start_len safety_identifier seed separate_reasoning service_tier session_id
+    session_params skip_special_tokens stop stop_regex stop_token_ids store stream_reasoning task
+    temperature thinking tool_choice tools top_k top_logprobs top_p use_audio_in_video user
+    verbosity web_search_options
 """
 _PARAMETERS = frozenset(_NAMES.split())
 
@@ -56,8 +56,6 @@ class Answer(Text):
         finish_reason: OpenAI's ``finish_reason``, once the answer is complete.
         logprobs: the natural log-probabilities of its tokens so far, if requested with
             ``logprobs=True``.
-        tool_calls: the tool calls of the answer so far, as OpenAI's messages have them. They are no
-            part of its text, which is often empty then: ``finish_reason`` is ``tool_calls``.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,8 +63,21 @@ class Answer(Text):
         self.usage: PromptUsage | None = None
         self.finish_reason: str | None = None
         self.logprobs: list[float] = []
-        self.tool_calls: list[dict[str, Any]] = []
+        self._tool_calls: dict[int, dict[str, Any]] = {}
         self._request_scope = anyio.CancelScope()
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The tool calls of the answer so far, as OpenAI's messages have them.
+
+        They are no part of its text, which is often empty then: ``finish_reason`` is
+        ``tool_calls``.
+        """
+        return [self._tool_calls[place] for place in sorted(self._tool_calls)]
+
+    def add_tool_calls(self, pieces: Sequence[Mapping[str, Any]]) -> None:
+        """Add pieces of tool calls, as a :class:`flashmoa.engine.Delta` has them."""
+        add_tool_calls(self._tool_calls, pieces)
 
     def cancel(self) -> None:
         """Stop its engine from writing it; each link that waits for it acts by its policy.
@@ -338,7 +349,7 @@ class Workflow:
                 answer.usage = delta.usage or answer.usage
                 answer.finish_reason = delta.finish_reason or answer.finish_reason
                 answer.logprobs += delta.logprobs
-                add_tool_calls(answer.tool_calls, delta.tool_calls)
+                answer.add_tool_calls(delta.tool_calls)
                 if delta.text:
                     report.text_arrived()
                     answer.write(delta.text)

@@ -25,7 +25,12 @@ def call_ids(answer: Message) -> list[str]:
 
 def called_tools(answer: Message) -> list[str]:
     """Return the names of the tools that an answer calls, in the order of the calls."""
-    return [call["function"]["name"] for call in answer["tool_calls"]]
+    return [_called(call)["name"] for call in answer["tool_calls"]]
+
+
+def _called(call: Message) -> Message:
+    """Return the function of a call, or the custom tool, with its arguments."""
+    return call.get("custom") or call["function"]
 
 
 def follows(messages: Messages, asked: Messages, answer: Message) -> bool:
@@ -76,7 +81,7 @@ def likely_results(
         if differed is not None and index >= differed.message:
             break
         if index < len(calls):
-            is_same_call = calls[index]["function"] == earlier_calls[index]["function"]
+            is_same_call = _called(calls[index]) == _called(earlier_calls[index])
             if not is_same_call and before.get("content") == message.get("content"):
                 break
         likely.append(message)

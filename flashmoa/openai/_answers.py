@@ -10,7 +10,12 @@ from typing import Any
 import httpx
 
 from flashmoa.engine import PromptUsage
-from flashmoa.engine.generation import EventReader, read_choices, read_content
+from flashmoa.engine.generation import (
+    EventReader,
+    add_tool_calls,
+    read_choices,
+    read_content,
+)
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.observed_call import CallObserver, CallResult
 
@@ -89,23 +94,16 @@ class AnswerReader:
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
         message: Mapping[str, Any] = choice.get("delta" if self._is_stream else "message") or {}
-        for place, call in enumerate(message.get("tool_calls") or ()):
-            # In a stream, pieces of one call have its place as their index.
-            self._read_tool_call(call.get("index") if self._is_stream else place, call)
+        pieces: list[dict[str, Any]] = message.get("tool_calls") or []
+        if not self._is_stream:
+            pieces = [{**call, "index": place} for place, call in enumerate(pieces)]
+        add_tool_calls(self._tool_calls, pieces)
         for name, text in message.items():
             if name == "content":
                 self._text += read_content(text)
             elif name != "role" and isinstance(text, str):
                 self._other_texts[name] = self._other_texts.get(name, "") + text
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
-
-    def _read_tool_call(self, place: int, piece: Mapping[str, Any]) -> None:
-        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-        call = self._tool_calls.setdefault(place or 0, new)
-        function: Mapping[str, str | None] = piece.get("function") or {}
-        call["id"] = piece.get("id") or call["id"]
-        call["function"]["name"] = function.get("name") or call["function"]["name"]
-        call["function"]["arguments"] += function.get("arguments") or ""
 
 
 def report_end(

@@ -158,3 +158,31 @@ async def test_the_texts_of_a_content_in_parts_are_joined() -> None:
             yield {"choices": [{"delta": {"content": content}}]}
 
     assert [delta.text async for delta in read_chat(chunks())] == ["ab", ""]
+
+
+def call(id: str, name: str, arguments: str, kind: str = "function") -> dict[str, Any]:
+    text = "input" if kind == "custom" else "arguments"
+    return {"id": id, "type": kind, kind: {"name": name, text: arguments}}
+
+
+LOOK, WALK = call("a", "look", '{"at": "it"}'), call("b", "walk", "{}")
+# Pieces of calls, and the calls.
+CALLS: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([LOOK, WALK], [LOOK, WALK]),
+    ([{**LOOK, "index": 0}, {**WALK, "index": None}], [LOOK, WALK]),
+    ([call("a", "look", '{"at"'), call("", "", ': "it"}'), WALK], [LOOK, WALK]),
+    ([call("a", "look", '{"at"'), call("a", "look", ': "it"}')], [LOOK]),
+    ([{**WALK, "index": 3_000_000}, {**LOOK, "index": 1}], [LOOK, WALK]),
+    ([{**call("a", "look", "x", "custom"), "index": 0}, {"index": 0, "custom": {"input": "y"}}],
+     [call("a", "look", "xy", "custom")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pieces", "calls"), CALLS)
+def test_pieces_of_tool_calls_add_up_to_the_calls(
+    pieces: list[dict[str, Any]], calls: list[dict[str, Any]]
+) -> None:
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        add_tool_calls(found, [piece])
+    assert [found[place] for place in sorted(found)] == calls

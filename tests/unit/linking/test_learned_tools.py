@@ -203,3 +203,13 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
     await planner.close(learn=False)
     choice = {"tool_choice": "required"} if has_run else {}
     assert rendered == [{"tools": [{}], "reasoning_effort": "low", **choice}]
+
+
+def test_results_of_custom_tools_are_as_likely_as_those_of_functions() -> None:
+    def ask(text: str) -> dict[str, Any]:
+        call = {"id": "c", "type": "custom", "custom": {"name": "run", "input": text}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    answer, messages = ask("a"), results(ask("a"), "1")
+    assert likely_results(answer, ask("a"), messages, messages, None) == messages
+    assert likely_results(answer, ask("b"), messages, messages, None) == []

@@ -256,7 +256,9 @@ async def test_prompts_are_built_of_texts_as_of_strings() -> None:
     assert engine.contents == expected
 
 
-@pytest.mark.parametrize("name", ["max_token", "extra_headers", "timeout", "stream"])
+@pytest.mark.parametrize(
+    "name", ["max_token", "extra_headers", "timeout", "stream", "functions", "function_call"]
+)
 async def test_parameters_that_would_be_ignored_are_refused(name: str) -> None:
     async with workflow(Engine()) as flow:
         with pytest.raises(TypeError, match=f"no parameter '{name}'"):

@@ -96,9 +96,9 @@ def test_the_text_of_an_answer_in_parts_is_read(is_stream: bool) -> None:
     assert text == result.text == "Héllo"
 
 
-@given(st.booleans(), st.sampled_from(["", "I look. "]))
+@given(st.booleans(), st.booleans(), st.sampled_from(["", "I look. "]))
 def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
-    is_stream: bool, text: str
+    is_stream: bool, has_places: bool, text: str
 ) -> None:
     calls = [
         {"id": f"id {n}", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
@@ -108,8 +108,9 @@ def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
     if is_stream:
         data = chunk(role="assistant", content=text, reasoning_content="Hm") + chunk(content=None)
         for place, call in enumerate(calls):
-            first = {**call, "index": place, "function": {"name": "look", "arguments": '{"a"'}}
-            more = {"index": place, "id": None, "function": {"name": None, "arguments": ": 1}"}}
+            at = {"index": place} if has_places else {}
+            first = {**call, **at, "function": {"name": "look", "arguments": '{"a"'}}
+            more = {**at, "id": None, "function": {"name": None, "arguments": ": 1}"}}
             data += chunk(tool_calls=[first]) + chunk(tool_calls=[more])
         reader.feed(data + chunk("tool_calls"))
     else:

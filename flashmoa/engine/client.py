@@ -112,11 +112,11 @@ class EngineClient:
             template_args: the same as ``chat_template_kwargs``.
             fields: the request's other fields, as :func:`prompt_fields` returns them.
 
-        Raises: EngineTimeout if the engine does not answer within 2 s, whatever the client's
-            timeout is; for some seconds it is then not asked again.
+        Raises: EngineTimeout if the engine does not answer within 2 s after it was asked, whatever
+            the client's timeout is; if it answered none, it is not asked again for some seconds.
         """
         fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
-        with answering_soon(self.url):
+        async with answering_soon(self.url):
             try:
                 body = {"messages": list(messages), **fields}
                 return (await self.ask("POST", "/render", wire.RenderedText, body)).text

@@ -6,19 +6,21 @@ import asyncio
 import os
 import ssl
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import anyio
 import httpx
+from anyio.lowlevel import RunVar
 from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
-from flashmoa.engine.generation import read_events
+from flashmoa.engine.generation import is_event_stream, read_events
 from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -35,6 +37,9 @@ _CONNECT_SECONDS = 10.0
 # What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
 # also while the engine is busy. What takes longer than this comes too late for most links.
 SOON_SECONDS = 2.0
+# How many of these requests an engine gets at once: its HTTP process answers them one by one, so
+# that of more the last ones would take long although nothing is wrong with it.
+_MOST_AT_ONCE = 8
 # For how long an engine that took longer is not asked again, and how many of them are remembered.
 _SILENT_SECONDS = 10.0
 _MOST_SILENT = 1000
@@ -210,33 +215,61 @@ async def ask(
         raise bad_answer(url, path) from error
 
 
-@contextmanager
-def answering_soon(url: str) -> Generator[None]:
-    """Limit a request for which nobody should wait long to :data:`SOON_SECONDS`.
+class _Turns:
+    """The requests of an event loop to one engine that are limited by :func:`answering_soon`."""
 
-    An engine that does not answer by then is not asked again for a few seconds: each request would
-    hold a connection, and the links that wait for it.
+    def __init__(self) -> None:
+        self.free = anyio.Semaphore(_MOST_AT_ONCE)
+        self.answers = 0
+
+
+_turns: RunVar[WeakValueDictionary[str, _Turns]] = RunVar("flashmoa_turns")
+
+
+@asynccontextmanager
+async def answering_soon(url: str) -> AsyncGenerator[None]:
+    """Limit a request for which nobody should wait long to :data:`SOON_SECONDS`, once it is sent.
+
+    It waits until few others are on their way to the engine. An engine that answers none of them
+    by then is not asked again for a few seconds: each request would hold a connection, and the
+    links that wait for it.
 
     Raises: EngineTimeout if the engine does not answer by then, or has not answered lately.
     """
-    if time.monotonic() < _silent_until.get(url, 0.0):
-        raise errors.EngineTimeout(
-            f"{url} did not answer in time a moment ago, so it is not asked to prepare prompts for "
-            f"{_SILENT_SECONDS:g} s; see the engine's log"
-        )
-    try:
-        with anyio.fail_after(SOON_SECONDS):
-            yield
-    except TimeoutError as error:
-        _silent_until.pop(url, None)
-        if len(_silent_until) >= _MOST_SILENT:
-            del _silent_until[next(iter(_silent_until))]
-        _silent_until[url] = time.monotonic() + _SILENT_SECONDS
-        if isinstance(error, errors.EngineTimeout):
+    of_loop = _turns.get(None)
+    if of_loop is None:
+        _turns.set(of_loop := WeakValueDictionary())
+    turns = of_loop.setdefault(url, _Turns())
+    async with turns.free:
+        if time.monotonic() < _silent_until.get(url, 0.0):
+            raise errors.EngineTimeout(
+                f"{url} did not answer in time a moment ago, so it is not asked to prepare prompts "
+                f"for {_SILENT_SECONDS:g} s; see the engine's log"
+            )
+        answers_before = turns.answers
+        try:
+            with anyio.fail_after(SOON_SECONDS):
+                yield
+        except TimeoutError as error:
+            if turns.answers == answers_before:
+                _note_silence(url)
+            if isinstance(error, errors.EngineTimeout):
+                raise
+            raise errors.EngineTimeout(
+                f"{url} did not answer within {SOON_SECONDS:g} s; see the engine's log"
+            ) from error
+        except (errors.RequestRefused, errors.BadAnswer, errors.PluginMissing):
+            turns.answers += 1
             raise
-        raise errors.EngineTimeout(
-            f"{url} did not answer within {SOON_SECONDS:g} s; see the engine's log"
-        ) from error
+        turns.answers += 1
+        _silent_until.pop(url, None)
+
+
+def _note_silence(url: str) -> None:
+    _silent_until.pop(url, None)
+    if len(_silent_until) >= _MOST_SILENT:
+        del _silent_until[next(iter(_silent_until))]
+    _silent_until[url] = time.monotonic() + _SILENT_SECONDS
 
 
 @asynccontextmanager
@@ -255,7 +288,7 @@ async def stream_events(
             if response.is_error:
                 await response.aread()
                 raise make_refusal(response, url)
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        if not is_event_stream(response):
             raise bad_answer(url, path)
         yield _read_events(response, url)
 

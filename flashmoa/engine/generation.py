@@ -173,18 +173,27 @@ def read_choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [choice for choice in choices if isinstance(choice, dict)]
 
 
-def add_tool_calls(calls: list[dict[str, Any]], pieces: Sequence[Mapping[str, Any]]) -> None:
-    """Add the pieces of a :class:`Delta` to the tool calls of an answer, as a message has them."""
+def add_tool_calls(calls: dict[int, dict[str, Any]], pieces: Sequence[Mapping[str, Any]]) -> None:
+    """Add the pieces of a :class:`Delta` to the tool calls of an answer.
+
+    Args:
+        calls: the calls by their places, each as a message has it. A piece without a place begins
+            the next call if it has a new id; else it is of the last call.
+    """
     for piece in pieces:
-        place = piece.get("index") or 0
-        while len(calls) <= place:
-            new = {"name": "", "arguments": ""}
-            calls.append({"id": "", "type": "function", "function": new})
-        call = calls[place]
-        function: Mapping[str, str | None] = piece.get("function") or {}
+        place: Any = piece.get("index")
+        if not isinstance(place, int):
+            place = max(calls, default=0)
+            if place in calls and piece.get("id") not in (None, "", calls[place]["id"]):
+                place += 1
+        call = calls.setdefault(place, {"id": "", "type": "function"})
         call["id"] = piece.get("id") or call["id"]
-        call["function"]["name"] = function.get("name") or call["function"]["name"]
-        call["function"]["arguments"] += function.get("arguments") or ""
+        call["type"] = piece.get("type") or call["type"]
+        kind, text = ("custom", "input") if call["type"] == "custom" else ("function", "arguments")
+        body: dict[str, str] = call.setdefault(kind, {"name": "", text: ""})
+        more: Mapping[str, str | None] = piece.get(kind) or {}
+        body["name"] = more.get("name") or body["name"]
+        body[text] += more.get(text) or ""
 
 
 def read_content(content: Any) -> str:

@@ -256,7 +256,7 @@ class KvShare:
         Raises: EngineError if the engine does not report the size of its KV pool.
         """
         if engine.url not in self._pools:
-            with answering_soon(engine.url):
+            async with answering_soon(engine.url):
                 info = await engine.info()
             self._pools[engine.url] = sum(rank.total for rank in info.kv)
         links = [link for link in others if link.engine.url == engine.url and not link.is_over]

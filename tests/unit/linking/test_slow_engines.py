@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from flashmoa import EngineClient, errors
@@ -160,9 +161,58 @@ async def test_only_so_many_engines_that_did_not_answer_are_remembered(
     monkeypatch.setattr(connections, "_silent_until", silent)
     for url in ("one", "two", "one", "three"):
         silent.pop(url, None)
-        with pytest.raises(errors.EngineTimeout), connections.answering_soon(url):
-            raise errors.EngineTimeout("no answer")
+        with pytest.raises(errors.EngineTimeout):
+            async with connections.answering_soon(url):
+                raise errors.EngineTimeout("no answer")
     assert list(silent) == ["one", "three"]
+
+
+async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time() -> None:
+    inside, most, asked, goes_on = 0, 0, 0, anyio.Event()
+    released = float("inf")
+
+    async def ask() -> None:
+        nonlocal inside, most, asked
+        async with connections.answering_soon("busy"):
+            inside, asked = inside + 1, asked + 1
+            most = max(most, inside)
+            if goes_on.is_set():
+                assert anyio.current_effective_deadline() >= released + connections.SOON_SECONDS
+            await goes_on.wait()
+            await anyio.lowlevel.checkpoint()
+            inside -= 1
+
+    async with anyio.create_task_group() as group:
+        for _ in range(100):
+            group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        released = anyio.current_time()
+        goes_on.set()
+    assert most == connections._MOST_AT_ONCE and asked == 100
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [None, errors.BadAnswer(), errors.PluginMissing(), errors.RequestRefused("no", 500, "no")],
+)
+async def test_an_engine_that_answers_others_meanwhile_is_not_left_out(
+    refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(errors.EngineTimeout):
+        async with connections.answering_soon("slow"):
+            with nullcontext() if refusal is None else pytest.raises(type(refusal)):
+                async with connections.answering_soon("slow"):
+                    if refusal is not None:
+                        raise refusal
+            raise errors.EngineTimeout("no answer")
+    async with connections.answering_soon("slow"):
+        monkeypatch.setattr(connections, "SOON_SECONDS", 0.0)
+        with pytest.raises(errors.EngineTimeout):
+            async with connections.answering_soon("slow"):
+                await anyio.sleep_forever()
+        assert "slow" in connections._silent_until
+    # The first one has been answered since.
+    assert "slow" not in connections._silent_until
 
 
 class WithoutSize(EngineClient):

@@ -26,7 +26,7 @@ def read_chat_body(request: _Request) -> dict[str, Any] | None:
         return None
     try:
         body: object = json.loads(request.content)
-    except ValueError:
+    except (ValueError, RuntimeError):  # RequestNotRead: its body is not there before it is sent.
         return None
     return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
@@ -35,11 +35,15 @@ def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
     """Return a request with another JSON body, in the format of OpenAI's client."""
     headers = request.headers.copy()
     headers.pop("content-length", None)
+    try:
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # Half of a surrogate pair, which JSON can have only as an escape.
+        content = json.dumps(body, separators=(",", ":")).encode()
     return type(request)(
         request.method,
         request.url,
         headers=headers,
-        content=json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(),
+        content=content,
         extensions=request.extensions,
     )
 
@@ -49,12 +53,15 @@ def as_stream(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
     ``None`` for one that asks for a stream, and for what streams do not carry: several answers,
     whose texts nobody gets as they arrive; log-probabilities, of which SGLang's streams lack those
-    of tokens without text; and what servers return on request besides the text.
+    of tokens without text; sound; and what servers return on request besides the text. Also for
+    one whose ``stream_options`` are none: the server says what is wrong with them.
     """
-    if body.get("stream") or (body.get("n") or 1) != 1 or any(map(_is_only_whole, body.items())):
+    options: Any = body.get("stream_options") or {}
+    has_text_only = (body.get("modalities") or ["text"]) == ["text"] and not body.get("audio")
+    is_one = not body.get("stream") and (body.get("n") or 1) == 1 and has_text_only
+    if not is_one or not isinstance(options, dict) or any(map(_is_only_whole, body.items())):
         return None
-    options: dict[str, Any] = {**(body.get("stream_options") or {}), "include_usage": True}
-    return {**body, "stream": True, "stream_options": options}
+    return {**body, "stream": True, "stream_options": {**options, "include_usage": True}}
 
 
 def _is_only_whole(field: tuple[str, Any]) -> bool:

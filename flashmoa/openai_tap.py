@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
@@ -20,7 +21,12 @@ from weakref import WeakSet
 
 import anyio
 
-from flashmoa.engine.generation import read_choices, read_content, read_event_data
+from flashmoa.engine.generation import (
+    is_event_stream,
+    read_choices,
+    read_content,
+    read_event_data,
+)
 from flashmoa.openai_requests import (
     OWN_FIELDS,
     as_stream,
@@ -49,9 +55,15 @@ _BODY_HEADERS = ("content-type", "content-length", "content-encoding", "transfer
 # much (413) or when (408, 409, 429, 5xx): they would meet the request as it was, too.
 _REFUSALS_OF_FORMS = frozenset((400, 405, 406, 415, 422, 501))
 # What servers have refused in the form that FlashMoA gave it, oldest first: a server, the model
-# and the names of the fields; or the server and the model of streams that are unusable.
-_refused: dict[Hashable, None] = {}
+# and the names of the fields; or the server and the model of streams that are unusable. With each
+# is until when, by ``time.monotonic()``, it is not tried again.
+_refused: dict[Hashable, float] = {}
 _MAX_REFUSED = 1024
+# A server may have refused it only once, for another reason than the form.
+_REFUSED_SECONDS = 300.0
+# What a request as it was has at least of its read timeout, however long its other form took:
+# making a connection is no part of that timeout, and with none left it would fail for certain.
+_LEAST_SECONDS = 1.0
 
 
 class RetryFilter:
@@ -100,6 +112,32 @@ class UnusableStream(Exception):
     """Raised when an answer does not arrive as chunks that make a completion."""
 
 
+class RefusedForm(Exception):
+    """Raised when a server refuses the form that FlashMoA gave to a request."""
+
+
+class UntappedClient:
+    """An HTTP client as it is before its ``send`` is replaced.
+
+    Args:
+        http: an ``AsyncClient`` of httpx or httpx2.
+    """
+
+    def __init__(self, http: Any) -> None:
+        self._http = http
+        self._earlier: Send | None = cast("dict[str, Any]", vars(http)).get("send")
+
+    @property
+    def has_response_hooks(self) -> bool:
+        """Whether functions of its user read the responses, which expect them as they were."""
+        return bool(self._http.event_hooks["response"])
+
+    async def send(self, request: _Request, **options: Any) -> _Response:
+        # Looked up at each call, so that a patch of the class still takes effect.
+        send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
+        return await send(request, **options)
+
+
 def tap(http: Any) -> None:
     """Tap the chat completions of an HTTP client, which is one of httpx or httpx2.
 
@@ -108,28 +146,25 @@ def tap(http: Any) -> None:
     if http in _tapped:
         return
     _tapped.add(http)
-    earlier_send: Send | None = cast("dict[str, Any]", vars(http)).get("send")
-    client_class = cast("Any", type(http))
+    client = UntappedClient(http)
 
     async def send(request: _Request, **options: Any) -> _Response:
-        # Looked up at each call, so that a patch of the class still takes effect.
-        send_untapped: Send = earlier_send or partial(client_class.send, http)
         retry_filter = _current_filter.get()
         body = read_chat_body(request)
         if body is None or (retry_filter is None and not OWN_FIELDS & body.keys()):
-            return await send_untapped(request, **options)
+            return await client.send(request, **options)
         if OWN_FIELDS & body.keys():
             # Whoever made the call has added them.
             plain = {name: body[name] for name in body if name not in OWN_FIELDS}
             request = with_body(request, plain)
         on_text = retry_filter.start_attempt() if retry_filter is not None else None
-        return await send_changed(send_untapped, request, body, options, on_text)
+        return await send_changed(client, request, body, options, on_text)
 
     http.send = send
 
 
 async def send_changed(
-    send: Send,
+    client: UntappedClient,
     request: _Request,
     body: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -137,7 +172,7 @@ async def send_changed(
 ) -> _Response:
     """Send a request for a chat completion in another form; if that is refused, as it was.
 
-    What a server refuses is remembered, so that it is not asked twice for the like.
+    What a server refuses is remembered for a while, so that it is not asked twice for the like.
 
     Args:
         request: the request as it was.
@@ -148,41 +183,68 @@ async def send_changed(
 
     Returns: the response that the request as it was would have had.
     """
-    url = request.url
+    url, is_streamed = request.url, bool(options.get("stream"))
     server = f"{url.scheme}://{url.netloc.decode()}{url.path}", str(body.get("model"))
-    is_tapped = on_text is not None and not options.get("stream") and server not in _refused
-    streaming = as_stream(body) if is_tapped else None
+    is_tapped = not (is_streamed or client.has_response_hooks or _is_refused(server))
+    streaming = as_stream(body) if is_tapped and on_text is not None else None
     changed = streaming or body
     form = server, frozenset(changed)
-    if form in _refused or not (streaming or OWN_FIELDS & body.keys()):
-        return await send(request, **options)
+    is_same = not (streaming or OWN_FIELDS & body.keys())
+    # With an idempotency key, a server may take one request only.
+    if is_same or _is_refused(form) or "idempotency-key" in request.headers:
+        return await client.send(request, **options)
+    began = anyio.current_time()
     try:
         sent = with_body(request, changed)
-        if streaming is None or on_text is None:
-            response = await send(sent, **options)
-        else:
-            response = await _TappedRequest(request, on_text).send(send, sent, options)
-    except UnusableStream:
-        text = "The streams of %s (model %s) make no answers. It is asked for whole ones, unlinked"
-        _remember(server, text, *server, exc_info=True)
-        return await send(request, **options)
-    if response.status_code not in _REFUSALS_OF_FORMS:
-        return response
-    await response.aclose()
-    plain = await send(request, **options)
-    if not plain.is_error:
-        text = "%s (model %s) refuses requests with %s. Their like are sent unlinked from now on"
-        _remember(form, text, *server, ", ".join(sorted(changed)))
+        if streaming is not None and on_text is not None:
+            return await _TappedRequest(request, on_text).send(client, sent, options)
+        response = await client.send(sent, **options)
+        if response.status_code not in _REFUSALS_OF_FORMS:
+            return response
+        await response.aclose()
+        problem: Exception = RefusedForm()
+    except (UnusableStream, RefusedForm) as error:
+        problem = error
+    if not is_streamed:
+        _take_time(request, anyio.current_time() - began)
+    try:
+        plain = await client.send(request, **options)
+    except http_module(request).ReadTimeout:
+        # The stream took that time. A retry would lack it, too, if it began with a stream.
+        if isinstance(problem, UnusableStream):
+            _remember(problem, form)
+        raise
+    if plain.is_success:
+        _remember(problem, form)
     return plain
 
 
-def _remember(refused: Hashable, text: str, *values: object, exc_info: bool = False) -> None:
-    """Remember what a server has refused, and log it the first time."""
-    if refused not in _refused:
-        logger.warning(text, *values, exc_info=exc_info)
+def _take_time(request: _Request, seconds: float) -> None:
+    """Take the time that another form of a request took from its read timeout."""
+    timeout: Mapping[str, float | None] = request.extensions.get("timeout", {})
+    if (read := timeout.get("read")) is not None:
+        left = {**timeout, "read": max(read - seconds, min(read, _LEAST_SECONDS))}
+        request.extensions = {**request.extensions, "timeout": left}
+
+
+def _is_refused(what: Hashable) -> bool:
+    return time.monotonic() < _refused.get(what, 0.0)
+
+
+def _remember(problem: Exception, form: tuple[tuple[str, str], frozenset[str]]) -> None:
+    """Remember for some minutes what a server has refused, and log it the first time."""
+    server, fields = form
+    refused: Hashable = server if isinstance(problem, UnusableStream) else form
+    is_new = _refused.pop(refused, None) is None
+    if is_new and refused == server:
+        text = "The streams of %s (model %s) make no answers. It is asked for whole ones, unlinked"
+        logger.warning(text, *server, exc_info=problem)
+    elif is_new:
+        text = "%s (model %s) refuses requests with %s. Their like are sent unlinked for a while"
+        logger.warning(text, *server, ", ".join(sorted(fields)))
     if len(_refused) >= _MAX_REFUSED:
         _refused.pop(next(iter(_refused)), None)
-    _refused[refused] = None
+    _refused[refused] = time.monotonic() + _REFUSED_SECONDS
 
 
 class _TappedRequest:
@@ -202,26 +264,24 @@ class _TappedRequest:
         # when this attempt began.
         self._sent_at = anyio.current_time()
 
-    async def send(self, send: Send, streaming: _Request, options: Mapping[str, Any]) -> _Response:
+    async def send(
+        self, client: UntappedClient, streaming: _Request, options: Mapping[str, Any]
+    ) -> _Response:
         """Return the response that the request would have had without a stream.
 
-        Raises: the HTTP client's exceptions; UnusableStream if the chunks make no completion.
+        Raises: the HTTP client's exceptions; UnusableStream if the chunks make no completion;
+            RefusedForm.
         """
         extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
         read_timeout = extensions.get("timeout", {}).get("read")
         streaming.extensions = {"trace": self._trace, **streaming.extensions}
-        response = await send(streaming, **{**options, "stream": True})
+        response = await client.send(streaming, **{**options, "stream": True})
         try:
-            content_type = response.headers.get("content-type", "")
-            if response.is_error or not content_type.startswith("text/event-stream"):
-                await response.aread()
-                response.request = self._request
-                return response
             # Without a stream, no byte arrives before the answer is complete, so the read timeout
             # limits how long the whole answer takes. Here each chunk would start it again.
             deadline = float("inf") if read_timeout is None else self._sent_at + read_timeout
             with anyio.CancelScope(deadline=deadline):
-                return await self._read_stream(response)
+                return await self._read(response)
             raise self._errors.ReadTimeout("", request=self._request)
         finally:
             await response.aclose()
@@ -230,27 +290,45 @@ class _TappedRequest:
         if event.endswith("send_request_body.complete"):
             self._sent_at = anyio.current_time()
 
+    async def _read(self, response: _Response) -> _Response:
+        """Read a response to its end. Raises: UnusableStream; RefusedForm."""
+        if response.status_code in _REFUSALS_OF_FORMS:
+            raise RefusedForm
+        if response.is_success and is_event_stream(response):
+            return await self._read_stream(response)
+        kind = response.headers.get("content-type", "")
+        if response.is_success and "json" not in kind.lower():
+            raise UnusableStream(f"neither a stream nor JSON: {kind!r}")
+        await response.aread()
+        if response.is_success:  # Some servers answer with a whole completion.
+            choices = read_choices(_parse(response.text))
+            if not any(choice.get("message") for choice in choices):
+                raise UnusableStream(f"not a whole answer: {response.text[:200]!r}")
+        response.request = self._request
+        return response
+
     async def _read_stream(self, response: _Response) -> _Response:
         """Read a stream to its end.
 
-        Raises: RemoteProtocolError if the stream breaks off; UnusableStream.
+        Raises: UnusableStream; RefusedForm if it has an error in place of an answer.
         """
         async with aclosing(read_event_data(response)) as events:
             async for data in events:
-                if data == "[DONE]":
-                    body = self._completion.body()
-                    return await self._whole_response(response, response.status_code, body)
+                if data == "[DONE]":  # Some servers end without it.
+                    break
                 event = _parse(data)
                 if event.get("error"):
-                    return await self._whole_response(response, *_read_error(event))
+                    status, body = _read_error(event)
+                    # 500 says no more than that there is an error, whose true status is that of the
+                    # request as it was.
+                    may_be_form = status in (None, 500) or status in _REFUSALS_OF_FORMS
+                    if may_be_form and not self._completion.has_begun:
+                        raise RefusedForm
+                    return await self._whole_response(response, status or 500, body)
                 if text := self._completion.add(event):
                     self._on_text(text)
-        if self._completion.is_finished:  # Some servers end without "[DONE]".
-            body = self._completion.body()
-            return await self._whole_response(response, response.status_code, body)
-        raise self._errors.RemoteProtocolError(
-            "the answer ended before it was complete", request=self._request
-        )
+        body = self._completion.body()
+        return await self._whole_response(response, response.status_code, body)
 
     async def _whole_response(
         self, stream: _Response, status: int, body: Mapping[str, Any]
@@ -282,16 +360,16 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 class MergedChunks:
-    """The chat completion that the chunks of a stream add up to, field by field.
-
-    Attributes:
-        is_finished: whether a choice has its finish reason. Tapped answers have one choice.
-    """
+    """The chat completion that the chunks of a stream add up to, field by field."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
-        self.is_finished = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a chunk had a choice."""
+        return bool(self._choices)
 
     def add(self, chunk: Mapping[str, Any]) -> str:
         """Add a chunk. Return what it adds to the text of the first choice.
@@ -299,8 +377,8 @@ class MergedChunks:
         Raises: UnusableStream if it does not fit the chunks before it.
         """
         # The first chunk's identity counts: some servers' last chunk, with the usage, has another.
-        known = {name for name in _IDENTITY if self._fields.get(name)} | {"choices"}
-        _set(self._fields, {name: chunk[name] for name in chunk if name not in known})
+        known = {name for name in _IDENTITY if self._fields.get(name)} | {*_OF_CHUNKS}
+        _merge(self._fields, {name: chunk[name] for name in chunk if name not in known})
         text = ""
         for piece in read_choices(chunk):
             found: Any = piece.get("delta") or {}
@@ -310,19 +388,19 @@ class MergedChunks:
                 raise UnusableStream(f"not a choice of a chunk: {piece!r:.200}")
             delta = cast("dict[str, Any]", found)
             choice = self._choices.setdefault(index, {"index": index, "message": {}})
-            _set(choice, {name: piece[name] for name in piece if name not in _SET_APART})
-            _merge(choice["message"], delta)
-            self.is_finished = self.is_finished or bool(choice.get("finish_reason"))
+            _merge(choice, {name: piece[name] for name in piece if name not in _SET_APART})
+            _merge(choice["message"], delta, is_delta=True)
             text += read_content(delta.get("content")) if index == 0 else ""
         return text
 
     def body(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed.
 
-        Raises: UnusableStream if there was no choice.
+        Raises: UnusableStream if there was no choice, or one without an end.
         """
-        if not self._choices:
-            raise UnusableStream("no chunk has a choice")
+        ends = [choice.get("finish_reason") for choice in self._choices.values()]
+        if not (ends and all(ends)):
+            raise UnusableStream("the stream ended before the answer was complete")
         choices = [_finished(self._choices[index]) for index in sorted(self._choices)]
         for choice in choices:
             empty: dict[str, Any] = {"role": "assistant", "content": None}
@@ -337,83 +415,87 @@ class MergedChunks:
 
 
 _IDENTITY = ("id", "created", "model")
+# Fields of a chunk that no whole answer has.
+_OF_CHUNKS = ("choices", "obfuscation")
 # Fields of a chunk's choice that are put together in another way than servers' own ones.
 _SET_APART = frozenset(("index", "delta", "message"))
-# Texts in a delta that come as a whole; some servers repeat them in each chunk.
-_WHOLE_TEXTS = frozenset(("role", "id", "type", "name"))
+# Texts of a delta that arrive in pieces, lists of it whose items do, and other lists that do.
+_TEXTS = frozenset(
+    "arguments content input reasoning reasoning_content refusal summary text".split()  # noqa: SIM905
+)
+_LISTS_OF_PIECES = ("tool_calls", "reasoning_details")
+# Texts of a delta that may be repeated. Of others nobody knows whether they are pieces.
+_WHOLE_TEXTS = ("role", "id", "type", "name", "format")
+_LISTS = ("token_ids",)
 
 
-def _set(known: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Set fields of a chunk or of its choice.
+def _merge(known: dict[str, Any], new: Mapping[str, Any], *, is_delta: bool = False) -> None:
+    """Add the fields of a chunk, of its choice or of its delta to those before.
 
-    Lists are pieces of one (vLLM's ``token_ids``). Of other values the last one counts, since that
-    comes when the answer is complete (SGLang's ``matched_stop``).
+    What is not known to arrive in pieces arrives once, or is repeated.
+
+    Raises: UnusableStream if a value does not fit those before it.
     """
     for name, value in new.items():
         earlier = known.get(name)
-        if isinstance(value, list) and isinstance(earlier, list | None):
-            known[name] = earlier = cast("list[Any]", [] if earlier is None else earlier)
-            earlier += cast("list[Any]", value)
-        elif isinstance(value, dict) and isinstance(earlier, dict | None):
-            known[name] = earlier = cast("dict[str, Any]", {} if earlier is None else earlier)
-            _set(earlier, cast("dict[str, Any]", value))
-        elif earlier is None or value not in (None, ""):
-            known[name] = value
-
-
-def _merge(known: dict[str, Any], delta: Mapping[str, Any]) -> None:
-    """Add a delta to what is known of a message: texts are pieces, lists have places.
-
-    Raises: UnusableStream if a value is of another kind than those before it.
-    """
-    for name, value in delta.items():
-        earlier = known.get(name)
-        if value is None or value == [] or (name in _WHOLE_TEXTS and not value):
+        # Some servers count along; the last usage is that of the whole answer.
+        is_open = name == "usage" or earlier in (None, "", [], {})
+        if value is None or (earlier is not None and value in ("", [], {})):
             known.setdefault(name, value)
-        elif name in _WHOLE_TEXTS or isinstance(value, int | float):
-            known[name] = value
-        elif isinstance(value, str) and (not earlier or isinstance(earlier, StringIO)):
+        elif is_delta and name in _TEXTS and isinstance(value, str):
             # Joined at the end: that each piece be added to a longer text takes quadratic time.
             known[name] = earlier = earlier or StringIO()
             earlier.write(value)
-        elif isinstance(value, dict) and (not earlier or isinstance(earlier, dict)):
-            known[name] = earlier = cast("dict[str, Any]", earlier or {})
-            _merge(earlier, cast("dict[str, Any]", value))
-        elif isinstance(value, list) and (not earlier or isinstance(earlier, _Places)):
+        elif is_delta and name in _LISTS_OF_PIECES and isinstance(value, list):
             known[name] = earlier = earlier or _Places()
-            for item in cast("list[Any]", value):
-                piece = cast("dict[str, Any]", item if isinstance(item, dict) else {})
-                place: Any = piece.get("index")
-                if not isinstance(place, int):
-                    raise UnusableStream(f"a piece of {name} has no place: {item!r:.200}")
-                _merge(earlier.setdefault(place, {}), piece)
-        else:
-            raise UnusableStream(f"{name} is of several kinds: {value!r:.200}")
+            _merge_items(earlier, name, cast("list[Any]", value))
+        elif is_delta and name in (*_TEXTS, *_LISTS_OF_PIECES):
+            raise UnusableStream(f"{name} is of another kind: {value!r:.200}")
+        elif name in _LISTS and isinstance(value, list) and isinstance(earlier, list | None):
+            known[name] = earlier = cast("list[Any]", [] if earlier is None else earlier)
+            earlier += cast("list[Any]", value)
+        elif isinstance(value, dict) and (is_open or isinstance(earlier, dict)):
+            known[name] = earlier = {} if is_open else cast("dict[str, Any]", earlier)
+            _merge(earlier, cast("dict[str, Any]", value), is_delta=is_delta)
+        elif is_open:
+            known[name] = value
+        elif value != earlier or (is_delta and isinstance(value, str) and name not in _WHOLE_TEXTS):
+            raise UnusableStream(f"{name} is {earlier!r:.200} and then {value!r:.200}")
 
 
 class _Places(dict[int, dict[str, Any]]):
     """Items of a list that arrive in pieces, by their places in it."""
 
 
-def _finished(value: Any) -> Any:
-    """Return what :func:`_merge` has put together as JSON."""
+def _merge_items(items: _Places, name: str, pieces: list[Any]) -> None:
+    for item in pieces:
+        piece = cast("dict[str, Any]", item if isinstance(item, dict) else {})
+        place: Any = piece.get("index")
+        if not isinstance(place, int):
+            raise UnusableStream(f"a piece of {name} has no place: {item!r:.200}")
+        _merge(items.setdefault(place, {}), piece, is_delta=True)
+
+
+def _finished(value: Any, name: str = "") -> Any:
+    """Return the field that :func:`_merge` has put together as JSON."""
     if isinstance(value, StringIO):
         return value.getvalue()
     if isinstance(value, _Places):
         items = [_finished(value[place]) for place in sorted(value)]
+        if name != "tool_calls":
+            return items
+        # Only the pieces of calls have it, not the calls.
         return [{name: item[name] for name in item if name != "index"} for item in items]
     if isinstance(value, dict):
-        return {name: _finished(item) for name, item in cast("dict[str, Any]", value).items()}
+        return {key: _finished(item, key) for key, item in cast("dict[str, Any]", value).items()}
     return value
 
 
-def _read_error(event: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body that the error in a stream would have had as a response."""
+def _read_error(event: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """Return the status, if it is known, and the body of an error in a stream as a response."""
     error: Any = event["error"]
     fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
-    try:
-        status = int(fields.get("code") or 500)
-    except (ValueError, TypeError):
-        status = 500
+    code = str(fields.get("code"))
+    is_status = len(code) == 3 and code.isascii() and code.isdigit() and code[0] in "45"
     # SGLang wraps its error object in another object only if it is an event of a stream.
-    return (status if 400 <= status < 600 else 500), fields if "object" in fields else event
+    return (int(code) if is_status else None), fields if "object" in fields else event

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
+from flashmoa.engine.generation import is_event_stream
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.openai._answers import report_whole
-from flashmoa.openai._watched_stream import is_event_stream, watch
+from flashmoa.openai._watched_stream import watch
 from flashmoa.openai_requests import http_module, read_chat_body
-from flashmoa.openai_tap import Send, send_changed
+from flashmoa.openai_tap import UntappedClient, send_changed
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +40,16 @@ def observe_completions(http: Any, find_observer: FindObserver) -> None:
     if http in _observed:
         return
     _observed.add(http)
-    earlier_send: Send | None = cast("dict[str, Any]", vars(http)).get("send")
-    client_class = cast("Any", type(http))
+    client = UntappedClient(http)
 
     async def send(request: Request, **options: Any) -> _Response:
-        # Looked up at each call, so that a patch of the class still takes effect.
-        send_plainly: Send = earlier_send or partial(client_class.send, http)
         body = read_chat_body(request)
         observer = find_observer(request, body) if body is not None else None
         if body is None or observer is None:
-            return await send_plainly(request, **options)
+            return await client.send(request, **options)
         try:
             _report_prompt(observer, body)
-            return await _send_observed(send_plainly, request, body, options, observer)
+            return await _send_observed(client, request, body, options, observer)
         except BaseException as error:
             observer.on_failure(error)
             raise
@@ -69,7 +66,7 @@ def _report_prompt(observer: CallObserver, body: Mapping[str, Any]) -> None:
 
 
 async def _send_observed(
-    send: Send,
+    client: UntappedClient,
     request: Request,
     body: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -82,7 +79,7 @@ async def _send_observed(
             fields["expected_output_tokens"] = observer.expected_output_tokens
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
     on_text = None if body.get("tools") else observer.on_text
-    response = await send_changed(send, request, {**fields, **body}, options, on_text)
+    response = await send_changed(client, request, {**fields, **body}, options, on_text)
     if options.get("stream"):
         response.stream = watch(response, observer, http_module(request))
     else:

@@ -6,13 +6,9 @@ from collections.abc import AsyncIterator
 from functools import cached_property, partial
 from typing import Any, cast
 
+from flashmoa.engine.generation import is_event_stream
 from flashmoa.linking.observed_call import CallObserver
 from flashmoa.openai._answers import AnswerReader, report_end, report_whole
-
-
-def is_event_stream(response: Any) -> bool:
-    """Return whether a response is a stream of events; else it is a JSON document."""
-    return response.headers.get("content-type", "").startswith("text/event-stream")
 
 
 def watch(response: Any, observer: CallObserver, http_module: Any) -> Any:

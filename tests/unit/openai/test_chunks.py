@@ -21,12 +21,21 @@ def _calls(draw: st.DrawFn) -> Any:
     return draw(st.lists(st.fixed_dictionaries(call), min_size=1, max_size=3))
 
 
+# OpenRouter's, whose items keep their places in the whole answer.
+DETAILS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.just("reasoning.text"), "text": TEXTS, "format": st.just("f")}
+    ),
+    min_size=1,
+    max_size=3,
+).map(lambda items: [{**item, "index": place} for place, item in enumerate(items)])
 MESSAGES = st.fixed_dictionaries(
     {"role": st.just("assistant"), "content": TEXTS | st.none()},
     optional={
         "reasoning_content": TEXTS | st.none(),
         "refusal": st.none(),
         "tool_calls": _calls() | st.none(),
+        "reasoning_details": DETAILS,
     },
 )
 CHOICES = st.fixed_dictionaries(
@@ -37,11 +46,19 @@ CHOICES = st.fixed_dictionaries(
     },
     optional={"stop_reason": TEXTS | st.integers(), "token_ids": st.lists(st.integers(0, 9))},
 )
+# Fields of a server's own that may be in each chunk, as Perplexity's are.
+REPEATED: dict[str, st.SearchStrategy[Any]] = {
+    "citations": st.lists(TEXTS, min_size=1, max_size=2),
+    "search_results": st.lists(st.fixed_dictionaries({"text": TEXTS, "index": st.just(0)})),
+    "provider": TEXTS,
+    "metadata": st.fixed_dictionaries({"text": TEXTS}),
+}
 ANSWERS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {"choices": st.lists(CHOICES, min_size=1, max_size=2)},
     optional={
         "usage": st.fixed_dictionaries({"prompt_tokens": st.integers(0, 9)}),
         "system_fingerprint": TEXTS | st.none(),
+        **REPEATED,
     },
 )
 
@@ -58,6 +75,9 @@ def _cut_message(draw: st.DrawFn, message: dict[str, Any]) -> list[dict[str, Any
     for name, value in message.items():
         if name == "role":
             deltas += draw(st.sampled_from([[], [{"role": "assistant"}], [{"role": None}]]))
+        elif name == "reasoning_details":
+            for item in value:
+                deltas += [{name: [{**item, "text": piece}]} for piece in _cut(draw, item["text"])]
         elif name != "tool_calls" or value is None:
             deltas += [{name: piece} for piece in (_cut(draw, value) if value else [value])]
             deltas += draw(st.sampled_from([[], [{name: None}]]))
@@ -86,7 +106,12 @@ def cut_answers(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         pieces += [{"delta": None, "token_ids": some} for some in ids]
         pieces += [{"delta": {}, **fields}, *draw(st.sampled_from([[], [{"finish_reason": ""}]]))]
         chunks += [{**top, "choices": [{"index": index, **piece}]} for piece in pieces]
+    repeated = {name: whole[name] for name in whole if name in REPEATED}
+    for chunk in draw(st.sampled_from([chunks, chunks[:1], []])):
+        chunk |= {**repeated, "usage": {"prompt_tokens": 1}, "obfuscation": draw(TEXTS)}
     rest = {name: whole[name] for name in whole if name not in top and name != "choices"}
+    if "usage" not in rest:
+        chunks = [{**chunk, "usage": None} for chunk in chunks]
     last: dict[str, Any] = {
         **top,
         "id": draw(st.sampled_from(["", "c1", "c2"])),
@@ -101,7 +126,7 @@ def test_chunks_add_up_to_the_whole_answer(cut: tuple[dict[str, Any], list[Any]]
     whole, chunks = cut
     completion = MergedChunks()
     text = "".join(map(completion.add, chunks))
-    assert completion.is_finished and completion.body() == whole
+    assert completion.body() == whole
     assert text == (whole["choices"][0]["message"]["content"] or "")
 
 
@@ -113,17 +138,36 @@ def test_chunks_add_up_to_the_whole_answer(cut: tuple[dict[str, Any], list[Any]]
         {"index": "first", "delta": {}},
         {"delta": {"content": [{"type": "text", "text": "a part"}]}},
         {"delta": {"content": {"text": "a"}}},
+        {"delta": {"tool_calls": [{"id": "c"}]}},
+        {"delta": {"audio": {"data": "b"}}},
+        {"delta": {"format": "g"}},
+        # The second piece of a text may equal the first.
+        {"delta": {"thinking": "ha"}},
+        {"delta": {}, "sources": ["b"]},
     ],
 )
 def test_chunks_that_do_not_add_up_are_no_answer(choice: dict[str, Any]) -> None:
     completion = MergedChunks()
-    completion.add({"choices": [{"index": 0, "delta": {"content": "a"}}]})
+    delta = {"content": "a", "audio": {"data": "a"}, "format": "f", "thinking": "ha"}
+    completion.add({"choices": [{"index": 0, "delta": delta, "sources": ["a"]}]})
     with pytest.raises(UnusableStream):
         completion.add({"choices": [choice]})
 
 
-def test_an_answer_has_a_choice() -> None:
+@pytest.mark.parametrize("name", ["citations", "provider", "metadata"])
+def test_other_values_of_a_servers_own_field_are_no_answer(name: str) -> None:
+    values: dict[str, list[Any]] = {"metadata": [{"a": {"b": 1}}, {"a": {"b": 2}}]}
+    first, second = values.get(name, [["a"], ["a", "b"]])
     completion = MergedChunks()
-    completion.add({**TOP, "choices": None})
-    with pytest.raises(UnusableStream, match="no chunk has a choice"):
+    completion.add({name: first})
+    completion.add({name: first})
+    with pytest.raises(UnusableStream, match=r"is .* and then"):
+        completion.add({name: second})
+
+
+@pytest.mark.parametrize("choices", [None, [], [{"index": 0, "delta": {"content": "half an"}}]])
+def test_an_answer_has_a_choice_with_an_end(choices: Any) -> None:
+    completion = MergedChunks()
+    completion.add({**TOP, "choices": choices})
+    with pytest.raises(UnusableStream, match="ended before the answer was complete"):
         completion.body()

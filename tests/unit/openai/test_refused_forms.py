@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from flashmoa import openai_tap
 from flashmoa.completions import WatchedBody, watch_completions
 from flashmoa.linking.observed_call import CallObserver, CallResult
 from flashmoa.openai import run
@@ -79,13 +80,67 @@ async def test_requests_with_other_fields_or_models_are_still_sent_as_streams(
     assert streamed == [True, False, False, True, True, False]
 
 
+ERRORS: list[Any] = [
+    REFUSAL, {**REFUSAL, "code": None}, {"message": "no streams", "code": "unsupported_value"},
+    {"message": "no streams", "code": "500"}, "no streams",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
 @pytest.mark.parametrize("how", ["run", "watched"])
-async def test_an_error_event_that_refuses_the_stream_is_a_refusal(
+async def test_an_error_event_in_place_of_an_answer_is_a_refusal(
+    server: FakeServer, how: How, error: Any
+) -> None:
+    server.chat = lambda body: stream([{"error": error}]) if body.get("stream") else whole()
+    async with calls(server, how) as create:
+        for _ in range(2):
+            assert (await create()).choices[0].message.content == TEXT
+    assert [body.get("stream") for body in server.chats()] == [True, None, None]
+
+
+@pytest.mark.parametrize("before", [[], [chunk({"content": "The "})]], ids=["first", "after text"])
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_any_other_error_event_is_the_callers(
+    server: FakeServer, how: How, before: list[dict[str, Any]]
+) -> None:
+    """The text of an answer that has begun is not paid for twice."""
+    error = {**REFUSAL, "code": 400 if before else 503}
+    server.chat = lambda body: stream([*before, {"error": error}])
+    async with calls(server, how) as create:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await create()
+    assert raised.value.status_code == error["code"] and len(server.chats()) == 1
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+@pytest.mark.parametrize("status", [400, 200])
+async def test_a_refused_form_is_tried_again_after_a_while(
+    server: FakeServer, how: How, status: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    server.chat = lambda body: httpx.Response(status) if body.get("stream") else whole()
+    async with calls(server, how) as create:
+        for seconds in (300.0, 0.0, 0.0):
+            monkeypatch.setattr(openai_tap, "_REFUSED_SECONDS", seconds)
+            await create()
+            await create()
+            openai_tap._refused.update(dict.fromkeys(openai_tap._refused, 0.0))
+    first, later = [True, None, None], [True, None] * 4
+    assert [body.get("stream") for body in server.chats()] == [*first, *later]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_a_form_is_not_to_blame_if_the_request_fails_as_it_was(
     server: FakeServer, how: How
 ) -> None:
-    server.chat = lambda body: stream([{"error": REFUSAL}]) if body.get("stream") else whole()
+    server.chat = lambda body: (
+        stream([]) if body.get("stream") else httpx.Response(503, json=REFUSAL)
+    )
     async with calls(server, how) as create:
-        assert (await create()).choices[0].message.content == TEXT
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError):
+                await create()
+    assert [body.get("stream") for body in server.chats()] == [True, None] * 2
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503])
@@ -112,6 +167,7 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(
     [
         {"logprobs": True, "top_logprobs": 2}, {"prompt_logprobs": 0}, {"return_token_ids": True},
         {"return_meta_info": True}, {"return_hidden_states": "last"}, {"n": 2},
+        {"audio": {"voice": "v"}}, {"modalities": ["text", "audio"]}, {"stream_options": [1]},
     ],
     ids=str,
 )  # fmt: skip
@@ -123,7 +179,11 @@ async def test_what_streams_do_not_carry_is_not_asked_for_as_a_stream(
     assert [body.get("stream") for body in server.chats()] == [None]
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": False}, {"return_token_ids": None}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"logprobs": False}, {"return_token_ids": None}, {"modalities": ["text"]}, {"audio": None}],
+    ids=str,
+)
 async def test_what_is_not_asked_for_hinders_no_stream(
     server: FakeServer, fields: dict[str, Any]
 ) -> None:
@@ -234,6 +294,10 @@ UNUSABLE = {
     "parts": lines(chunk({"content": [{"type": "text", "text": "The"}]}), STOP),
     "text and parts": lines(WORDS[0], chunk({"content": [{"type": "text", "text": "The"}]})),
     "index is a text": lines(chunk_of({"index": "a", "delta": {}}), STOP),
+    "empty": b"",
+    "no reason": lines(*WORDS),
+    "no reason but done": lines(WORDS[0], "[DONE]"),
+    "own field differs": lines(*({**event, "own": n} for n, event in enumerate([*WORDS, STOP]))),
 }
 
 
@@ -264,6 +328,81 @@ async def test_a_server_of_unusable_streams_is_asked_once_for_one(
             assert (await create(**options)).choices[0].message.content == TEXT
     assert [bool(body.get("stream")) for body in server.chats()] == [True, *[False] * 5]
     assert caplog.text.count("make no answers") == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain; charset=utf-8", "application/octet-stream", "application/x-ndjson"]
+)
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_a_stream_that_says_to_be_something_else_is_not_the_answer(
+    server: FakeServer, how: How, kind: str
+) -> None:
+    read: list[bytes] = []
+    pieces = (read.append(piece) or piece for piece in [USUAL])
+    server.chat = lambda body: in_pieces(pieces, kind) if body.get("stream") else whole()
+    async with calls(server, how) as create:
+        for _ in range(2):
+            assert (await create()).choices[0].message.content == TEXT
+    assert [body.get("stream") for body in server.chats()] == [True, None, None]
+    # The end of what cannot be the answer is not waited for.
+    assert bool(read) == ("json" in kind)
+
+
+@pytest.mark.parametrize(
+    "body", [{"error": REFUSAL}, chunk({"content": "The"}, "stop"), {"choices": []}], ids=str
+)
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_json_that_is_no_whole_answer_is_not_the_answer(
+    server: FakeServer, how: How, body: dict[str, Any]
+) -> None:
+    server.chat = lambda asked: httpx.Response(200, json=body) if asked.get("stream") else whole()
+    async with calls(server, how) as create:
+        for _ in range(2):
+            assert (await create()).choices[0].message.content == TEXT
+    assert [body.get("stream") for body in server.chats()] == [True, None, None]
+
+
+async def test_listeners_are_told_of_the_text_of_the_whole_answer(server: FakeServer) -> None:
+    class Listening(CallObserver):
+        def on_text(self, text: str) -> None:
+            told.append(text)
+
+        def on_finish(self, result: CallResult) -> None:
+            told.append(result)
+
+        def on_failure(self, error: BaseException) -> None:
+            told.append(error)
+
+    told: list[Any] = []
+    server.chat = lambda body: (
+        in_pieces([UNUSABLE["no reason but done"]]) if body.get("stream") else whole()
+    )
+    async with httpx.AsyncClient() as http:
+        observe_completions(http, lambda _request, _body: Listening())
+        body = {"model": "m", "messages": MESSAGES}
+        await http.post("http://engine:30000/v1/chat/completions", json=body)
+    assert told == ["The ", CallResult(TEXT, None, "stop", is_forwarded=True)]
+
+
+async def test_what_was_refused_last_is_remembered(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_tap, "_MAX_REFUSED", 2)
+    server.chat = refuse_streams(400)
+    async with calls(server, "watched") as create:
+        for seed in (1, 2, 3, 3):
+            await create({f"field {seed}": 0})
+            openai_tap._refused.update(dict.fromkeys(openai_tap._refused, 0.0))
+    fields = [sorted(form[1])[0] for form in list(openai_tap._refused)]
+    assert fields == ["field 2", "field 3"]
+
+
+@pytest.mark.parametrize("how", ["run", "watched"])
+async def test_content_types_have_no_case(server: FakeServer, how: How) -> None:
+    server.chat = lambda _: in_pieces([USUAL], "Text/Event-Stream")
+    async with calls(server, how) as create:
+        assert (await create()).choices[0].message.content == TEXT
+    assert [body.get("stream") for body in server.chats()] == [True]
 
 
 async def outcome(create: Create) -> list[Any]:

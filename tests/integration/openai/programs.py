@@ -6,14 +6,16 @@ import os
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import anyio
 import openai
 
 from flashmoa._concurrency import all_of
-from flashmoa.observe import Event, LinkClosed
+from flashmoa.observe import Event, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import AsyncOpenAI, run
 
@@ -56,10 +58,40 @@ async def ask(client: openai.AsyncOpenAI, *contents: str, stream: bool = False) 
     return "".join(pieces)
 
 
+@dataclass(slots=True)
+class _Links:
+    """How many links a run has opened."""
+
+    opened: int = 0
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+    def count(self, event: Event) -> None:
+        if isinstance(event, LinkOpened):
+            self.opened += 1
+            self.changed.set()
+            self.changed = anyio.Event()
+
+
+_links: ContextVar[_Links | None] = ContextVar("_links", default=None)
+
+
+async def links_opened(number: int) -> None:
+    """Wait until a run that is watched has opened so many links.
+
+    On a busy machine, a short answer may be there before the links that it streams into.
+    """
+    links = _links.get()
+    with anyio.move_on_after(30):
+        while links is not None and links.opened < number:
+            await links.changed.wait()
+
+
 async def chain(clients: Clients, guide: str, task: str, *, stream: bool = False) -> list[str]:
     """Return the answers of three agents: the second and third read those before them."""
     plan = await ask(clients.first, task, stream=stream)
+    await links_opened(1)
     check = await ask(clients.second, f"{guide}\nCheck plans.", f"Check:\n{plan}", stream=stream)
+    await links_opened(2)
     whole = f"{task}\nPlan: {plan}\n\nRemarks: {check.strip()}\n\nSum it up."
     return [plan, check, await ask(clients.first, f"{guide}\nSum up.", whole, stream=stream)]
 
@@ -118,9 +150,24 @@ async def play(
 async def play_linked(
     name: str, program: Callable[[], Any], events: list[Event] | None = None
 ) -> Any:
-    """Return what a program returns, run as a run of the program of that name."""
-    async with run(name, listener=events.append if events is not None else lambda _: None):
-        return await program()
+    """Return what a program returns, run as a run of the program of that name.
+
+    Args:
+        events: a list for the run's events, if it is to be watched.
+    """
+    links = _Links()
+    token = _links.set(links if events is not None else None)
+
+    def listener(event: Event) -> None:
+        links.count(event)
+        if events is not None:
+            events.append(event)
+
+    try:
+        async with run(name, listener=listener):
+            return await program()
+    finally:
+        _links.reset(token)
 
 
 def statuses(events: Sequence[Event]) -> list[str | None]:

@@ -24,6 +24,7 @@ from tests.integration.openai.programs import (
     ask,
     chain,
     closed,
+    links_opened,
     play,
     play_linked,
     random_program,
@@ -63,6 +64,7 @@ async def test_a_program_that_goes_another_way_answers_the_same(
 ) -> None:
     async def program(verb: str) -> str:
         plan = await ask(clients.first, TASK)
+        await links_opened(1)
         return await ask(clients.second, f"{guide}\nYou read plans.", f"{verb} faults:\n{plan}")
 
     await play_linked("way", partial(program, "Find"))
@@ -75,6 +77,7 @@ async def test_a_program_that_goes_another_way_answers_the_same(
 async def test_reviewers_at_once_are_linked_to_the_draft(clients: Clients, guide: str) -> None:
     async def program() -> list[str]:
         draft = await ask(clients.first, TASK)
+        await links_opened(2)
         reviews = [ask(clients.second, f"{guide}\nYou are {who}.", draft) for who in ("A", "B")]
         return [draft, *await asyncio.gather(*reviews)]
 
@@ -117,7 +120,9 @@ async def test_every_way_to_call_the_client_is_linked(
             return answer.choices[0].message.content or ""
 
         async def program() -> str:
-            return await check(await ask(clients.first, TASK))
+            plan = await ask(clients.first, TASK)
+            await links_opened(1)
+            return await check(plan)
 
         unlinked = await program()
         await play_linked(way, program)

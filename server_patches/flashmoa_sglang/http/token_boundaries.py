@@ -59,6 +59,8 @@ BOUNDARIES: dict[str, str] = {
 # The kinds whose characters no tokenizer changes before it looks for entries, but for their case.
 _LATIN = ("latin word", "punctuation", "latin line")
 RIGHT_CONTEXT = 2
+# How many characters at the end of a text are searched first.
+_LOOK = 64
 _SAMPLES = 96
 # Scripts, white space, marks, and what tokenizers are known to treat specially.
 _DIFFICULT = (
@@ -95,10 +97,18 @@ class Boundaries:
 
     def last(self, text: str, start: int) -> int:
         """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
-        found = [match.start() for match in self._pattern.finditer(text, max(start, 1))]
-        return next(
-            (place for place in reversed(found) if not self._is_spanned(text, place)), start
-        )
+        low, size = len(text), _LOOK
+        while low > start:
+            # A long text has many boundaries, of which the last is wanted.
+            high, low = low, max(start, low - size)
+            found = [
+                match.start() for match in self._pattern.finditer(text, low, high + RIGHT_CONTEXT)
+            ]
+            for place in reversed(found):
+                if start < place <= high and not self._is_spanned(text, place):
+                    return place
+            size *= 2
+        return start
 
     def holds_at(self, text: str, place: int) -> bool:
         return self._pattern.match(text, place) is not None and not self._is_spanned(text, place)

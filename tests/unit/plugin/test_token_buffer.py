@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,33 @@ def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
         certain = list(buffer.tokens[: buffer.certain_tokens])
         assert certain == spanning.encode(buffer.text + "lley")[: len(certain)]
     assert buffer.certain_tokens > 3
+
+
+@given(text=texts, start=st.integers(0, 400))
+@settings(max_examples=100, deadline=None)
+def test_the_last_boundary_is_the_last_of_all_places(
+    tokenizers: dict[str, CanonicalTokenizer], text: str, start: int
+) -> None:
+    boundaries = tokenizers["llama"].boundaries
+    places = [place for place in range(start + 1, len(text)) if boundaries.holds_at(text, place)]
+    assert boundaries.last(text, start) == max(places, default=start)
+
+
+def test_the_beginning_of_a_long_text_is_not_searched(
+    tokenizers: dict[str, CanonicalTokenizer], guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boundaries, searched = tokenizers["trained"].boundaries, 0
+    pattern = boundaries._pattern
+
+    class Counting:
+        def finditer(self, text: str, low: int, high: int) -> Iterator[re.Match[str]]:
+            nonlocal searched
+            searched += high - low
+            return pattern.finditer(text, low, high)
+
+    monkeypatch.setattr(boundaries, "_pattern", Counting())
+    assert boundaries.last(guide, 0) > len(guide) - 20
+    assert searched < 200 < len(guide)
 
 
 def test_text_without_boundaries_is_searched_once(

@@ -59,9 +59,8 @@ BENCHMARKS = {
         "workflows.benchmark",
         "chain, mapreduce and slides: what each part of FlashMoA contributes (§6.2, 6.3)",
     ),
-    "moa": Benchmark(
-        "moa.benchmark",
-        "Mixture-of-Agents: accuracy and latency of its parts, and staircases (Faster-MoA §5)",
+    "moa_accuracy": Benchmark(
+        "moa.accuracy", "right answers of Mixture-of-Agents of real models, and of each alone"
     ),
     "moa_latency": Benchmark(
         "moa.latency",

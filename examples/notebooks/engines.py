@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from flashmoa.engine.local import local_engines
 from flashmoa.engine.smollm2 import smollm2_engines
 from flashmoa.engine.tiny_models import tiny_engines
 
@@ -16,10 +15,10 @@ _DOCUMENTS = [_EXAMPLES / "guides" / "nepal.md", _EXAMPLES / "papers" / "handoff
 
 
 class Engines:
-    """Holds the URLs of two or three engines: ``small``, ``large``, and ``medium`` of three."""
+    """Holds the URLs of two engines, ``small`` and ``large``; they are the same if there is one."""
 
     def __init__(self, urls: Sequence[str], started: AsyncExitStack) -> None:
-        self.small, self.medium, self.large = urls[0], urls[len(urls) // 2], urls[-1]
+        self.small, self.large = urls[0], urls[-1]
         self._started = started
 
     async def stop(self) -> None:
@@ -45,19 +44,4 @@ async def start(*, real: bool = False) -> Engines:
                 else tiny_engines(["small", "large"], _DOCUMENTS, models, print)
             )
             urls = [engine.url for engine in await stack.enter_async_context(two)]
-        return Engines(urls, stack.pop_all())
-
-
-async def start_on(models: Sequence[Path]) -> Engines:
-    """Start engines for three models, from small to large; or take the URLs in FLASHMOA_FAMILY.
-
-    The two smaller models share core 0.
-    """
-    urls = os.environ.get("FLASHMOA_FAMILY", "").split()
-    async with AsyncExitStack() as stack:
-        if not urls:
-            engines = await stack.enter_async_context(local_engines())
-            for model, core in zip(models, (0, 0, 1), strict=True):
-                pool = ["--max-total-tokens", "16000"]
-                urls.append((await engines.start(model, core=core, arguments=pool)).url)
         return Engines(urls, stack.pop_all())

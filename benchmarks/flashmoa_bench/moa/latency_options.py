@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from flashmoa_bench.family import SIZES
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.moa.rig import SERVINGS, make_roles
 from flashmoa_bench.moa.script import ScriptOptions
-from flashmoa_bench.recorded import load_recorded
+from flashmoa_bench.recorded import SIZES, load_recorded
 
 
 def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:

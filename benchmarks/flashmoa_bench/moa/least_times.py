@@ -19,8 +19,8 @@ from itertools import count
 from typing import Any, Literal, NamedTuple, Protocol
 
 from flashmoa.engine import EngineError
-from flashmoa_bench.family import SIZES
 from flashmoa_bench.harness.modelled_gpus import model_of
+from flashmoa_bench.recorded import SIZES
 
 # Contexts are rounded to this many tokens, so that most steps have been looked up before.
 _ROUNDED = 64

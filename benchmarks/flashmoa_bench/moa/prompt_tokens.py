@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, Event
@@ -49,29 +48,17 @@ class PromptTokens:
 
     @classmethod
     def total(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Return the sum of several counts."""
-        return cls._fold(several, sum)
+        """Return the sum of several counts; a count that one of them lacks becomes ``None``."""
 
-    @classmethod
-    def mean(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Return the mean of at least one count."""
-        return cls._fold(several, fmean)
-
-    @classmethod
-    def _fold(
-        cls, several: Sequence[PromptTokens], fold: Callable[[Sequence[float]], float]
-    ) -> PromptTokens:
-        """Fold several counts into one; a count that one of them lacks becomes ``None``."""
-
-        def fold_known(values: Sequence[float | None]) -> float | None:
+        def add(values: Sequence[float | None]) -> float | None:
             known = [value for value in values if value is not None]
-            return fold(known) if len(known) == len(values) else None
+            return sum(known) if len(known) == len(values) else None
 
         return cls(
-            fold([each.prompt for each in several]),
-            fold_known([each.streamed for each in several]),
-            fold_known([each.cached for each in several]),
-            fold_known([each.late for each in several]),
+            sum(each.prompt for each in several),
+            add([each.streamed for each in several]),
+            add([each.cached for each in several]),
+            add([each.late for each in several]),
         )
 
 

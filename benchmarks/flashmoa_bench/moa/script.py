@@ -10,8 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashmoa_bench.family import SIZES
-from flashmoa_bench.recorded import RecordedQuestion
+from flashmoa_bench.recorded import SIZES, RecordedQuestion
 
 # How narrowly drawn confidences lie around their mean: the sum of the parameters of a beta
 # distribution, whose standard deviation is then 0.05 around 0.85.

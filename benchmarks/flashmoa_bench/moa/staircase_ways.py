@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Schedule, Staircase, Steps
 from flashmoa.moa.prompts import Order
-from flashmoa_bench.family import SIZES
 from flashmoa_bench.harness import clock
 from flashmoa_bench.moa.prompt_tokens import PromptListener
 from flashmoa_bench.moa.rig import GpuUse, Rig, compare_devices
 from flashmoa_bench.moa.script import QuestionScript
+from flashmoa_bench.recorded import SIZES
 
 # Of a debate.
 ROUNDS = 2

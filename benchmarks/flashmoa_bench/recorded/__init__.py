@@ -1,6 +1,6 @@
 """Read how long recorded answers of real models are, and how much they agree.
 
-``answers.json`` has statistics of published answers and none of their text; ``derive.py`` made it.
+``answers.json`` has statistics of published answers, and none of their text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+# In the order of their parameters; Faster-MoA has a 4B, an 8B and a 32B model.
+SIZES = ("small", "medium", "large")
 FILE = Path(__file__).parent / "answers.json"
 # In the file similarities are whole numbers.
-SIMILARITY_SCALE = 1000
+_SIMILARITY_SCALE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +72,14 @@ class RecordedSet:
     questions: Sequence[RecordedQuestion]
 
 
-def pack(question: RecordedQuestion) -> list[Any]:
-    """Return a question in the form of the file: its number, prompt, lengths and similarities."""
-    lengths = [length for lengths in question.lengths.values() for length in lengths]
-    pairs = sorted(question.similarities)
-    similarities = [round(question.similarities[pair] * SIMILARITY_SCALE) for pair in pairs]
-    return [question.number, question.prompt, lengths, similarities]
-
-
 def unpack(row: Sequence[Any], models: Mapping[str, Sequence[str]]) -> RecordedQuestion:
-    """Return the question that :func:`pack` has packed."""
+    """Return a question from its number, prompt, lengths and similarities, as the file has them."""
     number, prompt, lengths, similarities = row
     remaining = iter(lengths)
     by_size = {size: [next(remaining) for _ in names] for size, names in models.items()}
     places = range(len(lengths))
     pairs = [(first, last) for first in places for last in places if first < last]
-    scaled = (similarity / SIMILARITY_SCALE for similarity in similarities)
+    scaled = (similarity / _SIMILARITY_SCALE for similarity in similarities)
     return RecordedQuestion(number, prompt, by_size, dict(zip(pairs, scaled, strict=True)))
 
 

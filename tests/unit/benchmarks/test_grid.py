@@ -1,25 +1,20 @@
-"""Test how grids of workloads are played and resumed, and where the time of a handoff goes."""
+"""Test how grids of workloads are played and resumed, and what no linking can be faster than."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
-from typing import Any
 
-import anyio
 import pytest
-from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.resuming import measured_cells
-from flashmoa_bench.linking import handoff, profile
+from flashmoa_bench.linking import handoff
 from flashmoa_bench.linking.agent_workflows import KINDS, scale_kinds
 from flashmoa_bench.linking.grid import play_cell
 from flashmoa_bench.linking.pipelines import PipelineRound
-from flashmoa_bench.moa.embedding import StretchedEmbedder
 
 from flashmoa.engine import EngineError
 from flashmoa.observe import CallFinished, CallStarted
@@ -81,24 +76,6 @@ def test_a_gpu_cannot_be_faster_than_it_is(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         parser.parse_args(["--device-slowdown", "0.5"])
     assert "must be at least 1, not 0.5" in capsys.readouterr().err
-
-
-async def test_an_embedder_is_slowed_down_with_the_gpus() -> None:
-    class Embedder:
-        async def embed(self, text: str) -> Any:
-            await anyio.sleep(0.02)
-            return text
-
-    with clock.slowed_down(3):
-        started = time.perf_counter()
-        assert await StretchedEmbedder(Embedder()).embed("text") == "text"
-    assert time.perf_counter() - started >= 0.06
-
-
-def test_the_stages_of_a_handoff_add_up() -> None:
-    moments = {name: 10.0 + place for place, name in enumerate(profile.STAGES.values())}
-    times = profile.stages(9.5, moments)
-    assert list(times.values()) == [0.5, 1, 1, 1, 1, 1, 1, 6.5]
 
 
 def make_call(agent: str, sent: float, token: float | None, end: float) -> Call:

@@ -5,33 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.moa import benchmark, latency, staircases
-from flashmoa_bench.moa.options import engine_urls
-
-
-def test_engines_are_given_by_size_or_one_for_all() -> None:
-    one = engine_urls(["http://a:1"])
-    assert one == dict.fromkeys(("small", "medium", "large"), "http://a:1")
-    by_size = engine_urls(["large=http://c:3", "small=http://a:1", "medium=http://b:2"])
-    assert by_size["medium"] == "http://b:2" and len(by_size) == 3
-    with pytest.raises(ValueError, match="give small=URL medium=URL large=URL, or one URL"):
-        engine_urls(["small=http://a:1", "large=http://c:3"])
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--accuracy", "gsm8k"], "needs its --file"),
-        (["--accuracy", "gsm8k", "--file", "x"], "needs real models: give --engines"),
-        (["--accuracy", "gsm8k", "--file", "x", "--engines", "small=x"], "or one URL for all"),
-    ],
-)
-def test_accuracy_is_that_of_real_models(
-    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        benchmark.main(options)
-    assert problem in capsys.readouterr().err
+from flashmoa_bench.moa import latency, staircases
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_tokens_that_an_engine_does_not_report_are_unknown(
 def test_a_total_is_unknown_if_one_part_is() -> None:
     known, unknown = PromptTokens(10, 1, 2, 7), PromptTokens(20, 3, None, None)
     assert PromptTokens.total([known, known]) == PromptTokens(20, 2, 4, 14)
-    assert PromptTokens.mean([known, unknown]) == PromptTokens(15, 2, None, None)
+    assert PromptTokens.total([known, unknown]) == PromptTokens(30, 4, None, None)
 
 
 def test_tokens_are_counted_by_agent_with_all_rounds_of_a_staircase() -> None:

@@ -1,0 +1,271 @@
+r"""Measure how accurate mixtures and staircases of real models are, beside each model alone.
+
+The questions are GSM8K's (``test.jsonl`` of github.com/openai/grade-school-math). Nothing is
+downloaded; give the file. An answer is right if its number is: the one in the last ``\boxed{}``,
+otherwise after the last "####" or "answer is", otherwise the last one. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+
+import anyio
+from rich.console import Console
+
+from flashmoa.engine import EngineClient
+from flashmoa.moa import (
+    AggregationPrompt,
+    EarlyExit,
+    Embedder,
+    LocalEmbedder,
+    MixtureFailed,
+    MixtureOfAgents,
+    Model,
+    Staircase,
+)
+from flashmoa.workflow import Workflow
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.report import Report, make_table, progress_bar
+from flashmoa_bench.harness.rounds import run_concurrently
+from flashmoa_bench.moa.latency_ways import LatencyWay, make_ways
+from flashmoa_bench.recorded import SIZES
+
+_LARGE = SIZES[-1]
+_STAIRCASE = "staircase"
+# Overlap and deciding do not change a text.
+_MIXTURES = {
+    way.name: way
+    for way in (
+        *make_ways(_LARGE, _LARGE),
+        LatencyWay("one layer", "3-1", (SIZES, [_LARGE]), plugin=True),
+    )
+    if way.name not in ("tree + overlap", "undecided")
+}
+WAYS = (*SIZES, *_MIXTURES, _STAIRCASE)
+ROLES = [
+    Role(size, plugin=True, optional=size != SIZES[0], core=core)
+    for size, core in zip(SIZES, (0, 0, 1), strict=True)
+]
+_FORM = "Think step by step, and put the final answer, a number, in \\boxed{}."
+_MARKS = re.compile(r"\\boxed\s*\{|####|\banswer is\b", re.IGNORECASE)
+# A repeating model may write thousands of digits, which int() would refuse.
+_NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]{0,30}(?:\.[0-9]{1,30})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with the form that its answer should have, and the right number."""
+
+    text: str
+    known: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class WayRow:
+    """The figures of one way, as shares of the questions.
+
+    Attributes:
+        error: standard error of ``accuracy``.
+        gain: by how much it is more accurate than the large model, on the same questions; ``None``
+            if that was not asked.
+        gain_error: standard error of the differences.
+        failed: number of questions without an answer, which count as wrong.
+    """
+
+    way: str
+    accuracy: float
+    error: float
+    gain: float | None
+    gain_error: float
+    failed: int
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa bench moa-accuracy`` and return the exit status."""
+    parser = make_parser("moa_accuracy", __doc__, ROLES, repeats=False)
+    parser.add_argument("file", type=Path, help="GSM8K's test.jsonl")
+    parser.add_argument("--questions", type=positive, default=100, help="the most questions")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="up to three models, from small to large, for engines that are started here",
+    )
+    for size in SIZES:
+        parser.add_argument(f"--{size}-model", default="default", help="name at its engine")
+    parser.add_argument("--tokens", type=positive, default=1024, help="most that an agent writes")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="for all agents but the last (0)"
+    )
+    parser.add_argument("--concurrency", type=positive, default=8, help="questions at once")
+    options = parser.parse_args(arguments)
+    if not options.small_url and not 0 < len(options.model or ()) <= len(SIZES):
+        parser.error("accuracy needs real models: give --small-url, or --model and 1 to 3 folders")
+    anyio.run(_main, options)
+    return 0
+
+
+async def _main(options: argparse.Namespace) -> None:
+    report = Report("moa_accuracy", options)
+    questions = read(options.file)
+    random.Random(options.seed).shuffle(questions)
+    questions = questions[: options.questions]
+    folders: Sequence[Path | None] = options.model or [None] * len(SIZES)
+    # The pool has room for all agents of several questions.
+    roles = [replace(role, model=folder) for role, folder in zip(ROLES, folders, strict=False)]
+    async with report.connect(roles, 60_000) as engines:
+        ask = _Asker(_by_size(engines, options), LocalEmbedder(), options)
+        texts: dict[str, list[str | None]] = {}
+        with progress_bar(report.console) as bars:
+            bar = bars.add_task("", total=len(options.ways))
+            for way in options.ways:
+                bars.update(bar, description=way)
+                run = partial(ask, way)
+                texts[way] = await run_concurrently(run, questions, options.concurrency)
+                bars.advance(bar)
+    rows = summarise(questions, texts)
+    show(rows, report.console)
+    report.save({"questions": len(questions), "rows": [asdict(row) for row in rows]})
+
+
+def _by_size(engines: Engines, options: argparse.Namespace) -> dict[str, tuple[EngineClient, str]]:
+    """Return the engine of each size, and its model's name; a size without one has the last's."""
+    found: dict[str, tuple[EngineClient, str]] = {}
+    name = SIZES[0]
+    for size in SIZES:
+        name = size if size in engines else name
+        found[size] = engines[name], getattr(options, f"{name}_model")
+    return found
+
+
+def read(file: Path) -> list[Question]:
+    """Read the questions of GSM8K.
+
+    Raises: ValueError if a line is not in the published form.
+    """
+    questions: list[Question] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row: dict[str, str] = json.loads(line)
+            question, (_, mark, known) = row["question"], row["answer"].rpartition("####")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}, line {number}: not a question and an answer") from error
+        if not mark or (value := find_number(known)) is None:
+            raise ValueError(
+                f"{file}, line {number}: its answer does not end with #### and a number"
+            )
+        questions.append(Question(f"{question}\n\n{_FORM}", value))
+    if not questions:
+        raise ValueError(f"{file} has no questions")
+    return questions
+
+
+def find_number(answer: str) -> Fraction | None:
+    """Return the number that an answer gives as its result; ``None`` if it gives none."""
+    marked = _MARKS.split(answer.rpartition("</think>")[2])
+    numbers = _NUMBER.findall(marked[-1])
+    if not numbers:
+        return None
+    return Fraction(numbers[0 if len(marked) > 1 else -1].replace(",", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Asks questions, with the engine of each size and the name of its model."""
+
+    engines: Mapping[str, tuple[EngineClient, str]]
+    embedder: Embedder
+    options: argparse.Namespace
+
+    async def __call__(self, way: str, question: Question) -> str | None:
+        """Return the answer in one way; ``None`` if a mixture has none."""
+        if way in SIZES:
+            return await self._ask_model(self._model(way, 0), question.text)
+        try:
+            if way == _STAIRCASE:
+                return await self._ask_staircase(question.text)
+            return await self._ask_mixture(_MIXTURES[way], question.text)
+        except MixtureFailed:
+            return None
+
+    def _model(self, size: str, temperature: float) -> Model:
+        engine, name = self.engines[size]
+        sampling = {"max_tokens": self.options.tokens, "temperature": temperature}
+        return Model(engine, name, sampling)
+
+    async def _ask_model(self, model: Model, question: str) -> str:
+        async with Workflow(model.engine, ahead="nothing") as flow:
+            messages = [{"role": "user", "content": question}]
+            return await flow.ask(messages, model=model.model, **model.sampling)
+
+    async def _ask_staircase(self, question: str) -> str:
+        proposers = [self._model(size, self.options.temperature) for size in SIZES]
+        result = await Staircase(proposers, self._model(_LARGE, 0)).answer(question)
+        return result.text
+
+    async def _ask_mixture(self, way: LatencyWay, question: str) -> str:
+        *layers, last = way.sizes
+        # Each question draws other random numbers.
+        seed = self.options.seed + zlib.crc32(question.encode())
+        mixture = MixtureOfAgents(
+            [
+                *(
+                    [self._model(size, self.options.temperature) for size in each]
+                    for each in layers
+                ),
+                [self._model(size, 0) for size in last],
+            ],
+            way.topology,
+            prompt=AggregationPrompt("question-first"),
+            early_exit=way.policy(EarlyExit(self.embedder, seed=seed)),
+        )
+        return (await mixture.answer(question)).text
+
+
+def summarise(
+    questions: Sequence[Question], texts: Mapping[str, Sequence[str | None]]
+) -> list[WayRow]:
+    """Return the figures of each way, given its answers in the order of the questions."""
+    scores = {
+        way: [
+            float(text is not None and find_number(text) == question.known)
+            for question, text in zip(questions, answers, strict=True)
+        ]
+        for way, answers in texts.items()
+    }
+    large = scores.get(_LARGE)
+    rows: list[WayRow] = []
+    for way, own in scores.items():
+        more = [a - b for a, b in zip(own, large, strict=True)] if large else []
+        gain = fmean(more) if more else None
+        failed = sum(text is None for text in texts[way])
+        rows.append(WayRow(way, fmean(own), _error(own), gain, _error(more), failed))
+    return rows
+
+
+def _error(values: Sequence[float]) -> float:
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def show(rows: Sequence[WayRow], console: Console) -> None:
+    """Print the table."""
+    table = make_table("Right answers", "", "accuracy", f"over {_LARGE}", "without an answer")
+    for row in rows:
+        gain = "" if row.gain is None else f"{row.gain:+.1%} ± {row.gain_error:.1%}"
+        table.add_row(row.way, f"{row.accuracy:.1%} ± {row.error:.1%}", gain, str(row.failed))
+    console.print(table)

@@ -69,15 +69,8 @@ BENCHMARKS = {
     "staircases": Benchmark(
         "moa.staircases", "staircases and debates on GPUs: first token and tokens per second"
     ),
-    "router": Benchmark(
-        "routing.benchmark",
-        "routing policies on simulated engines, and routers on real ones (MoE-Prefill Table 2)",
-    ),
     "router_measured": Benchmark(
-        "routing.measured", "routers before modelled engines, and what the simulation predicted"
-    ),
-    "router_load": Benchmark(
-        "routing.load", "requests per second through flashmoa router, before stub engines"
+        "routing.measured", "routers before modelled engines (MoE-Prefill Table 2)"
     ),
     "prefill_only": Benchmark(
         "prefill.benchmark",

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
-
-from flashmoa.router.blocks import Blocks, token_blocks
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +54,6 @@ TABLE_2 = (
 
 
 @dataclass(frozen=True, slots=True)
-class MixRequest:
-    """A request of the mix, with its prompt as the router's blocks."""
-
-    name: str
-    dataset: str
-    blocks: Blocks
-
-
-@dataclass(frozen=True, slots=True)
 class MixPrompt:
     """A request of the mix, with its prompt as tokens: random numbers of 32 bits each."""
 
@@ -76,45 +62,23 @@ class MixPrompt:
     tokens: array[int]
 
 
-def mix(
+def prompts(
     scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
-) -> list[MixRequest]:
+) -> list[MixPrompt]:
     """Return the whole mix, with the datasets interleaved.
 
     Args:
         scale: share of Table 2's requests that the mix has.
         spread: part of the whole mix, 0 to 1, within which the siblings of a document come.
     """
-    return _generate(scale, spread, seed, table, _to_blocks)
-
-
-def prompts(
-    scale: float, spread: float, seed: int, table: tuple[Dataset, ...] = TABLE_2
-) -> list[MixPrompt]:
-    """Return the same mix as :func:`mix`, with prompts as tokens."""
-    return _generate(scale, spread, seed, table, lambda prompt: prompt)
-
-
-def _to_blocks(prompt: MixPrompt) -> MixRequest:
-    return MixRequest(prompt.name, prompt.dataset, token_blocks(prompt.tokens))
-
-
-def _generate(
-    scale: float,
-    spread: float,
-    seed: int,
-    table: tuple[Dataset, ...],
-    convert: Callable[[MixPrompt], T],
-) -> list[T]:
-    """Return the requests, each converted at once, so that not all tokens are in memory."""
     dice = random.Random(seed)
-    placed: list[tuple[float, str, T]] = []
+    placed: list[tuple[float, str, MixPrompt]] = []
     for dataset in table:
         for document in _documents(dataset, scale, dice):
             begin = dice.random() * (1 - spread)
-            placed += [(begin + dice.random() * spread, one.name, convert(one)) for one in document]
+            placed += [(begin + dice.random() * spread, one.name, one) for one in document]
     placed.sort(key=lambda entry: entry[:2])
-    return [request for _place, _name, request in placed]
+    return [prompt for _place, _name, prompt in placed]
 
 
 def _documents(dataset: Dataset, scale: float, dice: random.Random) -> Iterator[list[MixPrompt]]:

@@ -1,9 +1,9 @@
-"""Measure routers before modelled engines, and the simulator's prediction beside them.
+"""Measure routers before modelled engines (MoE-Prefill §7, §8.2, Table 2).
 
 The requests of one mix are scored over N engines with FlashMoA's plugin: with the engines in turn,
 behind sglang-router and smg (if they are installed), behind FlashMoA's router with the rule of
 NVIDIA Dynamo's, and with its own. The engines publish KV events. Every cell, one router and one
-seed, has a new router and empty caches. The simulator replays the same requests.
+seed, has a new router and empty caches.
 
 With --resume, what the file of --json has is not measured again.
 """
@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import free_port
-from flashmoa.router.blocks import token_blocks
 from flashmoa_bench.harness import routers
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
@@ -30,7 +30,6 @@ from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
 from flashmoa_bench.harness.resuming import Key, measure_cells, measured_cells, to_results
 from flashmoa_bench.harness.rounds import percentile
-from flashmoa_bench.prefill.mix import MixRequest
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
@@ -38,16 +37,19 @@ from flashmoa_bench.prefill.passes import (
     play,
     unique_tokens,
 )
-from flashmoa_bench.routing import simulation
 from flashmoa_bench.routing.mixes import MIXES
 
-# The routers, and the simulator's policies that predict them.
-PREDICTED = {
-    simulation.IN_TURN: simulation.IN_TURN,
-    routers.STOCK: simulation.STOCK,
-    routers.SMG: simulation.SMG,
-    routers.DYNAMO: simulation.DYNAMO,
-    routers.OURS: simulation.OURS,
+IN_TURN = "round_robin"
+# Qwen3-30B-A3B.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
 }
 ROLES = (Role("engine_1", plugin=True, core=0), Role("engine_2", plugin=True, core=1))
 # Options in which a run may differ from the earlier one that it goes on with.
@@ -62,7 +64,6 @@ class MeasuredCell:
         tokens, computed, unique: prompt tokens; those of them that the engines computed; the fewest
             that they could compute.
         p50, p99: percentiles of a request's seconds.
-        predicted: the simulator's seconds.
     """
 
     router: str
@@ -73,13 +74,12 @@ class MeasuredCell:
     unique: int
     p50: float
     p99: float
-    predicted: float
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``flashmoa bench router-measured`` and return the exit status."""
     parser = make_parser("router_measured", __doc__, ROLES, repeats=False)
-    known = ["round_robin", *routers.installed_routers()]
+    known = [IN_TURN, *routers.installed_routers()]
     parser.set_defaults(shape="test", device="h200_sxm", device_model=["Qwen/Qwen3-30B-A3B"])
     parser.add_argument("--mix", choices=tuple(MIXES), default="table-2", help="%(default)s")
     parser.add_argument("--engines", type=positive, default=8, help="number (%(default)s)")
@@ -122,7 +122,7 @@ async def _main(options: argparse.Namespace) -> None:
             if (router, seed) not in found
         }
         if todo:  # Processes that have not served anything are slow at first.
-            await _play(engines, simulation.IN_TURN, make_requests(options, -1)[:200], options)
+            await _play(engines, IN_TURN, make_requests(options, -1)[:200], options)
         await measure_cells(todo, found, report)
     show(list(found.values()), report.console)
     report.save(to_results(list(found.values())))
@@ -171,7 +171,6 @@ async def _measure(
         unique=unique_tokens(requests),
         p50=percentile(waits, 0.5),
         p99=percentile(waits, 0.99),
-        predicted=predict(router, seed, requests, options),
     )
 
 
@@ -185,29 +184,20 @@ async def _play(
     # Which answers are scored does not matter here.
     likeliest = {request.name: 0 for request in requests}
     limit = options.concurrency * len(clients)
-    if router == simulation.IN_TURN:
+    if router == IN_TURN:
         return await play([ScoreSender(each, likeliest) for each in clients], requests, limit)
     urls = [engine.url for engine in clients]
     async with (
-        routers.start_router(router, urls, simulation.SHAPE) as url,
+        routers.start_router(router, urls, SHAPE) as url,
         EngineClient(url) as client,
     ):
         return await play([ScoreSender(client, likeliest)], requests, limit)
 
 
-def predict(
-    router: str, seed: int, requests: Sequence[PrefillRequest], options: argparse.Namespace
-) -> float:
-    """Return the simulator's seconds for these requests."""
-    prompts = [MixRequest(request.name, "", token_blocks(request.ids)) for request in requests]
-    given = argparse.Namespace(**{**vars(options), "margin": simulation.SATURATION_MARGIN})
-    return simulation.run(PREDICTED[router], seed, prompts, options.engines, given).seconds
-
-
 def show(cells: Sequence[MeasuredCell], console: Console) -> None:
     """Print the medians over the seeds; gains are over taking turns with the same seed."""
-    base = {cell.seed: cell.seconds for cell in cells if cell.router == simulation.IN_TURN}
-    names = ("router", "seeds", "tokens/s", "over in turn", "computed", "p50", "p99", "predicted")
+    base = {cell.seed: cell.seconds for cell in cells if cell.router == IN_TURN}
+    names = ("router", "seeds", "tokens/s", "over in turn", "computed", "p50", "p99")
     table = make_table("Measured on modelled engines", *names, left=("router",))
     for router in dict.fromkeys(cell.router for cell in cells):
         own = [cell for cell in cells if cell.router == router]
@@ -220,6 +210,5 @@ def show(cells: Sequence[MeasuredCell], console: Console) -> None:
             f"{median(cell.computed / cell.unique for cell in own):.2f}",
             f"{median(cell.p50 for cell in own):.2f} s",
             f"{median(cell.p99 for cell in own):.2f} s",
-            f"{median(cell.predicted / cell.seconds - 1 for cell in own):+.1%}",
         )
     console.print(table)

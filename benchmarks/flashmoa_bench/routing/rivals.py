@@ -1,45 +1,15 @@
-"""Implement other routers' rules as policies, to simulate them (`Smg`, `Dynamo`); pure."""
+"""Implement the rule of NVIDIA Dynamo's router as a policy of ours (`Dynamo`); pure."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashmoa.router.blocks import Blocks
 from flashmoa.router.engine_state import BlockTable
-from flashmoa.router.policies import (
-    CacheAware,
-    EngineTraits,
-    Policy,
-    WaitingRequest,
-)
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
 from flashmoa.router.prefix_index import PrefixIndex
-
-
-class Smg(CacheAware):
-    """Implements ``cache_aware`` of smg 1.13 for HTTP engines, with its defaults.
-
-    Unlike sglang-router's, a request leaves the engine with its longest prefix only if that engine
-    itself has too many requests: more than 64 above the mean, or than two standard deviations
-    (``2 * sqrt(mean)``, at least 4) if these are fewer, and more than 1.5 times the mean. This is
-    how ``smg launch --help`` describes ``--balance-abs-threshold``. Its protection of engines with
-    a long queue, which needs their reports, is left out.
-    """
-
-    def _choose(self, engines: list[str], blocks: Blocks) -> str:
-        chosen = self._longest_match(blocks)
-        if chosen is None or self._has_too_many(chosen):
-            chosen = self._least_loaded(engines)
-        self._trees[chosen].commit(blocks.hashes)
-        return chosen
-
-    def _has_too_many(self, engine: str) -> bool:
-        mean = sum(self.running.values()) / len(self.running)
-        margin = min(self._absolute_threshold, max(4.0, 2 * math.sqrt(mean)))
-        running = self.running[engine]
-        return running > mean + margin and running > self._relative_threshold * mean
 
 
 @dataclass(slots=True)

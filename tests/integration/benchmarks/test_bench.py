@@ -177,7 +177,7 @@ async def test_prefill_only_measures_one_engine_and_several(benches: Bench) -> N
         assert mix["unique"] <= row["computed"] <= mix["tokens"]
 
 
-async def test_routers_are_measured_beside_the_prediction_and_resumed(benches: Bench) -> None:
+async def test_routers_are_measured_and_resumed(benches: Bench) -> None:
     few = ["--mix", "short-reviews", "--share", "0.002", "--engines", "2", "--concurrency", "4"]
     some = ["--routers", "round_robin", "flashmoa router", "--seeds", "1", "0"]
     roles = ["engine-1", "engine-2"]
@@ -189,7 +189,7 @@ async def test_routers_are_measured_beside_the_prediction_and_resumed(benches: B
     found = {(cell["router"], cell["seed"]) for cell in cells}
     assert len(found) == len(cells) == 4 + len(installed_routers()) - 1
     for cell in cells:
-        assert 0 < cell["p50"] <= cell["p99"] <= cell["seconds"] and cell["predicted"] > 0
+        assert 0 < cell["p50"] <= cell["p99"] <= cell["seconds"]
         # A cached prompt computes its last token again.
         assert cell["unique"] <= cell["computed"] <= cell["tokens"]
 

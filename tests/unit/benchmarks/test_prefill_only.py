@@ -8,7 +8,6 @@ import pytest
 from flashmoa_bench.harness.report import terminal
 from flashmoa_bench.harness.routers import OURS as ROUTER
 from flashmoa_bench.prefill.benchmark import GOALS, OURS, make_requests
-from flashmoa_bench.prefill.mix import mix, prompts
 from flashmoa_bench.prefill.passes import (
     Agreement,
     PrefillAnswer,
@@ -22,19 +21,11 @@ from flashmoa_bench.prefill.passes import (
     unique_tokens,
 )
 
-from flashmoa.router.blocks import token_blocks
-
 OPTIONS = argparse.Namespace(scale=0.002, lengths=0.5, longest=2000, spread=0.05, seed=3)
 
 
 def make_answer(token: int, logprob: float | None = None, seconds: float = 1.0) -> PrefillAnswer:
     return PrefillAnswer(token, logprob, prompt_tokens=100, cached_tokens=40, seconds=seconds)
-
-
-def test_the_mix_as_tokens_is_the_mix_as_blocks() -> None:
-    asks, whole = mix(0.001, 0.05, 7), prompts(0.001, 0.05, 7)
-    assert [ask.name for ask in asks] == [prompt.name for prompt in whole]
-    assert [ask.blocks for ask in asks] == [token_blocks(prompt.tokens) for prompt in whole]
 
 
 def test_a_smaller_mix_still_shares_prefixes_and_fits_a_model() -> None:

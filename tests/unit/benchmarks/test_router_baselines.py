@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmoa_bench.routing.rivals import Dynamo, Smg
+from flashmoa_bench.routing.rivals import Dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,19 +37,6 @@ def test_cache_aware_follows_a_long_prefix_unless_requests_are_uneven() -> None:
     # The engine has 64 requests more than the other one, and more than 1.5 times its number.
     assert stock.running[first or ""] == 66
     assert place(stock, "70", blocks([*shared, 5])) != first
-
-
-def test_smg_leaves_the_engine_with_the_prefix_only_if_that_one_has_too_many_requests() -> None:
-    stock = Smg(seed=0)
-    for engine in "abcd":
-        stock.join(engine, EngineTraits())
-    shared = [1] * 40
-    first = place(stock, "0", blocks([*shared, 5]))
-    # Requests 1 to 5 find 1 to 5 there, at a mean of up to 1.25: at most 4 more than the mean.
-    assert {place(stock, str(number), blocks([*shared, number])) for number in range(1, 6)} == {
-        first
-    }
-    assert place(stock, "6", blocks([*shared, 6])) != first
 
 
 def test_dynamo_weighs_what_is_cached_against_what_is_booked() -> None:

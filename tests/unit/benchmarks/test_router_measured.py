@@ -1,14 +1,17 @@
-"""Test the pure parts of ``flashmoa bench router-measured``."""
+"""Test the pure parts of ``flashmoa bench router-measured``, and the mixes of requests."""
 
 from __future__ import annotations
 
 import argparse
+import random
 from dataclasses import replace
 
 import pytest
 from flashmoa_bench.harness.routers import OURS
-from flashmoa_bench.routing import measured, simulation
-from flashmoa_bench.routing.measured import MeasuredCell, make_requests, make_roles, predict, show
+from flashmoa_bench.prefill.mix import TABLE_2, Dataset, prompts
+from flashmoa_bench.routing import measured
+from flashmoa_bench.routing.measured import MeasuredCell, make_requests, make_roles, show
+from flashmoa_bench.routing.mixes import LONGEST, MIXES, Mix
 from rich.console import Console
 
 OPTIONS = argparse.Namespace(
@@ -29,24 +32,55 @@ def test_each_engine_publishes_its_events_at_a_port_of_its_own() -> None:
     assert all(role.arguments[:2] == ("--chunked-prefill-size", "4096") for role in roles)
 
 
-def test_what_is_predicted_is_what_is_sent() -> None:
-    requests = make_requests(OPTIONS, 3)
-    assert requests == make_requests(OPTIONS, 3) != make_requests(OPTIONS, 4)
-    in_turn, ours = (predict(each, 3, requests, OPTIONS) for each in (simulation.IN_TURN, OURS))
-    assert 0 < ours < in_turn
+def test_the_requests_are_the_same_for_a_seed() -> None:
+    assert make_requests(OPTIONS, 3) == make_requests(OPTIONS, 3) != make_requests(OPTIONS, 4)
 
 
 def test_the_table_compares_routers_with_the_same_seed() -> None:
-    in_turn = MeasuredCell("round_robin", 0, 4.0, 1000, 500, 250, 0.5, 1.0, 4.2)
+    in_turn = MeasuredCell("round_robin", 0, 4.0, 1000, 500, 250, 0.5, 1.0)
     other_seed = replace(in_turn, seed=1, seconds=8.0)
-    ours = replace(in_turn, router=OURS, seed=1, seconds=2.0, predicted=1.9)
+    ours = replace(in_turn, router=OURS, seed=1, seconds=2.0)
     console = Console(width=140, record=True)
     show([in_turn, other_seed, ours], console)
     text = console.export_text()
-    assert "4.00" in text and "-5.0%" in text
+    assert "4.00" in text
 
 
 def test_resuming_needs_the_file_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         measured.main(["--resume"])
     assert "--resume needs --json FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dataset", TABLE_2, ids=lambda one: one.name)
+def test_lengths_have_the_papers_range_and_mean(dataset: Dataset) -> None:
+    dice = random.Random(0)
+    lengths = [dataset.length(dice) for _ in range(20_000)]
+    assert dataset.shortest <= min(lengths) and max(lengths) <= dataset.longest
+    assert sum(lengths) / len(lengths) == pytest.approx(dataset.tokens / dataset.requests, rel=0.05)
+
+
+def test_the_mix_has_each_datasets_share_and_is_the_same_for_a_seed() -> None:
+    asks = prompts(0.01, 0.05, 3)
+    assert len(asks) == 738 and asks == prompts(0.01, 0.05, 3) != prompts(0.01, 0.05, 4)
+    assert sum(one.dataset == "MMLU" for one in asks) == 240
+    assert len({one.name for one in asks}) == len(asks)
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=lambda one: one.name)
+def test_mixes_fit_the_model_and_are_the_same_for_a_seed(mix: Mix) -> None:
+    asks = mix.prompts(3, share=0.05)
+    assert asks == mix.prompts(3, share=0.05) != mix.prompts(4, share=0.05)
+    assert max(len(one.tokens) for one in asks) <= LONGEST
+    assert len({one.name for one in asks}) == len(asks)
+
+
+def test_mixes_have_what_they_say() -> None:
+    long = MIXES["long-documents"].prompts(0)
+    assert len(long) == 800 and min(len(one.tokens) for one in long) >= 8000
+    assert len({one.tokens[:4000].tobytes() for one in long}) == 100
+    table = MIXES["table-2"].prompts(0)
+    documents = {one.tokens[:4000].tobytes() for one in table if len(one.tokens) > 4000}
+    assert len(table) == 11_070 and len(documents) >= 50
+    hot = [one for one in MIXES["hot-prefix"].prompts(0) if one.dataset == "hot"]
+    assert len(hot) == 4000 and len({one.tokens[:6000].tobytes() for one in hot}) == 1

@@ -1,9 +1,8 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
-# make test    set everything up and pass the tests (about twenty minutes)
-# make test-slow   the tests that take long and seldom break (another forty minutes)
-# make test-all    both; what continuous integration runs
-# make soak    ten thousand prompt streams: nothing grows; fifty random programs of
-#              each framework answer the same linked (another half an hour)
+# make test    set everything up and pass the tests (about ten minutes)
+# make test-ci     these and the slow ones; what continuous integration runs
+# make nightly     everything: all tests, ten thousand prompt streams, fifty random programs of
+#                  each framework, and the next three (about two hours, six more environments)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
@@ -27,7 +26,7 @@ RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 RELEASE_SOURCES := $(patsubst %,.cache/sglang/%/.ready,$(RELEASES))
 
-.PHONY: setup demo test test-slow test-all soak test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
+.PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -55,19 +54,26 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 demo: $(READY)
 	@$(BIN)/python examples/chain.py
 
+# Tests on engines wait more than they compute, so that the unit tests run beside them.
+define RUN_TESTS
+@log=$$(mktemp); trap 'exit 1' INT TERM; trap 'kill $$! 2>/dev/null; cat $$log; rm $$log' EXIT; \
+nice $(BIN)/python -m pytest -m '$(1)' --durations=25 -n 2 tests/unit >$$log 2>&1 & unit=$$!; \
+$(BIN)/python -m pytest -m '$(1)' --durations=25 tests/integration; engines=$$?; \
+wait $$unit && exit $$engines
+endef
+
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
-	@$(BIN)/python -m pytest -m "not slow" tests/integration
+	$(call RUN_TESTS,not slow and not nightly)
 
-test-slow: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
-	@$(BIN)/python -m pytest -m slow -n 2 tests/unit
-	@$(BIN)/python -m pytest -m slow tests/integration
+test-ci: $(READY)
+	$(call RUN_TESTS,not nightly)
 
-test-all: test test-slow
+test-all: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
+	$(call RUN_TESTS,slow or not slow)
 
-soak: $(READY) .venvs/frameworks/.ready
-	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest -m slow tests/integration/plugin/test_soak.py -s
-	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest -m slow tests/integration/openai -k "random_programs or newest_frameworks" -s
+nightly: test-all test-releases test-vllm test-conformance
+	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/integration/plugin/test_soak.py -s
+	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest tests/integration/openai -k "random_programs or newest_frameworks" -s
 
 test-releases: $(RELEASE_TESTS)
 
@@ -123,8 +129,7 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready
 check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
-	@$(BIN)/pyright
-	@$(BIN)/pyright -p tests
+	@$(BIN)/pyright & sources=$$!; $(BIN)/pyright -p tests && wait $$sources
 	@$(BIN)/hadolint deploy/Dockerfile
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
 	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml

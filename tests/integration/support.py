@@ -32,14 +32,22 @@ RIDING = {
 LAG = 128
 
 
+def slow(*way: Any) -> Any:
+    """Return a parameter, of one value or several, of which `make test` does not run the tests."""
+    return pytest.param(*way, marks=pytest.mark.slow)
+
+
+def nightly(*way: Any) -> Any:
+    """Return a parameter, of one value or several, of which only `make nightly` runs the tests."""
+    return pytest.param(*way, marks=pytest.mark.nightly)
+
+
 def slow_except(ways: Iterable[Any], *others: Any) -> list[Any]:
-    """Return parameters for a test or fixture, of which all are slow but ``others``."""
     return [way if way in others else slow(way) for way in ways]
 
 
-def slow(*way: Any) -> Any:
-    """Return a slow parameter, of one value or several."""
-    return pytest.param(*way, marks=pytest.mark.slow)
+def nightly_except(ways: Iterable[Any], *others: Any) -> list[Any]:
+    return [way if way in others else nightly(way) for way in ways]
 
 
 @asynccontextmanager

@@ -13,10 +13,10 @@ from flashmoa.observe import Event
 from tests.chat_templates import ALTERNATING, TEMPLATES
 from tests.integration.autogen.exactness import count_outcomes, finished_calls, mostly_hit
 from tests.integration.autogen.teams import Build, Client, filtered_fan, round_robin
-from tests.integration.support import start_special_engine, wait_until_idle
+from tests.integration.support import nightly, slow, start_special_engine, wait_until_idle
 
 # Each family needs an engine of its own.
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 
 def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
@@ -24,7 +24,9 @@ def sorted_messages(result: TaskResult) -> list[tuple[str, str]]:
     return sorted((message.source, message.to_text()) for message in result.messages)
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize(
+    "family", [slow(family) if family == "chatml" else nightly(family) for family in TEMPLATES]
+)
 async def test_teams_on_a_familys_template_are_predicted_and_answer_the_same(
     engines: LocalEngines, model: Path, tmp_path: Path, guide: str, family: str
 ) -> None:

@@ -10,9 +10,10 @@ from flashmoa_bench.moa import accuracy
 
 from tests.integration.benchmarks.conftest import Bench
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.slow
 async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(
     benches: Bench, tmp_path: Path
 ) -> None:
@@ -28,6 +29,7 @@ async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(
     assert all(0 <= row["accuracy"] <= 1 and not row["failed"] for row in found["rows"])
 
 
+@pytest.mark.nightly
 async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) -> None:
     sizes = ["small", "medium", "large"]
     engines = [*sizes, *(f"stock-{size}" for size in sizes)]
@@ -73,6 +75,7 @@ async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) ->
     )
 
 
+@pytest.mark.nightly
 async def test_staircases_measures_mixtures_and_debates(benches: Bench) -> None:
     sizes = ["small", "medium", "large"]
     engines = [*sizes, *(f"stock-{size}" for size in sizes)]

@@ -16,7 +16,7 @@ from tests.conftest import GUIDE, ROOT
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 ROLES = (

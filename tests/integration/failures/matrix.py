@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import anyio
 
@@ -15,17 +16,20 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
 from tests.integration.baseline import Baseline, count_sockets
-from tests.integration.support import slow
+from tests.integration.support import nightly, slow
 
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
-# The slow ones fail in other ways at the same places.
+# Of each failure, one cell runs more often than every night.
+_FAST = (("error", "finalize"), ("stall", "abort"))
+_SLOW = (("cancel", "abort"), ("timeout", "finalize"))
 CELLS = [
-    (failure, action)
-    if (failure, action) in (("error", "finalize"), ("stall", "abort"))
-    else slow(failure, action)
-    for failure in FAILURES
-    for action in ACTIONS
+    cell if cell in _FAST else slow(*cell) if cell in _SLOW else nightly(*cell)
+    for cell in product(FAILURES, ACTIONS)
+]
+# Those of teams take longer.
+TEAM_CELLS = [
+    slow(*cell) if cell in _FAST + _SLOW else nightly(*cell) for cell in product(FAILURES, ACTIONS)
 ]
 Make = Callable[..., FlashMoAChatCompletionClient]
 # The text that a reader has read, if it answers.

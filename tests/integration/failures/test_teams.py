@@ -21,9 +21,8 @@ from flashmoa.observe import Event, LinkClosed
 from tests.integration.autogen.exactness import finished_calls
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
-    ACTIONS,
-    FAILURES,
     PATIENCE,
+    TEAM_CELLS,
     Make,
     check_nothing_is_left,
     is_linked,
@@ -89,8 +88,7 @@ async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: 
     return [message.to_text() for message in result.messages]
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "action"), TEAM_CELLS)
 async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fixtures
     upstream_relay: Relay,
     engine: LocalEngine,

@@ -13,7 +13,7 @@ from tests.integration.moa.serving import served
 
 
 @pytest.mark.anyio
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_litellm_reads_answers_and_errors(engine: LocalEngine, tmp_path: Path) -> None:
     async with served(engine, tmp_path, ServeOptions(api_key="secret")) as url:
         await run_frameworks(

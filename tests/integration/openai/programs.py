@@ -19,7 +19,7 @@ from flashmoa.observe import Event, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import AsyncOpenAI, run
 
-# How many random programs are run of each kind; 50 with ``make soak``.
+# How many random programs are run of each kind; 50 with ``make nightly``.
 PROGRAMS = int(os.environ.get("FLASHMOA_PROGRAMS", "4"))
 SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 48}
 BODY = {"ignore_eos": True}

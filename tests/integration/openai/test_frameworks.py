@@ -9,7 +9,7 @@ from tests.integration.frameworks import run_frameworks
 
 
 @pytest.mark.anyio
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 async def test_the_newest_frameworks_answer_the_same_linked(
     engine: LocalEngine, downstream: LocalEngine

@@ -13,7 +13,7 @@ from flashmoa.cli.plan import main
 from flashmoa.engine import modelled_gpus
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 
 async def test_an_example_is_planned_unlinked_and_linked(

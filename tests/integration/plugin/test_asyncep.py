@@ -21,11 +21,13 @@ from tests.integration.support import (
     EXPERTS,
     GREEDY,
     generate,
+    nightly,
+    slow,
     start_special_engine,
     wait_until_measured,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 # An expert has three matrices, in float32.
 LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2) * 4
@@ -81,7 +83,7 @@ async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [nightly(1), slow(2)])
 async def test_answers_are_the_same_and_the_device_holds_the_slots(
     engines: LocalEngines, experts_model: Path, reference: Reference, slots: int
 ) -> None:
@@ -133,6 +135,7 @@ def granite(experts_model: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 async def test_a_model_whose_experts_would_all_stay_on_the_device_is_refused_at_start(
     engines: LocalEngines, model: Path, granite: Path
 ) -> None:
@@ -235,6 +238,7 @@ async def long_answer(
     return "".join(parts)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("on_device", [1, 0.25])
 async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     replicas: Replicas,
@@ -287,6 +291,7 @@ async def test_a_replica_answers_as_a_whole_model_whatever_happens_to_the_other(
     await check_answers(first)
 
 
+@pytest.mark.nightly
 async def test_replicas_of_different_groups_end_with_the_reason(replicas: Replicas) -> None:
     await replicas.start("0/2")
     await replicas.start("1/3")
@@ -294,6 +299,7 @@ async def test_replicas_of_different_groups_end_with_the_reason(replicas: Replic
         await replicas.check_failure(rank, "--flashmoa-asyncep-replica must give one number")
 
 
+@pytest.mark.nightly
 async def test_a_replica_that_stays_alone_ends_with_the_reason(replicas: Replicas) -> None:
     await replicas.start("0/2", None, "--flashmoa-asyncep-wait", "0.1")
     await replicas.check_failure(0, "waited too long for replica 1")

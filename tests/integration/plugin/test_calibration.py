@@ -10,14 +10,14 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import slow, start_special_engine, wait_until_idle
+from tests.integration.support import nightly, start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
 CHUNK = 64
 
 
-@pytest.mark.parametrize("page", [slow(1), 16])
+@pytest.mark.parametrize("page", [nightly(1), 16])
 async def test_measuring_during_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int
 ) -> None:

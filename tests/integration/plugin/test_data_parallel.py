@@ -12,7 +12,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from tests.integration.support import complete_stream, generate, start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     LAG,
     generate,
-    slow_except,
+    nightly_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(WAYS, "overlap schedule"))
+@pytest.fixture(scope="module", params=nightly_except(WAYS, "overlap schedule"))
 async def making_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -44,7 +44,7 @@ async def device_of(engine: LocalEngine) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), pytest.param(("--disable-overlap-schedule",), marks=pytest.mark.slow)],
+    [(), pytest.param(("--disable-overlap-schedule",), marks=pytest.mark.nightly)],
     ids=["overlap", "no overlap"],
 )
 async def test_time_changes_no_answer(
@@ -134,7 +134,7 @@ async def test_an_answer_within_a_grammar_depends_on_its_prompt(
     assert len(set.union(*answers.values())) == len(answers)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_stock_engine_takes_the_same_time(
     engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words
 ) -> None:
@@ -176,7 +176,7 @@ async def test_the_kv_pool_has_the_size_that_the_gpu_leaves(
         await engine.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
 async def test_a_pair_of_engines_waits_for_the_link_between_their_gpus(
     engines: LocalEngines, hashing: LocalEngine, model: Path, words: Words, tmp_path: Path

@@ -21,7 +21,7 @@ from tests.integration.support import (
     RIDING,
     fetch_kv_state,
     generate,
-    slow_except,
+    nightly_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -42,7 +42,7 @@ WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(WAYS, "riding along"))
+@pytest.fixture(scope="module", params=nightly_except(WAYS, "riding along"))
 async def busy_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
@@ -245,7 +245,7 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         group.cancel_scope.cancel()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("environment", [RIDING, {}], ids=["modelled GPU", "CPU"])
 async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
     engines: LocalEngines,

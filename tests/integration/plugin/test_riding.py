@@ -32,7 +32,7 @@ MATRIX = [
         overlap,
         page,
         id=f"overlap {'on' if overlap else 'off'}, pages of {page}",
-        marks=[] if (overlap, page) == (True, 16) else [pytest.mark.slow],
+        marks=[] if (overlap, page) == (True, 16) else [pytest.mark.nightly],
     )
     for overlap, page in product((True, False), (1, 16))
 ]
@@ -80,7 +80,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
 
 @pytest.mark.parametrize(
     ("overlap", "page"),
-    [(True, 16), pytest.param(False, 1, marks=pytest.mark.slow)],
+    [(True, 16), pytest.param(False, 1, marks=pytest.mark.nightly)],
 )
 async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     engines: LocalEngines,

@@ -16,7 +16,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import GREEDY, start_special_engine, wait_until_measured
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 # The number of tokens in each prompt of a burst.
 BURST = 220

@@ -94,7 +94,7 @@ async def test_priorities_come_before_sizes(one_at_a_time: LocalEngine, words: W
     assert order == ["urgent", "short"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_pool_for_half_of_the_streams_serves_them_all(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
@@ -152,7 +152,7 @@ def retractions(engine: LocalEngine) -> list[str]:
     return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_streams_fill_next_to_answers_that_may_become_long(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:
@@ -190,7 +190,7 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
         await wait_until_idle(client)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_stream_in_small_forwards_leaves_the_room_that_decodes_need(
     engines: LocalEngines, model: Path, words: Words
 ) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import free_port
+from tests.integration.support import nightly, slow
 
 COMMAND = [sys.executable, "-c", "from flashmoa.cli import main; main()", "serve"]
 
@@ -41,9 +42,8 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [slow(signal.SIGTERM), nightly(signal.SIGKILL)])
 def test_it_prints_its_url_and_leaves_no_process(
     model: Path, tmp_path: Path, ending: signal.Signals
 ) -> None:

@@ -144,7 +144,7 @@ MATRIX = [
         page,
         ranks,
         id=f"overlap {'on' if overlap else 'off'}, pages of {page}, {ranks} rank(s)",
-        marks=[] if (overlap, page, ranks) == (True, 16, 1) else [pytest.mark.slow],
+        marks=[] if (overlap, page, ranks) == (True, 16, 1) else [pytest.mark.nightly],
     )
     for overlap, page, ranks in ((True, 16, 1), (True, 1, 2), (False, 16, 2), (False, 1, 1))
 ]
@@ -163,7 +163,7 @@ async def test_linked_equals_unlinked_and_all_kv_comes_back(
     assert rode_along > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_requests_of_several_adapters_are_linked_exactly(
     engines: LocalEngines, model: Path, words: Words, tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ async def test_requests_of_several_adapters_are_linked_exactly(
         await check(engine, Case(words, ("a", None, "b")), words)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("page", "hybrid"),
     [(1, False), (16, True)],

@@ -15,7 +15,7 @@ from tests.integration.support import (
     GREEDY,
     fetch_kv_state,
     generate,
-    slow_except,
+    nightly_except,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -39,7 +39,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_except(WAYS, "within one forward"))
+@pytest.fixture(scope="module", params=nightly_except(WAYS, "within one forward"))
 async def sharing_engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

@@ -1,6 +1,6 @@
 """Thousands of streams that are opened and ended in every way: no memory or file leaks.
 
-``FLASHMOA_SOAK_STREAMS`` is their number (10,000 with ``make soak``).
+``FLASHMOA_SOAK_STREAMS`` is their number (10,000 with ``make nightly``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
 
 STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(60 + STREAMS // 10)]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(60 + STREAMS // 10)]
 AT_ONCE = 48
 ROUNDS = 5
 # By this much the memory of allocators may differ between two measurements.

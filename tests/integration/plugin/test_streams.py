@@ -18,7 +18,7 @@ from tests.integration.support import (
     complete_stream,
     fetch_kv_state,
     generate,
-    slow,
+    nightly,
     start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
@@ -57,7 +57,7 @@ async def test_text_of_every_script_is_prefilled_while_it_is_written(
     assert plain.prompt_tokens - linked.cached_tokens <= 0.1 * plain.prompt_tokens + LAG
 
 
-@pytest.mark.parametrize("pairs", [15, slow(50)])
+@pytest.mark.parametrize("pairs", [15, nightly(50)])
 async def test_random_pairs_give_the_unlinked_answers(
     client: EngineClient, downstream_client: EngineClient, words: Words, pairs: int
 ) -> None:

@@ -18,7 +18,7 @@ from tests.integration.support import complete_stream, start_special_engine
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         releases.installed() == "0.5.23",
         reason="its data-parallel ranks do not start in a forked server",

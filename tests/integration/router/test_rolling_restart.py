@@ -21,7 +21,7 @@ from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import metric, wait_for_metric
 from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(400)]
 Words = Callable[[int, int], str]
 POOL = ["--max-total-tokens", "12000"]
 WORKERS, WORKFLOWS = 4, 12

@@ -27,7 +27,7 @@ from tests.integration.support import STRICT, wait_for_streams, wait_until_idle,
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
 ]
 Words = Callable[[int, int], str]

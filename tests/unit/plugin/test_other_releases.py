@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 OTHERS = [release for release in releases.TESTED if release != releases.installed()]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("feature", [internals.EVERYBODY, *internals.FEATURES])

@@ -48,7 +48,7 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 	@echo "[3/4] FlashMoA, its plugin and the tools"
 	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e 'server_patches[device]' -e benchmarks -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
-	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/embedder.txt -r requirements/routers.txt
+	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/routers.txt
 	@touch $@
 
 demo: $(READY)

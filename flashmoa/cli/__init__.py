@@ -22,7 +22,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
        flashmoa trace FILE [--html FILE] [--perfetto FILE]
        flashmoa doctor [--engine URL] [--trace FILE]
-       flashmoa moa serve CONFIG.toml [--dry-run] [options]
+       flashmoa moa serve CONFIG.toml [options]
        flashmoa moa check CONFIG.toml
        flashmoa score INPUT.jsonl --out OUT.jsonl
        flashmoa router --engine URL --engine URL [options]

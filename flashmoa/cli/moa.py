@@ -7,17 +7,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
 from rich.console import Console
 
+from flashmoa import EngineClient, FlashMoAError
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
+from flashmoa.doctor import EngineToCheck, Finding, check_engine
 
 if TYPE_CHECKING:
-    from flashmoa.moa.config import MixtureConfig
+    from flashmoa.moa.config import EarlyExitConfig, MixtureConfig
 
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
@@ -35,15 +38,12 @@ def main(arguments: Sequence[str]) -> int:
         if not options.api_key:
             parser.error("--api-key is empty; give the key that clients must send, or leave it out")
     try:
-        from flashmoa.errors import FlashMoAError
         from flashmoa.moa.serve.config_file import read_file
 
         try:
             configs = read_file(options.config)
             if options.command == "check":
-                return _check(configs)
-            if options.dry_run:
-                return _print_estimates(configs, options)
+                return anyio.run(_check, configs)
             return _serve(configs, options)
         except KeyboardInterrupt:
             return _EXIT_INTERRUPTED
@@ -95,21 +95,6 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long a streamed answer may be silent before a comment is sent (%(default)g)",
     )
-    add("--dry-run", action="store_true", help="print what a question costs, and do not serve")
-    add(
-        "--question-tokens",
-        type=_positive(int),
-        default=200,
-        metavar="N",
-        help="with --dry-run: tokens of the question (%(default)s)",
-    )
-    add(
-        "--answer-tokens",
-        type=_positive(int),
-        default=512,
-        metavar="N",
-        help="with --dry-run: tokens of an answer without max_tokens (%(default)s)",
-    )
     return parser
 
 
@@ -129,21 +114,36 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def _check(configs: Sequence[MixtureConfig]) -> int:
-    from flashmoa.moa.serve.check import check_models
-
-    findings = anyio.run(check_models, configs)
+async def _check(configs: Sequence[MixtureConfig]) -> int:
+    """Check every engine of the models, and the embedders of early exit."""
+    asked = [
+        (url, model.api_key, model.model)
+        for config in configs
+        for layer in (*config.layers, config.fallback)
+        for model in layer.models
+        for url in model.urls
+    ]
+    findings: list[Finding] = []
+    for url, key, model in dict.fromkeys(asked):
+        target = EngineToCheck(url, key, None if model == "default" else model)
+        findings += [replace(one, text=f"{url}: {one.text}") for one in await check_engine(target)]
+    for config in configs:
+        if config.early_exit is not None:
+            findings.append(await _check_embedder(config.early_exit))
     print_findings(findings, Console(highlight=False))
     return 1 if any(finding.level == "fix" for finding in findings) else 0
 
 
-def _print_estimates(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int:
-    from flashmoa.moa.estimate import estimate
+async def _check_embedder(table: EarlyExitConfig) -> Finding:
+    """Embed a text as early exit does."""
+    from flashmoa.moa.early_exit import EngineEmbedder
 
-    for config in configs:
-        print(f"{config.name}: a question of {options.question_tokens} tokens")
-        print(f"{estimate(config, options.question_tokens, options.answer_tokens)}\n")
-    return 0
+    try:
+        async with EngineClient(table.embedder, api_key=table.api_key, timeout=60) as engine:
+            await EngineEmbedder(engine, table.model).embed("Tuesday.")
+    except FlashMoAError as error:
+        return Finding("fix", "embedder", str(error), "correct [early_exit], or remove it")
+    return Finding("ok", "embedder", f"{table.embedder} embeds texts")
 
 
 def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int:

@@ -2,8 +2,7 @@
 
 from flashmoa.moa.agents import Model
 from flashmoa.moa.debate import Debate
-from flashmoa.moa.early_exit import EarlyExit, Quality
-from flashmoa.moa.embedding import Embedder, EngineEmbedder, LocalEmbedder
+from flashmoa.moa.early_exit import EarlyExit, Embedder, EngineEmbedder, Quality
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
 from flashmoa.moa.results import (
@@ -21,12 +20,8 @@ from flashmoa.moa.settings import (
     Budget,
     Fallback,
     Limits,
-    Price,
     Quorum,
-    Schedule,
-    Speed,
     Steps,
-    Thinking,
 )
 from flashmoa.moa.staircase import Staircase
 from flashmoa.moa.topology import Topology
@@ -44,22 +39,17 @@ __all__ = [
     "EngineEmbedder",
     "Fallback",
     "Limits",
-    "LocalEmbedder",
     "MixtureFailed",
     "MixtureOfAgents",
     "MixtureResult",
     "Model",
-    "Price",
     "Quality",
     "Quorum",
-    "Schedule",
-    "Speed",
     "Spending",
     "Staircase",
     "StaircaseResult",
     "Steps",
     "Substitution",
-    "Thinking",
     "Topology",
     "Vote",
 ]

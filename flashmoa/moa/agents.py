@@ -15,7 +15,7 @@ from flashmoa import EngineClient, UpstreamCancelled
 from flashmoa.engine import EngineError, RequestRefused, prompt_fields
 from flashmoa.moa.results import MixtureFailed
 from flashmoa.moa.sampling import token_limit
-from flashmoa.moa.settings import Limits, Price, Thinking
+from flashmoa.moa.settings import Limits
 
 # Tokens of context that are kept free for an answer whose max_tokens is not set.
 _DEFAULT_ANSWER_TOKENS = 1024
@@ -41,8 +41,6 @@ class Model:
         backups: other engines that serve it. A request that fails is repeated on them in turn. An
             engine that did not answer is asked last for a minute.
         limits: its own limits; by default those of the mixture, staircase or debate.
-        thinking: how it marks what it thinks; ``None``: everything is answer.
-        price: what it costs.
         role: text at the beginning of this agent's system message.
     """
 
@@ -51,8 +49,6 @@ class Model:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     backups: Sequence[EngineClient] = ()
     limits: Limits | None = None
-    thinking: Thinking | None = Thinking()  # noqa: RUF009 - it is frozen
-    price: Price | None = None
     role: str = ""
 
     def with_sampling(self, sampling: Mapping[str, Any] | None) -> Model:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoa import EngineClient
 from flashmoa.moa.agents import Model
 from flashmoa.moa.debate import Debate
-from flashmoa.moa.early_exit import EarlyExit
-from flashmoa.moa.embedding import EngineEmbedder, LocalEmbedder
+from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
 from flashmoa.moa.settings import Fallback, Quorum, check_quorums
@@ -100,7 +99,6 @@ async def build_system(config: MixtureConfig, stack: AsyncExitStack) -> System:
 
     Raises:
         ValueError: if the parts of the file do not fit together.
-        FlashMoAError: if a package for ``embedder = "local"`` is missing.
     """
     check_parts(config)
     builder = _Builder(config, stack)
@@ -122,14 +120,11 @@ async def build_system(config: MixtureConfig, stack: AsyncExitStack) -> System:
     shared |= {"quorum": _quorums(config, 1)[0], "fallback": fallback}
     if config.kind == "debate":
         return builder.debate(layers, shared)
-    steps = config.staircase.build()
     return Staircase(
         layers[0],
         layers[1][0],
         prompt=builder.prompt(1, layout="question-first"),
-        schedule=steps.schedule,
-        order=steps.order,
-        drop_repeats=steps.drop_repeats,
+        steps=config.staircase,
         **shared,
     )
 
@@ -163,8 +158,6 @@ class _Builder:
                         model.sampling,
                         backups=[*engines[first + 1 :], *engines[:first]],
                         limits=model.limits,
-                        thinking=model.thinking,
-                        price=model.price,
                         role=model.role,
                     )
                 )
@@ -180,8 +173,6 @@ class _Builder:
         table = self._config.early_exit
         if table is None:
             return None
-        if table.embedder == "local":
-            return table.build(LocalEmbedder())
         engine = await self.connect(table.embedder, table.api_key)
         return table.build(EngineEmbedder(engine, table.model))
 
@@ -197,6 +188,6 @@ class _Builder:
             table.rounds,
             table.extract if table.ballot is not None else layers[1][0],
             prompt=prompt,
-            staircase=self._config.staircase.build() if self._config.overlaps else None,
+            staircase=self._config.staircase if self._config.overlaps else None,
             **shared,
         )

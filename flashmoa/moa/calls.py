@@ -21,7 +21,6 @@ from flashmoa.moa.reading import CallReader
 from flashmoa.moa.results import AgentAnswer
 from flashmoa.moa.sampling import has_grammar
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
-from flashmoa.moa.thinking import ThoughtSplitter
 from flashmoa.observe.calls import CallReporter
 from flashmoa.workflow import Pending
 
@@ -52,7 +51,7 @@ class AgentCall(Answer):
     Attributes:
         asked: is set when the first request is sent, or when it is certain that none will be.
         engine: the engine of the last request.
-        thought: what the model thought before it answered.
+        thought: what the model thought before it answered, which its engine has separated.
         retries: the problems of the requests that were repeated.
         error: why the answer failed; ``None`` if it did not.
         started, first_token, finished: times in Unix seconds.
@@ -82,24 +81,18 @@ class AgentCall(Answer):
         self._is_last = is_last
         self._max_pieces = max_pieces
         self._requests: list[_CountedRequest] = []
-        # Whether the engine itself separates thought from answers.
-        self._engine_splits = False
         inquiry.calls.append(self)
 
     def spent(self) -> PromptUsage:
         """Return the usage of all requests so far, partly estimated."""
         return PromptUsage.total([request.spent() for request in self._requests])
 
-    def price(self) -> float:
-        """Return the price of all requests so far; 0 if the model has none."""
-        return self.model.price.of(self.spent()) if self.model.price is not None else 0.0
-
     def describe(self, record: AgentAnswer) -> None:
         """Fill the record of the agent with the answer and its figures."""
         record.engine, record.text, record.thought = self.engine.url, self.written, self.thought
         record.usage, record.finish_reason = self.usage, self.finish_reason
         record.started, record.first_token = self.started, self.first_token
-        record.finished, record.retries, record.price = self.finished, self.retries, self.price()
+        record.finished, record.retries = self.finished, self.retries
         record.confidence = confidence(self.logprobs) if self.logprobs else None
         if self.error is not None and record.status == "used":
             record.status = "failed"
@@ -207,7 +200,7 @@ class AgentCall(Answer):
         grammar begins it again.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
-        begins_anew = self._engine_splits or has_grammar(parameters)
+        begins_anew = bool(self.thought) or has_grammar(parameters)
         can_continue = not self.written or not begins_anew
         return isinstance(error, Exception) and not is_refused and can_continue
 
@@ -253,7 +246,6 @@ class AgentCall(Answer):
         finally:
             self.thought += reader.thought
             self.logprobs += reader.logprobs
-            self._engine_splits = self._engine_splits or reader.engine_splits
         self.finished = time.time()
         self.finish_reason = reader.finish_reason
         self.usage = self._requests[0].spent() if len(self._requests) == 1 else self.spent()
@@ -261,14 +253,8 @@ class AgentCall(Answer):
 
     def _make_reader(self, messages: Messages, body: Mapping[str, Any]) -> CallReader:
         """Return the reader of a request's answer, and count the request."""
-        thinking = self.model.thinking
-        inside = thinking is not None and thinking.starts_inside
-        # An answer that is continued has been thought about.
-        splitter = ThoughtSplitter(
-            thinking, inside=inside and not body.get("continue_final_message")
-        )
         _, limit = _token_limit(body)
-        reader = CallReader(self._limits, splitter, limit, self._max_pieces)
+        reader = CallReader(self._limits, limit, self._max_pieces)
         length = sum(len(str(message.get("content"))) for message in messages)
         self._requests.append(_CountedRequest(length // CHARACTERS_PER_TOKEN, reader))
         return reader

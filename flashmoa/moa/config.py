@@ -5,7 +5,7 @@ topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tr
 layout = "question-first"            # or answers-first
 
 [early_exit]                         # without this table, every agent is waited for
-embedder = "local"                   # or the URL of an engine with an embedding model
+embedder = "http://localhost:30002"  # the URL of an engine with an embedding model
 rule = "sample"
 
 [[layers]]                           # proposers first, the last aggregator last
@@ -22,27 +22,16 @@ from __future__ import annotations
 import re
 from contextlib import AsyncExitStack
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flashmoa import FlashMoAError
 from flashmoa.moa.building import System, build_system, check_parts
-from flashmoa.moa.early_exit import EarlyExit, Rule, check_numbers
-from flashmoa.moa.embedding import Embedder
+from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule, check_numbers
 from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
 from flashmoa.moa.sampling import Sampling
-from flashmoa.moa.settings import (
-    Budget,
-    Limits,
-    Order,
-    Price,
-    Quorum,
-    Schedule,
-    Speed,
-    Steps,
-    Thinking,
-)
+from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
 
 Kind = Literal["mixture", "staircase", "debate"]
 
@@ -55,11 +44,6 @@ class _Table(BaseModel):
     """A table of the file. Unknown keys in it are errors."""
 
     model_config = ConfigDict(extra="forbid")
-
-
-def _read_off(value: Any) -> Any:
-    """Return ``None`` for ``false``, which TOML has in its place."""
-    return None if value is False else value
 
 
 class ModelConfig(Sampling):
@@ -78,9 +62,6 @@ class ModelConfig(Sampling):
     repeat: int = Field(default=1, ge=1)
     role: str = ""
     limits: Limits | None = None
-    thinking: Annotated[Thinking | None, BeforeValidator(_read_off)] = Thinking()
-    price: Price | None = None
-    speed: Speed | None = None
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
 
     @model_validator(mode="after")
@@ -123,12 +104,12 @@ class LayerConfig(PromptConfig):
 
 
 class EarlyExitConfig(_Table):
-    """The arguments of :class:`EarlyExit`; ``embedder`` is ``local`` or an engine's URL.
+    """The arguments of :class:`EarlyExit`; ``embedder`` is an engine's URL.
 
     ``algorithm = "published"`` is :meth:`EarlyExit.as_published`.
     """
 
-    embedder: str = "local"
+    embedder: str
     model: str = "default"
     api_key: str | None = None
     algorithm: Literal["ours", "published"] = "ours"
@@ -175,26 +156,6 @@ class FallbackConfig(_Table):
     best_answer: bool = True
 
 
-class StaircaseConfig(_Table):
-    """The arguments of :class:`Steps` and :class:`Schedule`."""
-
-    order: Order = "rounds"
-    drop_repeats: bool = True
-    first: int = 8
-    growth: float = 2.0
-    largest: int = 128
-
-    @model_validator(mode="after")
-    def _is_a_schedule(self) -> StaircaseConfig:
-        self.build()
-        return self
-
-    def build(self) -> Steps:
-        """Return the settings. Raises: ValueError if a number is out of its range."""
-        schedule = Schedule(self.first, self.growth, self.largest)
-        return Steps(schedule, self.order, self.drop_repeats)
-
-
 class DebateConfig(_Table):
     """The arguments of :class:`Debate`.
 
@@ -232,7 +193,7 @@ class MixtureConfig(PromptConfig):
     quorum: Quorum | None = None
     budget: Budget | None = None
     fallback: FallbackConfig = FallbackConfig()
-    staircase: StaircaseConfig = StaircaseConfig()
+    staircase: Steps = Steps()
     debate: DebateConfig = DebateConfig()
     layers: list[LayerConfig] = Field(min_length=1)
 
@@ -254,7 +215,6 @@ class MixtureConfig(PromptConfig):
 
         Raises:
             ConfigError: if the parts of the file do not fit together.
-            FlashMoAError: if a package for ``embedder = "local"`` is missing.
         """
         try:
             return await build_system(self, stack)

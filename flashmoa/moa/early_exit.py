@@ -8,19 +8,56 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmoa.moa.embedding import Embedder, Embedding
+from flashmoa import EngineClient
 
 Rule = Literal["sample", "threshold"]
+# One row per token or sentence of a text, one column per feature: ``[rows, hidden]``.
+Embedding = NDArray[np.float32]
 
 _TINY = 1e-12
+# The end of a sentence or of a line.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+
+
+class Embedder(Protocol):
+    """The interface of an embedding model. The answers of all models go to one embedder."""
+
+    async def embed(self, text: str) -> Embedding:
+        """Return the last layer's hidden states, ``[tokens or sentences, hidden]``."""
+        ...
+
+
+class EngineEmbedder:
+    """Computes one row per sentence with an embedding model, as Qwen3-Embedding in the paper.
+
+    Args:
+        engine: any server with ``/v1/embeddings``, such as one that ``flashmoa serve
+            --is-embedding`` has started.
+        model: the model name in requests.
+    """
+
+    def __init__(self, engine: EngineClient, model: str = "default") -> None:
+        self._engine = engine
+        self._model = model
+
+    async def embed(self, text: str) -> Embedding:
+        """Return the sentences' embeddings, ``[sentences, hidden]``.
+
+        Raises: EngineError if the engine cannot compute them.
+        """
+        # Engines refuse to embed an empty list, so an empty text becomes one full stop.
+        sentences = [part for part in _SENTENCE_END.split(text) if part.strip()] or ["."]
+        rows = await self._engine.embed(sentences, model=self._model)
+        return np.asarray(rows, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)

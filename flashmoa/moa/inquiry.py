@@ -37,13 +37,10 @@ class Inquiry:
     def spending(self) -> Spending:
         """Return what the question has cost so far."""
         spent = PromptUsage.total([call.spent() for call in self.calls])
-        price = sum(call.price() for call in self.calls)
-        total, left, price_left = spent.prompt_tokens + spent.completion_tokens, None, None
-        if self.budget is not None and self.budget.tokens is not None:
+        total, left = spent.prompt_tokens + spent.completion_tokens, None
+        if self.budget is not None:
             left = max(0, self.budget.tokens - total)
-        if self.budget is not None and self.budget.price is not None:
-            price_left = max(0.0, self.budget.price - price)
-        return Spending(spent.prompt_tokens, spent.completion_tokens, price, left, price_left)
+        return Spending(spent.prompt_tokens, spent.completion_tokens, left)
 
     def check_budget(self, *, is_last: bool) -> None:
         """Check that a further agent may be asked.
@@ -60,8 +57,4 @@ class Inquiry:
             raise BudgetSpent(
                 f"the budget of {self.budget.tokens} tokens is spent: {spending.tokens} are used"
                 + (f", and {reserve} are kept for the last answer" if reserve else "")
-            )
-        if spending.price_left is not None and spending.price_left <= 0:
-            raise BudgetSpent(
-                f"the budget of {self.budget.price:g} is spent: {spending.price:g} is used"
             )

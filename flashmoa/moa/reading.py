@@ -14,14 +14,13 @@ from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout
 from flashmoa.moa.prompts import Message
 from flashmoa.moa.settings import Limits
-from flashmoa.moa.thinking import ThoughtSplitter
 
 # An answer may have a few more pieces than tokens, since engines hold text back and release it.
 _MORE_PIECES = 16
 
 
 class CallReader:
-    """Reads an answer while it is written, and separates what was thought.
+    """Reads an answer while it is written.
 
     Args:
         max_tokens: the request's own limit. An engine that does not keep to it is left.
@@ -29,8 +28,7 @@ class CallReader:
 
     Attributes:
         pieces: number of pieces so far, thought included.
-        thought: what was thought.
-        engine_splits: whether the engine itself separates thought.
+        thought: what was thought, which the engine has separated.
         logprobs: log-probabilities of the answer's tokens, if requested.
         finish_reason: ``length`` also if the answer ends by a limit of this class.
     """
@@ -38,28 +36,18 @@ class CallReader:
     def __init__(
         self,
         limits: Limits,
-        splitter: ThoughtSplitter,
         max_tokens: int | None,
         max_pieces: int | None,
     ) -> None:
         self.pieces = 0
-        self.engine_splits = False
+        self.thought = ""
         self.logprobs: list[float] = []
         self.usage: PromptUsage | None = None
         self.finish_reason: str | None = None
         self._limits = limits
-        self._splitter = splitter
         self._most = math.inf if max_tokens is None else max_tokens + _MORE_PIECES
         self._most_visible = math.inf if max_pieces is None else max_pieces
         self._visible = 0
-        self._reasoning = ""
-        # Log-probabilities of tokens of which it is not known yet whether they are thought.
-        self._held_logprobs: list[float] = []
-
-    @property
-    def thought(self) -> str:
-        """Return what was thought so far."""
-        return self._reasoning + self._splitter.thought
 
     async def read(
         self,
@@ -102,25 +90,17 @@ class CallReader:
                 )
             self.finish_reason = "length"
         check_ending(self.finish_reason, engine.url)
-        if rest := self._splitter.end():
-            write(rest)
-            self.logprobs += self._held_logprobs
 
     def _take(self, delta: Delta) -> str:
         """Take one step of the generation. Return what it adds to the answer."""
         self.usage = delta.usage or self.usage
         self.finish_reason = delta.finish_reason or self.finish_reason
-        self.engine_splits = self.engine_splits or bool(delta.reasoning)
         self.pieces += bool(delta.text or delta.reasoning)
-        self._reasoning += delta.reasoning
-        self._held_logprobs += delta.logprobs
-        piece = self._splitter.add(delta.text)
-        if piece:
-            self._visible += 1
-            self.logprobs += self._held_logprobs
-        if piece or delta.reasoning or self._splitter.is_thinking:
-            self._held_logprobs = []
-        return piece
+        self.thought += delta.reasoning
+        self._visible += bool(delta.text)
+        if not delta.reasoning:
+            self.logprobs += delta.logprobs
+        return delta.text
 
     def _is_long_enough(self) -> bool:
         if self.finish_reason is not None:

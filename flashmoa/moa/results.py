@@ -24,7 +24,6 @@ class StaircaseRound:
 
     Attributes:
         text: the part of the answer that was written in this round.
-        dropped: text that was dropped since it repeated the end of the answer so far.
         finish_reason: ``length`` if the part reached its maximal length, ``stop`` if the agent
             considered its answer complete. If there is a next round, it is asked again.
         out_of_room: whether this round's chunks did not fit into the context. Then this round is
@@ -35,7 +34,6 @@ class StaircaseRound:
     first_token: float | None = None
     finished: float | None = None
     text: str = ""
-    dropped: str = ""
     usage: PromptUsage | None = None
     finish_reason: str | None = None
     out_of_room: bool = False
@@ -54,7 +52,6 @@ class AgentAnswer:
         thought: what the model thought before it answered, which is in no prompt of another agent.
         confidence: geometric mean of its tokens' probabilities, if they were requested.
         retries: the problems of requests that were repeated; ``usage`` then adds up all requests.
-        price: price of its requests, by its model's :class:`Price`.
         steps: the agent's rounds on a staircase; ``usage`` then adds up all its requests.
     """
 
@@ -74,7 +71,6 @@ class AgentAnswer:
     thought: str = ""
     confidence: float | None = None
     retries: list[str] = field(default_factory=list[str])
-    price: float = 0.0
     steps: list[StaircaseRound] = field(default_factory=list[StaircaseRound])
 
     @property
@@ -98,15 +94,12 @@ class Spending:
     """Records what a question cost, all agents together; partly estimated if some were cancelled.
 
     Attributes:
-        price: by the models' :class:`Price`; models without one count as free.
-        tokens_left, price_left: what is left of the budget; ``None`` if it has no such limit.
+        tokens_left: what is left of the budget; ``None`` without one.
     """
 
     prompt_tokens: int
     completion_tokens: int
-    price: float = 0.0
     tokens_left: int | None = None
-    price_left: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -204,7 +197,7 @@ class StaircaseResult:
         spending, substitution: as of :class:`MixtureResult`.
         time_to_first_token: seconds from the question to the answer's first token.
         seconds: seconds from the question to the answer's last token.
-        tokens: number of tokens that the aggregator wrote, including dropped ones.
+        tokens: number of tokens that the aggregator wrote.
         in_one_request_for: parameters for which the aggregator wrote its answer in one request,
             from whole answers. Then there are no rounds.
     """
@@ -225,11 +218,6 @@ class StaircaseResult:
     def tokens_per_second(self) -> float:
         """Return the aggregator's tokens per second of ``seconds``."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def dropped_words(self) -> int:
-        """Return how many words were left out because they repeated the end of the answer."""
-        return sum(len(round_.dropped.split()) for round_ in self.rounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from flashmoa.engine import PromptUsage
     from flashmoa.moa.agents import Model
 
 Order = Literal["contiguous", "rounds"]
@@ -41,68 +40,6 @@ class Limits:
             value = getattr(self, limit.name)
             if value is not None and not value > 0:
                 raise ValueError(f"{limit.name} is {value}; it must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """How a model marks what it thinks before it answers, which no other agent reads.
-
-    An engine with ``--reasoning-parser`` separates it already. Otherwise an answer that begins with
-    ``opening`` is thought up to ``closing``.
-
-    Attributes:
-        starts_inside: the chat template opens the thought, so that answers begin inside it.
-
-    Raises: ValueError if a tag is empty.
-    """
-
-    opening: str = "<think>"
-    closing: str = "</think>"
-    starts_inside: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.opening or not self.closing:
-            raise ValueError(
-                f"the tags of thought are {self.opening!r} and {self.closing!r}; give both"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What a model costs, per million tokens, in any currency.
-
-    Attributes:
-        cached: price of prompt tokens that the engine had in its cache; by default as ``input``.
-    """
-
-    input: float
-    output: float
-    cached: float | None = None
-
-    def of(self, usage: PromptUsage) -> float:
-        """Return the price of requests with that usage."""
-        cached = usage.cached_tokens or 0
-        cached_price = self.input if self.cached is None else self.cached
-        prompt = (usage.prompt_tokens - cached) * self.input + cached * cached_price
-        return (prompt + usage.completion_tokens * self.output) / 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast a model answers one request alone, in tokens per second; for estimates.
-
-    Raises: ValueError if a number is not positive.
-    """
-
-    prefill: float
-    decode: float
-
-    def __post_init__(self) -> None:
-        for name in ("prefill", "decode"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; give tokens per second, above 0"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +91,18 @@ class Budget:
 
     Attributes:
         tokens: tokens of all prompts and answers together.
-        price: price of all agents together, by their models' :class:`Price`.
-        reserve: tokens of ``tokens`` that are kept for the agent that writes the last answer.
+        reserve: how many of them are kept for the agent that writes the last answer.
 
     Raises: ValueError if a number is out of its range.
     """
 
-    tokens: int | None = None
-    price: float | None = None
+    tokens: int
     reserve: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "price"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; a budget must be positive")
-        if self.reserve < 0 or (self.reserve and self.reserve >= (self.tokens or 0)):
+        if not self.tokens > 0:
+            raise ValueError(f"tokens is {self.tokens}; a budget must be positive")
+        if not 0 <= self.reserve < self.tokens:
             raise ValueError(
                 f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
             )
@@ -190,11 +123,17 @@ class Fallback:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Yields the lengths of chunks, in tokens of four characters.
+class Steps:
+    """The settings of a staircase: how long chunks are, and how they stand in the prompt.
 
-    The first chunk has ``first`` tokens, and each later one ``growth`` times those of the chunk
-    before it, at most ``largest``. The paper's first chunk has 8; it does not give the later ones.
+    Attributes:
+        first: the length of the first chunk, in tokens of four characters (8 in the paper).
+        growth, largest: each later chunk has ``growth`` times as many tokens as the one before it,
+            at most ``largest``. The paper does not give them.
+        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so that
+            a large part of the prompt moves in every round. ``rounds``: the chunks of one round
+            after those of the round before, so that only the answer so far moves, which follows
+            them.
 
     Raises: ValueError if a number is out of its range.
     """
@@ -202,6 +141,7 @@ class Schedule:
     first: int = 8
     growth: float = 2.0
     largest: int = 128
+    order: Order = "rounds"
 
     def __post_init__(self) -> None:
         if self.first < 1:
@@ -213,27 +153,9 @@ class Schedule:
                 f"largest is {self.largest}; it must be at least first, which is {self.first}"
             )
 
-    def __iter__(self) -> Generator[int]:
-        """Yield the length of each chunk, without end."""
+    def sizes(self) -> Generator[int]:
+        """Yield the length of each chunk in tokens, without end."""
         size = float(self.first)
         while True:
             yield int(size)
             size = min(float(self.largest), size * self.growth)
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The settings of a staircase.
-
-    Attributes:
-        schedule: how long the chunks are.
-        order: the order of chunks in the prompt. ``contiguous``: each text in one piece, so that
-            a large part of the prompt moves in every round. ``rounds``: the chunks of one round
-            after those of the round before, so that only the answer so far moves, which follows
-            them.
-        drop_repeats: drop the beginning of a part if it repeats the end of the answer so far.
-    """
-
-    schedule: Schedule = field(default_factory=Schedule)
-    order: Order = "rounds"
-    drop_repeats: bool = True

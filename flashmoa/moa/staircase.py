@@ -24,7 +24,7 @@ from flashmoa.moa.mixture import MixtureOfAgents, MixtureRun
 from flashmoa.moa.prompts import AggregationPrompt, Messages, Question, conversation
 from flashmoa.moa.results import AgentAnswer, StaircaseResult
 from flashmoa.moa.sampling import needs_one_request
-from flashmoa.moa.settings import Budget, Fallback, Limits, Order, Quorum, Schedule, Steps
+from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps
 from flashmoa.moa.staircase_layers import StaircaseLayers
 from flashmoa.observe import Listener, contained, ignore
 
@@ -38,7 +38,7 @@ class Staircase:
             (``in_one_request_for`` of the result).
         prompt: the aggregator's prompt. With the order ``rounds`` its layout should be
             ``question-first``, the default, since only the end of a prompt can grow.
-        schedule, order, drop_repeats: see :class:`Steps`.
+        steps: the chunks in which it reads, and their order in its prompt.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
         limits, budget, fallback: see :class:`MixtureOfAgents`. Other aggregators wait for the
             proposers' whole answers.
@@ -54,9 +54,7 @@ class Staircase:
         aggregator: Model,
         *,
         prompt: AggregationPrompt | None = None,
-        schedule: Schedule | None = None,
-        order: Order = "rounds",
-        drop_repeats: bool = True,
+        steps: Steps | None = None,
         quorum: Quorum | None = None,
         limits: Limits | None = None,
         budget: Budget | None = None,
@@ -69,7 +67,7 @@ class Staircase:
         self.proposers = proposers
         self.aggregator = aggregator
         self.prompt = prompt or AggregationPrompt("question-first")
-        self.steps = Steps(schedule or Schedule(), order, drop_repeats)
+        self.steps = steps or Steps()
         self.quorum = quorum
         self.limits = limits or Limits()
         self.budget = budget

@@ -20,7 +20,7 @@ from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.layers import AgentLayers, fill_slots
 from flashmoa.moa.prompts import AggregationPrompt, Messages, add_role, staircase_messages
 from flashmoa.moa.results import AgentAnswer, MixtureFailed
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Quorum, Schedule, Steps
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Quorum, Steps
 from flashmoa.moa.staircase_writer import StaircaseWriter
 from flashmoa.moa.waiting import wait_for_several, wait_for_text
 
@@ -37,13 +37,13 @@ class ChunkedText:
         problem: why the text ended before it was complete; empty if it did not.
     """
 
-    def __init__(self, flow: Workflow, source: Text, title: str, schedule: Schedule) -> None:
+    def __init__(self, flow: Workflow, source: Text, title: str, steps: Steps) -> None:
         self.source = source
         self.problem = ""
         self.error: Exception | None = None
         self._flow = flow
         self._title = title
-        self._schedule = schedule
+        self._steps = steps
         self._chunks: list[Text] = []
         # The number of chunks; None until the text has ended.
         self._count: int | None = None
@@ -68,7 +68,7 @@ class ChunkedText:
 
     async def cut(self) -> None:
         """Fill the chunks as the text is written, until it ends or fails."""
-        number, left, sizes = -1, 0, iter(self._schedule)
+        number, left, sizes = -1, 0, self._steps.sizes()
         try:
             async for piece in self.source:
                 while piece:
@@ -180,7 +180,7 @@ class StaircaseLayers:
         sources: list[ChunkedText] = []
         for number, answer in enumerate(self.answers[-1], 1):
             title = "" if self._steps.order == "contiguous" else prompts[0].title(number)
-            sources.append(ChunkedText(flow, answer, title, self._steps.schedule))
+            sources.append(ChunkedText(flow, answer, title, self._steps))
             flow.start_soon(sources[-1].cut)
         self.keep_quorum()
         writers: list[StaircaseWriter] = []

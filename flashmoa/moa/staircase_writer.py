@@ -13,7 +13,7 @@ import anyio
 from flashmoa import UpstreamCancelled
 from flashmoa.engine import PromptUsage, kv_namespace, prompt_fields
 from flashmoa.moa.agents import Model
-from flashmoa.moa.answer_filters import RepeatFilter, StopFilter
+from flashmoa.moa.answer_filters import StopFilter
 from flashmoa.moa.calls import AgentCall, continue_answer
 from flashmoa.moa.inquiry import Inquiry
 from flashmoa.moa.prompts import Messages, add_role
@@ -58,7 +58,6 @@ class StaircaseWriter:
         self._inquiry = inquiry
         self._is_last = is_last
         self._calls: list[AgentCall] = []
-        self._repeats = RepeatFilter("")
         self._scope = anyio.CancelScope()
         self._context: int | None = None
         # The next round's request, until it is sent.
@@ -66,7 +65,7 @@ class StaircaseWriter:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens the agent has written, including dropped ones and thought."""
+        """Return how many tokens the agent has written, thought included."""
         return sum(call.spent().completion_tokens for call in self._calls)
 
     @property
@@ -95,7 +94,6 @@ class StaircaseWriter:
             record.usage = PromptUsage.total([call.spent() for call in self._calls])
         record.thought = "".join(call.thought for call in self._calls)
         record.retries = [problem for call in self._calls for problem in call.retries]
-        record.price = sum(call.price() for call in self._calls)
         if self.problem:
             record.status, record.problem = "failed", self.problem
         return record
@@ -122,7 +120,7 @@ class StaircaseWriter:
         try:
             request: Pending | None = await self._expect(0)
             self._context = await self._model.context_length()
-            for number, size in enumerate(self._prompt.steps.schedule):
+            for number, size in enumerate(self._prompt.steps.sizes()):
                 if request is None or self._is_out_of_tokens:
                     break
                 request, messages = await self._await_chunks(request, number)
@@ -189,14 +187,11 @@ class StaircaseWriter:
             if size is not None and next_request is None:
                 next_request = await self._expect(number + 1)
             round_.first_token = first_token
-            self._add_to_answer(self._repeats.add(piece))
+            self._write(self._stops.add(piece))
 
         call = await self._write_part(request, messages, continuation, size, write)
         round_.finished, round_.finish_reason = call.finished, call.finish_reason
         round_.asked, round_.usage = call.started or round_.asked, call.usage
-        is_cut = round_.finish_reason == "length" and not self._is_out_of_tokens
-        if size is None or not is_cut:
-            self._add_to_answer(self._repeats.end())
         if self._stops.found:
             round_.finished, round_.finish_reason = round_.finished or time.time(), "stop"
             return None
@@ -214,13 +209,11 @@ class StaircaseWriter:
     ) -> AgentCall:
         """Send a request for a part of the answer, and call ``write`` with each of its pieces.
 
-        A model that thinks first would spend the part's tokens on that. Therefore it gets as many
-        as it likes, and is left after that number of pieces of its answer.
+        A model that thinks first spends the part's tokens on that. Then it is asked again, gets as
+        many as it likes, and is left after that number of pieces of its answer.
         """
-        thinking = self._model.thinking
-        thinks = thinking is not None and thinking.starts_inside and not continuation
-        call = await self._ask(request, messages, continuation, size, thinks, write)
-        if size is not None and call.thought and not call.written.strip() and not thinks:
+        call = await self._ask(request, messages, continuation, size, False, write)
+        if size is not None and call.thought and not call.written.strip():
             call = await self._ask(None, messages, continuation, size, True, write)
         return call
 
@@ -259,9 +252,7 @@ class StaircaseWriter:
 
     def _continue_answer(self, messages: Messages) -> tuple[Messages, dict[str, Any]]:
         """Return the messages, ending with the answer so far, and parameters to continue it."""
-        written = self.answer.written + self._stops.held + self._repeats.held
-        if not self._repeats.held:
-            self._repeats = RepeatFilter(written if self._prompt.steps.drop_repeats else "")
+        written = self.answer.written + self._stops.held
         return continue_answer(messages, written) if written else (messages, {})
 
     def _token_limit(self, size: int | None) -> dict[str, int]:
@@ -273,11 +264,6 @@ class StaircaseWriter:
         if "max_completion_tokens" in self._model.sampling:
             name = "max_completion_tokens"
         return {name: max(1, min(limits))} if limits else {}
-
-    def _add_to_answer(self, piece: str) -> None:
-        """Write text, as far as the answer does not end before it."""
-        self.rounds[-1].dropped = self._repeats.dropped
-        self._write(self._stops.add(piece))
 
     def _write(self, piece: str) -> None:
         if piece:

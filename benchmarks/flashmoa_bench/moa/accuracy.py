@@ -26,8 +26,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.moa import (
     AggregationPrompt,
     EarlyExit,
-    Embedder,
-    LocalEmbedder,
+    EngineEmbedder,
     MixtureFailed,
     MixtureOfAgents,
     Model,
@@ -53,6 +52,7 @@ _MIXTURES = {
     if way.name not in ("tree + overlap", "undecided")
 }
 WAYS = (*SIZES, *_MIXTURES, _STAIRCASE)
+_WITH_EARLY_EXIT = [name for name, way in _MIXTURES.items() if way.early_exit]
 ROLES = [
     Role(size, plugin=True, optional=size != SIZES[0], core=core)
     for size, core in zip(SIZES, (0, 0, 1), strict=True)
@@ -106,6 +106,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     for size in SIZES:
         parser.add_argument(f"--{size}-model", default="default", help="name at its engine")
+    parser.add_argument(
+        "--embedding-url",
+        metavar="URL",
+        help="an engine with an embedding model, by which early exit compares answers; without it, "
+        f"the ways are those without early exit: all but {', '.join(_WITH_EARLY_EXIT)}",
+    )
     parser.add_argument("--tokens", type=positive, default=1024, help="most that an agent writes")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="for all agents but the last (0)"
@@ -114,6 +120,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.small_url and not 0 < len(options.model or ()) <= len(SIZES):
         parser.error("accuracy needs real models: give --small-url, or --model and 1 to 3 folders")
+    if options.embedding_url is None:
+        options.ways = [way for way in options.ways if way not in _WITH_EARLY_EXIT]
     anyio.run(_main, options)
     return 0
 
@@ -126,8 +134,12 @@ async def _main(options: argparse.Namespace) -> None:
     folders: Sequence[Path | None] = options.model or [None] * len(SIZES)
     # The pool has room for all agents of several questions.
     roles = [replace(role, model=folder) for role, folder in zip(ROLES, folders, strict=False)]
-    async with report.connect(roles, 60_000) as engines:
-        ask = _Asker(_by_size(engines, options), LocalEmbedder(), options)
+    async with (
+        report.connect(roles, 60_000) as engines,
+        # Without its URL nobody asks it.
+        EngineClient(options.embedding_url or "http://localhost") as embedding,
+    ):
+        ask = _Asker(_by_size(engines, options), EngineEmbedder(embedding), options)
         texts: dict[str, list[str | None]] = {}
         with progress_bar(report.console) as bars:
             bar = bars.add_task("", total=len(options.ways))
@@ -189,7 +201,7 @@ class _Asker:
     """Asks questions, with the engine of each size and the name of its model."""
 
     engines: Mapping[str, tuple[EngineClient, str]]
-    embedder: Embedder
+    embedder: EngineEmbedder
     options: argparse.Namespace
 
     async def __call__(self, way: str, question: Question) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.wire import Delta
-from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
 from flashmoa_bench.harness import clock
 from flashmoa_bench.moa.script import QuestionScript

@@ -100,9 +100,7 @@ class Rig:
                 engine.confidences = confidences
                 name = f"{layer}.{place}"
                 sampling = {**sample(script.agents[name].tokens), AGENT: name}
-                models[-1].append(
-                    Model(engine, self.names[size], sampling, limits=_LIMITS, thinking=None)
-                )
+                models[-1].append(Model(engine, self.names[size], sampling, limits=_LIMITS))
         return models
 
     def question(self, script: QuestionScript, seed: int) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 
-from flashmoa.moa import Schedule
+from flashmoa.moa import Steps
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 from flashmoa_bench.moa.computed import CHAT, INSTRUCTION, name_engines
 from flashmoa_bench.moa.least_times import LEFT, PlannedAgent, StepTimes, least_times
@@ -36,8 +36,8 @@ def plan_staircase(
             tokens = script.agents[f"{1 if layer < len(layers) else 2}.{place}"].tokens
             known = script.prompt + (INSTRUCTION if reads else CHAT)
             whole = PlannedAgent(name, engine, known, tuple(reads), tokens)
-            if reads and way.order is not None:
-                agents.append([*_cut(whole, way.schedule, max(reads.values()), characters)])
+            if reads and way.steps is not None:
+                agents.append([*_cut(whole, way.steps, max(reads.values()), characters)])
             else:
                 agents.append([whole])
             written[name] = tokens
@@ -46,7 +46,7 @@ def plan_staircase(
 
 
 def _cut(
-    whole: PlannedAgent, schedule: Schedule, longest: int, characters: float
+    whole: PlannedAgent, steps: Steps, longest: int, characters: float
 ) -> Generator[PlannedAgent]:
     """Yield the requests that write an agent's answer part by part.
 
@@ -54,7 +54,7 @@ def _cut(
         longest: tokens of the longest answer that it reads.
     """
     length, before, continues = 0, 0, ""
-    for number, size in enumerate(schedule, 1):
+    for number, size in enumerate(steps.sizes(), 1):
         length += size
         chunk = math.ceil(length * CHARACTERS_PER_TOKEN / characters)
         left = whole.tokens - before

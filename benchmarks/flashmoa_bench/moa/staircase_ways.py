@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Schedule, Staircase, Steps
+from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
 from flashmoa.moa.prompts import Order
 from flashmoa_bench.harness import clock
 from flashmoa_bench.moa.prompt_tokens import PromptListener
@@ -45,9 +45,9 @@ class StaircaseWay:
         return StaircaseWay(self.kind, self.proposers).name
 
     @property
-    def schedule(self) -> Schedule:
-        """Return the lengths of chunks."""
-        return Schedule(self.first)
+    def steps(self) -> Steps | None:
+        """Return the settings of the staircase; ``None``: whole answers are waited for."""
+        return None if self.order is None else Steps(self.first, order=self.order)
 
     @property
     def sizes(self) -> list[list[str]]:
@@ -116,12 +116,11 @@ def _make_system(
     proposers, [aggregator] = rig.models(script, way.sizes, plugin=plugin)
     ahead: Ahead = "text" if plugin else "nothing"
     prompt = AggregationPrompt("question-first")
-    steps = None if way.order is None else Steps(way.schedule, way.order)
     if way.kind == "debate":
         return Debate(
-            proposers, ROUNDS, aggregator, staircase=steps, ahead=ahead, listener=listener
+            proposers, ROUNDS, aggregator, staircase=way.steps, ahead=ahead, listener=listener
         )
-    if steps is None:
+    if way.steps is None:
         return MixtureOfAgents(
             [proposers, [aggregator]], prompt=prompt, ahead=ahead, listener=listener
         )
@@ -129,8 +128,7 @@ def _make_system(
         proposers,
         aggregator,
         prompt=prompt,
-        schedule=steps.schedule,
-        order=steps.order,
+        steps=way.steps,
         ahead=ahead,
         listener=listener,
     )

@@ -47,6 +47,6 @@ def _list_urls(config: MixtureConfig) -> list[str]:
     """Return the URLs of the engines, each once, as messages of errors have them."""
     models = [model for layer in config.layers for model in layer.models]
     urls = [url for model in (*models, *config.fallback.models) for url in model.urls]
-    if config.early_exit is not None and config.early_exit.embedder != "local":
+    if config.early_exit is not None:
         urls.append(config.early_exit.embedder)
     return list(dict.fromkeys(map(engine_url, urls)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from flashmoa_bench.moa import accuracy
 
+from flashmoa.engine import EngineClient
 from tests.integration.benchmarks.conftest import Bench
 
 pytestmark = pytest.mark.anyio
@@ -15,14 +16,18 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.slow
 async def test_moa_accuracy_asks_every_way_and_engines_stand_for_missing_ones(
-    benches: Bench, tmp_path: Path
+    benches: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def embed(_client: EngineClient, texts: list[str], **_: object) -> list[list[float]]:
+        return [[1.0, 2.0]] * len(texts)
+
+    monkeypatch.setattr(EngineClient, "embed", embed)
     rows = [
         {"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in (1, 2)
     ]
     file = tmp_path / "test.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    few = [str(file), "--tokens", "16", "--concurrency", "2"]
+    few = [str(file), "--tokens", "16", "--concurrency", "2", "--embedding-url", "http://e"]
     found = await benches.run("moa-accuracy", ["small", "large"], *few, rounds=False)
     assert found["questions"] == 2
     assert [row["way"] for row in found["rows"]] == list(accuracy.WAYS)

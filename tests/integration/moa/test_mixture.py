@@ -23,7 +23,7 @@ from flashmoa.moa import (
     MixtureResult,
     Model,
 )
-from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import Event, LinkClosed
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import wait_until_idle

@@ -10,7 +10,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents
-from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.early_exit import Embedding
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import LAG, RIDING, start_special_engine
 

@@ -9,8 +9,9 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, Fallback, MixtureFailed, Model, Staircase
+from flashmoa.moa import AggregationPrompt, Fallback, MixtureFailed, Model, Staircase, Steps
 from flashmoa.moa.agents import CONTEXT_LENGTHS
+from flashmoa.moa.settings import Order
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import wait_until_idle
 
@@ -37,7 +38,9 @@ async def test_linked_staircase_equals_unlinked(
     for ahead in ways:
         for engine in pair:
             await engine.flush_cache()
-        async with staircase(pair, ahead=ahead, order=order).answering(QUESTION) as run:
+        async with staircase(pair, ahead=ahead, steps=Steps(order=order)).answering(
+            QUESTION
+        ) as run:
             pieces = [piece async for piece in run]
             results.append(await run.result())
         assert "".join(pieces) == results[-1].text
@@ -56,9 +59,11 @@ async def test_appended_chunks_are_prefilled_once(
 ) -> None:
     recomputed: dict[str, list[int]] = {}
     computed: dict[str, int] = {}
-    for order in ("contiguous", "rounds"):
+    orders: list[Order] = ["contiguous", "rounds"]
+    for order in orders:
+        steps = Steps(order=order)
         await pair[1].flush_cache()
-        result = await staircase(pair, order=order).answer(QUESTION)
+        result = await staircase(pair, steps=steps).answer(QUESTION)
         usages = [round_.usage for round_ in result.rounds if round_.usage is not None]
         # Tokens that were computed although the prompt of the round before had them.
         recomputed[order] = [
@@ -67,7 +72,7 @@ async def test_appended_chunks_are_prefilled_once(
         # All computed tokens are counted without streams, which may also compute text that the
         # round before still writes.
         await pair[1].flush_cache()
-        unlinked = await staircase(pair, order=order, ahead="nothing").answer(QUESTION)
+        unlinked = await staircase(pair, steps=steps, ahead="nothing").answer(QUESTION)
         usages = [round_.usage for round_ in unlinked.rounds if round_.usage is not None]
         computed[order] = sum(usage.prompt_tokens - (usage.cached_tokens or 0) for usage in usages)
     # The template's tokens at the end are computed again, and the answer so far.
@@ -132,7 +137,8 @@ async def test_failed_proposer_is_left_out(
 async def test_chunks_that_do_not_fit_are_not_read(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch, order: Any
 ) -> None:
-    whole = await staircase(pair, order=order).answer(QUESTION)
+    steps = Steps(order=order)
+    whole = await staircase(pair, steps=steps).answer(QUESTION)
     second = whole.rounds[1].usage
     assert second is not None and not any(round_.out_of_room for round_ in whole.rounds)
     # There is room for this answer after the second chunks, but not after the third ones.
@@ -144,7 +150,7 @@ async def test_chunks_that_do_not_fit_are_not_read(
             await engine.flush_cache()
         proposers = staircase(pair).proposers
         last = Model(pair[1], sampling=sampling)
-        cut = Staircase(proposers, last, prompt=PROMPT, order=order, ahead=ahead)
+        cut = Staircase(proposers, last, prompt=PROMPT, steps=steps, ahead=ahead)
         results.append(await cut.answer(QUESTION))
     unlinked, linked = results
     assert [round_.out_of_room for round_ in linked.rounds] == [False, False, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import anyio
 import pytest
@@ -18,12 +17,10 @@ from flashmoa.moa import (
     Limits,
     MixtureOfAgents,
     Model,
-    Price,
     Staircase,
-    Thinking,
     agents,
 )
-from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 from tests.unit.moa.test_early_exit import embedding
@@ -31,12 +28,9 @@ from tests.unit.moa.test_early_exit import embedding
 pytestmark = pytest.mark.anyio
 
 PROMPT = AggregationPrompt("question-first", "Weigh:")
-TAGGED: Script = [" <thi", "nk>Hm, ", "17.</th", "ink>\n\n", "It is ", "18."]
 PARSED: Script = [("thought", "Hm, "), ("thought", "17."), "It is ", "18."]
 SCRIPTS: dict[str, Script] = {
-    "tagged": TAGGED,
     "parsed": PARSED,
-    "inside": ["Hm, 17.", "</think>", "\nIt is ", "18."],
     "plain": ["It is ", "18."],
     "cut": ["It ", ("end", "cut")],
     "hung": ["It ", ("end", "hang")],
@@ -44,15 +38,9 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-def thinker(client: EngineClient, name: str, **more: Any) -> Model:
-    thinking = Thinking(starts_inside=name == "inside")
-    return Model(client, name, thinking=thinking, **more)
-
-
-@pytest.mark.parametrize("name", ["tagged", "parsed", "inside"])
-async def test_thought_is_read_by_nobody(name: str) -> None:
+async def test_thought_is_read_by_nobody() -> None:
     async with scripted_engine(SCRIPTS) as (engine, client):
-        model = thinker(client, name)
+        model = Model(client, "parsed")
         mixture = MixtureOfAgents([[model, model], [model]], prompt=PROMPT)
         async with mixture.answering("What is 9 + 9?") as run:
             pieces = [piece async for piece in run]
@@ -63,20 +51,13 @@ async def test_thought_is_read_by_nobody(name: str) -> None:
     for record in (*result.agents, *debate.agents, *staircase.agents):
         assert record.thought == "Hm, 17."
     prompts = [message["content"] for body in engine.bodies for message in body["messages"]]
-    assert not any("Hm" in prompt or "think>" in prompt for prompt in prompts)
+    assert not any("Hm" in prompt for prompt in prompts)
     assert sum("It is 18." in prompt for prompt in prompts) >= 3
-
-
-async def test_thought_is_kept_without_tags() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client):
-        whole = Model(client, "tagged", thinking=None)
-        result = await MixtureOfAgents([[whole], [whole]], prompt=PROMPT).answer("?")
-    assert result.text == "".join(str(piece) for piece in TAGGED)
 
 
 async def test_agent_that_only_thinks_has_not_answered() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        layers = [[thinker(client, "mute"), thinker(client, "plain")], [thinker(client, "mute")]]
+        layers = [[Model(client, "mute"), Model(client, "plain")], [Model(client, "mute")]]
         result = await MixtureOfAgents(layers, prompt=PROMPT).answer("?")
     first, second = result.layers[0]
     assert (first.status, first.problem, first.thought) == ("failed", "it answered nothing", "Hm.")
@@ -95,14 +76,13 @@ class RecordingEmbedder:
         return embedding(1, 3)
 
 
-@pytest.mark.parametrize("name", ["tagged", "parsed"])
-async def test_early_exit_compares_answers_without_thought(name: str) -> None:
+async def test_early_exit_compares_answers_without_thought() -> None:
     embedder = RecordingEmbedder()
     async with scripted_engine(SCRIPTS) as (_, client):
-        models = [thinker(client, name), thinker(client, name), thinker(client, "hung")]
+        models = [Model(client, name) for name in ("parsed", "parsed", "hung")]
         policy = EarlyExit(embedder, tau=1.0, rule="threshold", threshold=0.1)
         mixture = MixtureOfAgents(
-            [models, [thinker(client, "plain")]], prompt=PROMPT, early_exit=policy
+            [models, [Model(client, "plain")]], prompt=PROMPT, early_exit=policy
         )
         with anyio.fail_after(20):
             result = await mixture.answer("?")
@@ -179,22 +159,16 @@ async def test_request_that_no_engine_computed_costs_nothing() -> None:
     assert result.spending.prompt_tokens == sum(usage.prompt_tokens for usage in used if usage)
 
 
-async def test_spending_adds_up_all_agents_and_their_prices() -> None:
+async def test_spending_adds_up_all_agents() -> None:
     async with scripted_engine(SCRIPTS) as (_, client):
-        cheap = Model(client, "plain", price=Price(1, 10))
-        dear = Model(client, "tagged", price=Price(100, 1000))
-        budget = Budget(tokens=1000, price=1.0)
-        mixture = MixtureOfAgents([[cheap, cheap], [dear]], prompt=PROMPT, budget=budget)
+        plain, thinker = Model(client, "plain"), Model(client, "parsed")
+        mixture = MixtureOfAgents([[plain] * 2, [thinker]], prompt=PROMPT, budget=Budget(1000))
         result = await mixture.answer("What is 9 + 9?")
     usages = [record.usage for record in result.agents if record.usage is not None]
     prompt = sum(usage.prompt_tokens for usage in usages)
     spent = result.spending
-    assert (spent.prompt_tokens, spent.completion_tokens) == (prompt, 2 + 2 + 6)
-    last = usages[2].prompt_tokens
-    assert spent.price == pytest.approx((10 + 40 + 100 * last + 6000) / 1e6)
-    assert result.final.price == pytest.approx((100 * last + 6000) / 1e6)
+    assert (spent.prompt_tokens, spent.completion_tokens) == (prompt, 2 + 2 + 4)
     assert spent.tokens_left == 1000 - spent.tokens
-    assert spent.price_left == pytest.approx(1 - spent.price)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +179,13 @@ async def test_spending_adds_up_all_agents_and_their_prices() -> None:
         # The last aggregator may still read the proposals.
         (Budget(15, reserve=2), "aggregator", 3),
         (Budget(1000), None, 4),
-        (Budget(price=14e-6), "answer", 2),
     ],
 )
 async def test_nobody_is_asked_once_the_budget_is_spent(
     budget: Budget, kind: str | None, asked: int
 ) -> None:
     async with scripted_engine(SCRIPTS) as (engine, client):
-        model = Model(client, "plain", price=Price(1, 1))
+        model = Model(client, "plain")
         layers = [[model, model], [model], [model]]
         mixture = MixtureOfAgents(layers, prompt=PROMPT, budget=budget)
         result = await mixture.answer("What is 9 + 9?")
@@ -222,8 +195,7 @@ async def test_nobody_is_asked_once_the_budget_is_spent(
     if kind is not None:
         assert "the budget of" in result.layers[1][0].problem
     if kind == "answer":
-        assert result.spending.tokens_left in (0, None)
-        assert result.spending.price_left in (pytest.approx(0, abs=1e-12), None)
+        assert result.spending.tokens_left == 0
 
 
 async def test_budget_counts_agents_that_still_write() -> None:

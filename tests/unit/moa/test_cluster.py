@@ -12,8 +12,7 @@ import pytest
 from flashmoa import Answer, Text
 from flashmoa.moa import cluster as cluster_module
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
-from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
-from flashmoa.moa.embedding import Embedding
+from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
 from flashmoa.moa.results import AgentAnswer
 from flashmoa.moa.settings import Quorum
 

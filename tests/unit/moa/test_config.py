@@ -12,11 +12,9 @@ from flashmoa.moa import (
     Debate,
     Limits,
     MixtureOfAgents,
-    Price,
     Quorum,
-    Schedule,
     Staircase,
-    Thinking,
+    Steps,
 )
 from flashmoa.moa.building import System
 from flashmoa.moa.config import ConfigError
@@ -50,15 +48,13 @@ engines = ["http://a", "http://b"]
 repeat = 3
 role = "You doubt."
 limits = {stall_seconds = 5}
-thinking = {opening = "[T]", closing = "[/T]"}
-price = {input = 1, output = 2}
 temperature = 0.5
 top_p = 0.9
 max_tokens = 64
 seed = 7
 
 [[layers]]
-models = [{engine = "http://a", thinking = false, repeat = 2}]
+models = [{engine = "http://a", repeat = 2}]
 instruction = "Judge:"
 closing = "\\nEnd."
 
@@ -89,11 +85,9 @@ async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     assert (first.instruction, first.heading, first.closing) == ("Judge:", "\n{number}) ", "\nEnd.")
     assert (second.instruction, second.closing) == ("Weigh:", "")
     proposer = mixture.models[0][0]
-    assert proposer.role == "You doubt." and proposer.price == Price(1, 2)
+    assert proposer.role == "You doubt."
     assert proposer.limits == Limits(stall_seconds=5)
-    assert proposer.thinking == Thinking("[T]", "[/T]")
     assert proposer.sampling == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 64, "seed": 7}
-    assert mixture.models[1][0].thinking is None and mixture.models[2][0].thinking == Thinking()
 
 
 async def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -> None:
@@ -111,8 +105,7 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     steps = '[staircase]\norder = "contiguous"\nfirst = 4\nlargest = 32\n'
     staircase = await build(tmp_path, f'kind = "staircase"\n{steps}{layers}{last}')
     assert isinstance(staircase, Staircase)
-    assert staircase.steps.schedule == Schedule(4, 2.0, 32)
-    assert staircase.steps.order == "contiguous" and len(staircase.proposers) == 2
+    assert staircase.steps == Steps(4, 2.0, 32, "contiguous") and len(staircase.proposers) == 2
     assert staircase.prompt.layout == "question-first"
     debate = await build(
         tmp_path, f"kind = \"debate\"\n[debate]\nrounds = 3\nballot = '\\((\\d+)\\)'\n{layers}"
@@ -140,25 +133,31 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
             "limits has no key 'patience': use one of answer_seconds",
         ),
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
-        # What serving would refuse is refused when the file is read, so by check and --dry-run.
+        # What serving would refuse is refused when the file is read, so by check.
         (
             'kind = "debate"\ndebate = {rounds = 0}\n@2\n@1',
             "debate.rounds: .* greater than or equal",
         ),
         ('kind = "debate"\n@1\n@1', "the first layer has 1 agent; a debate needs"),
         ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "first is 0; a chunk needs"),
-        ("early_exit = {tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
+        ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
         # Keys that would change nothing.
         (
-            'early_exit = {algorithm = "published", tau = 0.5}\n@3\n@1',
+            'early_exit = {embedder = "http://e", algorithm = "published", tau = 0.5}\n@3\n@1',
             "tau is set, but algorithm = 'published' has its own",
         ),
-        ("early_exit = {threshold = 0.5}\n@3\n@1", "threshold is set, but rule = 'sample'"),
         (
-            'early_exit = {rule = "threshold", seed = 1}\n@3\n@1',
+            "early_exit = {embedder = 'http://e', threshold = 0.5}\n@3\n@1",
+            "threshold is set, but rule = 'sample'",
+        ),
+        (
+            'early_exit = {embedder = "http://e", rule = "threshold", seed = 1}\n@3\n@1',
             "seed is set, but rule = 'threshold' draws",
         ),
-        ("early_exit = {min_answers = 3}\n@3\n@1", "needs 3 complete answers, but at most 3"),
+        (
+            "early_exit = {embedder = 'http://e', min_answers = 3}\n@3\n@1",
+            "needs 3 complete answers, but at most 3",
+        ),
         (
             'kind = "debate"\nlayout = "answers-first"\ndebate = {ballot = \'x\'}\n@2',
             "layout is about a prompt with answers, but this debate ends with a vote",

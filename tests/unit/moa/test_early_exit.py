@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashmoa.moa.early_exit import (
     EarlyExit,
+    Embedding,
     ScoredAnswers,
     check_numbers,
     compute_quality,
@@ -21,7 +22,6 @@ from flashmoa.moa.early_exit import (
     normalise,
     to_features,
 )
-from flashmoa.moa.embedding import Embedding
 
 SEEDS = st.integers(0, 2**32 - 1)
 

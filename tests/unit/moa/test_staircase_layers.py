@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from flashmoa.engine import EngineClient, EngineTimeout
-from flashmoa.moa import Schedule
+from flashmoa.moa import Steps
 from flashmoa.moa.staircase_layers import ChunkedText
 from flashmoa.workflow import Answer, Workflow
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.anyio
 
 
 def chunked(flow: Workflow, answer: Answer) -> ChunkedText:
-    return ChunkedText(flow, answer, "1. ", Schedule(first=1))
+    return ChunkedText(flow, answer, "1. ", Steps(first=1))
 
 
-def test_schedule_grows_up_to_the_largest_chunk() -> None:
-    assert list(islice(Schedule(), 7)) == [8, 16, 32, 64, 128, 128, 128]
-    assert list(islice(Schedule(4, 1.5, 10), 4)) == [4, 6, 9, 10]
+def test_chunks_grow_up_to_the_largest_chunk() -> None:
+    assert list(islice(Steps().sizes(), 7)) == [8, 16, 32, 64, 128, 128, 128]
+    assert list(islice(Steps(4, 1.5, 10).sizes(), 4)) == [4, 6, 9, 10]
     with pytest.raises(ValueError, match="first is 0; a chunk needs"):
-        Schedule(first=0)
+        Steps(first=0)
 
 
 async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
@@ -33,7 +33,7 @@ async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
             for begin in range(0, len(whole), size):
                 answer.write(whole[begin : begin + size])
             answer.close()
-            proposal = ChunkedText(flow, answer, "1. ", Schedule())
+            proposal = ChunkedText(flow, answer, "1. ", Steps())
             await proposal.cut()
             chunks = [await proposal.chunk(number) for number in range(4)]
             assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]

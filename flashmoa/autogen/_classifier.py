@@ -19,7 +19,7 @@ from autogen_core.models import (
 from autogen_core.tools import FunctionTool
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.scoring.candidates import choice_question, option_letters
+from flashmoa.scoring.questions import choice_question, option_letters
 
 _INSTRUCTION = "Which of these fits best? Answer with its letter."
 

@@ -204,7 +204,7 @@ def _usage(scores: Scores) -> PromptUsage:
     usage = scores.usage
     return PromptUsage(
         prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.decoded_tokens,
+        completion_tokens=0,
         cached_tokens=usage.cached_tokens,
         streamed_tokens=usage.streamed_tokens,
         late_tokens=usage.computed_tokens,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from flashmoa.engine import EngineClient, EngineError, PluginMissing, self_hosted_url
+from flashmoa.engine import EngineClient, EngineError, self_hosted_url
 from flashmoa.scoring import Scorer
 from flashmoa.scoring.bulk import Totals, score_file
 from flashmoa.scoring.lines import NotResumable
@@ -37,7 +36,7 @@ and one of
   "labels": [...] or {name: text}    candidates of one token each
   "options": [...]                   shown to the model as A, B, ...; it chooses one, or judges
                                      each separately with "multiple": true
-or "query": text and "documents": [texts], which are ranked by relevance (needs the plugin);
+or "query": text and "documents": [texts], which are ranked by relevance;
 and optionally an "id", which its scores then have, too. After an interrupted run, the same
 command without --overwrite scores the lines that have no scores yet.
 
@@ -73,8 +72,7 @@ async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Tota
     async with client as engine:
         if options.overwrite:
             # Without an engine the run fails here, before score_file() deletes the old scores.
-            with contextlib.suppress(PluginMissing):
-                await engine.info()
+            await engine.info()
             options.continuation = "run it again without --overwrite to continue"
         scorer = Scorer(
             engine, template_args=options.template_args, concurrency=options.concurrency
@@ -208,10 +206,9 @@ def _print_summary(totals: Totals, options: argparse.Namespace, seconds: float) 
     if totals.resumed_from:
         print(f"{options.out} had the first {totals.resumed_from:,} lines already.")
     usage = totals.usage
-    computed = "" if usage.computed_tokens is None else f", {usage.computed_tokens:,} computed"
     print(
         f"{totals.scored:,} lines scored in {seconds:.1f} s with {usage.requests:,} prefills: "
-        f"{usage.prompt_tokens:,} prompt tokens{computed}, {usage.decoded_tokens:,} decoded"
+        f"{usage.prompt_tokens:,} prompt tokens, {usage.computed_tokens:,} computed"
     )
     if totals.skipped:
         print(f"{totals.skipped:,} lines were skipped; {options.errors} says why")

@@ -2,7 +2,6 @@
 
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.connections import engine_url, self_hosted_url
-from flashmoa.engine.generation import NextLogprobs
 from flashmoa.engine.plain import WithoutPlugin
 from flashmoa.engine.wire import (
     Costs,
@@ -45,7 +44,6 @@ __all__ = [
     "EngineUnreachable",
     "KvState",
     "MalformedRequest",
-    "NextLogprobs",
     "PluginMissing",
     "Prefilled",
     "PromptTooLarge",

@@ -20,13 +20,7 @@ from flashmoa.engine.connections import (
     make_http_client,
     stream_events,
 )
-from flashmoa.engine.generation import (
-    Generated,
-    NextLogprobs,
-    logprobs_body,
-    read_chat,
-    read_generation,
-)
+from flashmoa.engine.generation import read_chat, read_generation
 from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
 from flashmoa.engine.wire import (
     Delta,
@@ -258,29 +252,6 @@ class EngineClient:
         }
         async with stream_events(self._http, self.url, "/v1/chat/completions", body) as events:
             yield read_chat(events)
-
-    async def next_logprobs(
-        self,
-        input_ids: Sequence[int],
-        token_ids: Sequence[int] = (),
-        *,
-        continuation: Sequence[int] = (),
-        prompt_stream_id: str | None = None,
-    ) -> NextLogprobs:
-        """Return log-probabilities of tokens after a prompt.
-
-        They come from one prefill; nothing is decoded. Stock SGLang can do it, too.
-
-        Args:
-            token_ids: candidates for the token after the prompt and its continuation.
-            continuation: tokens after the prompt.
-
-        Raises: MalformedRequest if the prompt is too long, or a token is not in the vocabulary.
-        """
-        body = logprobs_body(input_ids, token_ids, continuation)
-        body["prompt_stream_id"] = prompt_stream_id
-        answer = await self.ask("POST", "/generate", Generated, body)
-        return answer.logprobs(token_ids, continuation)
 
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True

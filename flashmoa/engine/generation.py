@@ -1,26 +1,20 @@
-"""Read what engines generate: streamed answers as :class:`Delta`, and log-probabilities."""
+"""Read what engines generate: streamed answers as :class:`Delta`."""
 
 from __future__ import annotations
 
 import codecs
 import json
-import math
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
-from pydantic import BaseModel
 
 from flashmoa import errors
 from flashmoa.engine.refusals import make_abort_refusal
 from flashmoa.engine.wire import Delta, PromptUsage
 
-# A log-probability (``None`` for minus infinity, and for a prompt's first token), a token id, and
-# the token's text.
-_Logprob = tuple[float | None, int, Any]
 # Not the end of a line is a carriage return after which a line feed may still come. Separators like
 # U+2028, at which ``Response.aiter_lines`` breaks lines, may be in texts in JSON.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
@@ -221,87 +215,3 @@ def _without_halves(text: str) -> str:
     JSON can contain them. They are no text, and no request or answer with them could be sent.
     """
     return text if text.isascii() else _HALF.sub("\ufffd", text)
-
-
-@dataclass(frozen=True, slots=True)
-class NextLogprobs:
-    """Log-probabilities (natural logarithm) of tokens after a prompt.
-
-    Attributes:
-        tokens: one log-probability for each candidate for the next token.
-        continuation: one for each token of the continuation, given all tokens before it.
-        usage: the token usage of the prefill.
-    """
-
-    tokens: list[float]
-    continuation: list[float]
-    usage: PromptUsage
-
-
-def logprobs_body(
-    input_ids: Sequence[int], token_ids: Sequence[int], continuation: Sequence[int]
-) -> dict[str, Any]:
-    """Return the body of a ``/generate`` request for log-probabilities after a prompt.
-
-    Args: see :meth:`EngineClient.next_logprobs`.
-    """
-    return {
-        "input_ids": [*input_ids, *continuation],
-        # If another request of the batch decodes, SGLang applies each request's temperature to its
-        # log-probabilities.
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        # SGLang gives log-probabilities only for the tokens after this position.
-        "logprob_start_len": len(input_ids) - 1 if continuation else -1,
-        "token_ids_logprob": list(token_ids) or None,
-    }
-
-
-class Generated(BaseModel):
-    """An answer of ``/generate`` with log-probabilities."""
-
-    meta_info: dict[str, Any]
-
-    def logprobs(self, token_ids: Sequence[int], continuation: Sequence[int]) -> NextLogprobs:
-        """Return the log-probabilities of ``token_ids`` and of ``continuation``.
-
-        Raises:
-            RequestRefused: if the request was aborted.
-            BadAnswer: if the answer does not contain them.
-        """
-        reason: dict[str, Any] = self.meta_info.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            raise make_abort_refusal(reason)
-        try:
-            logprobs = _Logprobs.model_validate(self.meta_info)
-            after = {token: value for value, token, _ in logprobs.after} if token_ids else {}
-            following = logprobs.input_token_logprobs[1:] if continuation else []
-            given = [token for _, token, _ in following]
-            if given != list(continuation):
-                raise errors.BadAnswer(
-                    "the engine gave log-probabilities of other tokens than it was sent: of "
-                    f"{given}, not of {list(continuation)}; is it an SGLang engine?"
-                )
-            return NextLogprobs(
-                [_to_float(after[token]) for token in token_ids],
-                [_to_float(value) for value, _, _ in following],
-                PromptUsage.model_validate(self.meta_info),
-            )
-        except (ValueError, LookupError) as error:
-            raise errors.BadAnswer(
-                "the engine gave no log-probabilities of the tokens that were asked for; is it an "
-                "SGLang engine?"
-            ) from error
-
-
-class _Logprobs(BaseModel):
-    input_token_logprobs: list[_Logprob] = []
-    output_token_ids_logprobs: list[list[_Logprob]] = []
-
-    @property
-    def after(self) -> list[_Logprob]:
-        return self.output_token_ids_logprobs[0]
-
-
-def _to_float(value: float | None) -> float:
-    return -math.inf if value is None else value

@@ -1,7 +1,7 @@
 """Compute how likely a model finds given answers, from prefills alone: :class:`Scorer`."""
 
-from flashmoa.scoring.candidates import Candidate, CandidateRefused, Context
-from flashmoa.scoring.scorer import Scorer
+from flashmoa.scoring.questions import Candidate, Context
+from flashmoa.scoring.scorer import CandidateRefused, Scorer
 from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa.errors import FlashMoAError
-from flashmoa.scoring.candidates import Context
+from flashmoa.scoring.questions import Context
 from flashmoa.scoring.scorer import Scorer
 from flashmoa.scoring.scores import Ranking, Scores, Selection
 

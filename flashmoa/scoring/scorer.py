@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+from pydantic import BaseModel
 
-from flashmoa.engine import EngineClient, PluginMissing
-from flashmoa.scoring.candidates import (
+from flashmoa.engine import (
+    BadAnswer,
+    EngineClient,
+    EngineError,
+    MalformedRequest,
+    PluginMissing,
+    RequestRefused,
+    StreamUse,
+)
+from flashmoa.engine.connections import Answer
+from flashmoa.errors import FlashMoAError
+from flashmoa.scoring.questions import (
     Candidate,
-    CandidateRefused,
-    CandidateTokenizer,
     Context,
     answer_candidate,
     choice_question,
+    context_kind,
     option_letters,
     question_item,
-    with_question,
 )
-from flashmoa.scoring.prefills import Prefills
-from flashmoa.scoring.routes import PromptScores, ask_ranking, ask_scores
-from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
-
-logger = logging.getLogger(__name__)
+from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
 
 ONE_LETTER = "Answer with the letter of one option."
 YES_OR_NO = "Does this apply? Answer Yes or No."
+# The codes with which the plugin refuses a request: stock SGLang has none of them.
+_REFUSED = "candidate_refused"
+_OWN_CODES = (_REFUSED, "malformed", "too_large", "engine_busy", "draining")
+
+
+class CandidateRefused(FlashMoAError, ValueError):
+    """Raised when a candidate cannot be scored after its context; the message says what to do."""
+
+
+class _Scored(NamedTuple):
+    """What a model answers to one prompt: the tokens of each candidate, and how likely they are."""
+
+    tokens: list[list[int]]
+    logprobs: list[float]
+    usage: PrefillUsage
 
 
 class Scorer:
-    """Asks an SGLang engine, with the plugin or without, how likely given answers are.
+    """Asks an SGLang engine with the plugin how likely given answers are.
 
-    Every score comes from prefills; no token is decoded. With the plugin, a call is one request
-    (``/v1/score``), and what its prefills share is computed once (the intra-turn cache). Without
-    it, each prefill is a request, and those that share a prefix wait for the first of them.
+    Every score comes from prefills; no token is decoded. A call is one request to the plugin's
+    scoring routes (``docs/scoring.md``), and what its prefills share is computed once.
 
     Args:
         template_args: arguments of the model's chat template, for contexts that are messages. For
@@ -43,7 +62,8 @@ class Scorer:
         concurrency: the most requests at the same time.
 
     Raises: its methods raise :class:`CandidateRefused` if a candidate cannot be scored after its
-        context, ``ValueError`` for arguments that make no sense, and the exceptions of
+        context, ``ValueError`` for arguments that make no sense, ``PluginMissing`` if the engine
+        runs without the plugin, and the other exceptions of
         :class:`~flashmoa.engine.EngineClient`.
     """
 
@@ -60,11 +80,6 @@ class Scorer:
         self._engine = engine
         self.template_args = template_args
         self._limit = anyio.Semaphore(concurrency)
-        self._tokenizer = CandidateTokenizer(engine)
-        self._prefills = Prefills(engine, template_args, self._limit)
-        self._looked = self._has_route = False
-        self._shares = True
-        self._looking = anyio.Lock()
 
     async def score(
         self,
@@ -110,7 +125,7 @@ class Scorer:
         (answer,) = await self._ask(context, None, list(named.values()), prompt_stream_id)
         for label, tokens in zip(named, answer.tokens, strict=True):
             if len(tokens) > 1:
-                pieces = [await self._tokenizer.detokenize([token]) for token in tokens]
+                pieces = [await self._engine.detokenize([token]) for token in tokens]
                 raise CandidateRefused(
                     f"the label {label!r} has {len(tokens)} tokens after this context, {pieces}; "
                     f"give it a candidate of one token, as in {{{label!r}: {pieces[0]!r}}}, or use "
@@ -170,25 +185,29 @@ class Scorer:
         top_n: int | None = None,
         instruct: str | None = None,
     ) -> Ranking:
-        """Rank documents by how likely they are relevant to a query; needs the plugin.
+        """Rank documents by how likely they are relevant to a query.
 
         Args:
             top_n: how many of the best documents to return; by default all.
             instruct: what relevance means, instead of the plugin's own sentence.
-
-        Raises: PluginMissing if the engine runs without the plugin.
         """
         if not documents:
             raise ValueError("give at least one document")
-        fields = {"top_n": top_n, "instruct": instruct}
-        async with self._limit:
-            return await ask_ranking(
-                self._engine,
-                query,
-                documents,
-                chat_template_kwargs=self.template_args or None,
-                **fields,
-            )
+        body = {
+            "query": query,
+            "documents": list(documents),
+            "top_n": top_n,
+            "instruct": instruct,
+            "chat_template_kwargs": self.template_args or None,
+        }
+        answer = await self._request("/v2/rerank", _RankAnswer, body)
+        ranked = [
+            RankedDocument(one.index, documents[one.index], one.relevance_score)
+            for one in answer.results
+        ]
+        usage = answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        return Ranking(ranked, PrefillUsage(usage.prefills, usage.prompt_tokens, cached))
 
     async def _ask(
         self,
@@ -196,41 +215,105 @@ class Scorer:
         questions: Sequence[str] | None,
         candidates: Sequence[Candidate],
         stream: str | None = None,
-    ) -> list[PromptScores]:
+    ) -> list[_Scored]:
         """Score candidates after the context with each question, or after the context alone."""
         if not candidates:
             raise ValueError("give at least one candidate")
-        await self._look_at_engine()
-        items = questions and [question_item(context, question) for question in questions]
-        # The request for a single prefill can use a prompt stream; a list cannot.
-        if self._has_route and stream is None:
-            async with self._limit:
-                return await ask_scores(
-                    self._engine, context, items, candidates, self.template_args
-                )
-        contexts = [with_question(context, question) for question in questions or ()] or [context]
-        return await self._prefills.ask_scores(
-            contexts, candidates, shares=self._shares, stream=stream
-        )
+        body: dict[str, Any] = {
+            "candidates": list(candidates),
+            "items": questions and [question_item(context, question) for question in questions],
+            "prompt_stream_id": stream,
+        }
+        if context_kind(context) == "messages":
+            body |= {"messages": list(context), "chat_template_kwargs": self.template_args or None}
+        else:
+            body["query"] = context if isinstance(context, str) else list(context)
+        try:
+            answer = await self._request("/v1/score", _ScoreAnswer, body)
+        except MalformedRequest as problem:
+            if problem.code == _REFUSED:
+                raise CandidateRefused(str(problem)) from problem
+            raise
+        return answer.scored()
 
-    async def _look_at_engine(self) -> None:
-        """Ask the engine once whether it has the scoring routes, and whether it shares prefixes.
+    async def _request(self, path: str, kind: type[Answer], body: Mapping[str, Any]) -> Answer:
+        """Send a request to one of the plugin's scoring routes.
 
-        Sharing also counts as True if the engine keeps no KV, since waiting for the first request
-        would not help.
+        Raises: PluginMissing if the engine has no such routes, or SGLang's own of the same name.
         """
-        async with self._looking:
-            if self._looked:
-                return
-            problem = ""
-            try:
-                info = await self._engine.info()
-                self._has_route = "scoring" in info.capabilities
-                if any(rank.shares is False for rank in info.kv):
-                    problem = f"{self._engine.url} does not share prefixes before they are computed"
-            except PluginMissing as error:
-                problem = str(error).removesuffix(".")
-            self._looked, self._shares = True, not problem
-            if problem:
-                message = "%s. Of requests with one prefix, others wait for the first."
-                logger.warning(message, problem)
+        engine = self._engine
+        try:
+            async with self._limit:
+                return await engine.ask("POST", path, kind, {**engine.namespace, **body})
+        except (PluginMissing, BadAnswer, RequestRefused) as error:
+            if not await self._has_plugin(error):
+                raise PluginMissing(
+                    f"{engine.url} has no scoring routes of the flashmoa-sglang plugin; start it "
+                    "with the plugin, and without --flashmoa-scoring off"
+                ) from error
+            raise
+
+    async def _has_plugin(self, error: EngineError) -> bool:
+        """Return whether an engine that answered with an error has the plugin's scoring routes."""
+        if isinstance(error, RequestRefused) and error.code in _OWN_CODES:
+            return True
+        try:
+            return "scoring" in (await self._engine.info()).capabilities
+        except PluginMissing:
+            return False
+
+
+class _Item(BaseModel):
+    logprobs: list[float | None]
+    candidate_tokens: list[list[int]]
+    prefills: int
+    prompt_tokens: int
+    computed_tokens: int
+
+
+class _Details(BaseModel):
+    cached_tokens: int = 0
+    streamed_tokens: int | None = None
+
+
+class _Usage(BaseModel):
+    prefills: int
+    prompt_tokens: int
+    prompt_tokens_details: _Details
+    prompt_stream: StreamUse | None = None
+
+
+class _ScoreAnswer(BaseModel):
+    results: list[_Item]
+    usage: _Usage
+
+    def scored(self) -> list[_Scored]:
+        """Return what each item scored; a prompt stream is that of the only one."""
+        streamed, stream = (
+            self.usage.prompt_tokens_details.streamed_tokens,
+            self.usage.prompt_stream,
+        )
+        return [
+            _Scored(
+                item.candidate_tokens,
+                [-math.inf if value is None else value for value in item.logprobs],
+                PrefillUsage(
+                    item.prefills,
+                    item.prompt_tokens,
+                    item.prompt_tokens - item.computed_tokens,
+                    streamed,
+                    stream,
+                ),
+            )
+            for item in self.results
+        ]
+
+
+class _Ranked(BaseModel):
+    index: int
+    relevance_score: float
+
+
+class _RankAnswer(BaseModel):
+    results: list[_Ranked]
+    usage: _Usage

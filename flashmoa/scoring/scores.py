@@ -3,67 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from flashmoa.engine import PromptUsage, StreamUse
+from flashmoa.engine import StreamUse
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillUsage:
-    """Counts the requests of one scoring call and their tokens.
+    """Counts the prefills of one scoring call and their tokens.
 
     Attributes:
         requests: number of prefills.
         prompt_tokens: number of tokens in their prompts.
         cached_tokens: number of prompt tokens that were in the radix cache, or that a sibling
-            request computed; ``None`` if the engine does not report it.
-        decoded_tokens: number of decoded tokens that the engine reports, always 0.
+            request computed.
         streamed_tokens: number of cached tokens that the context's prompt stream had computed.
         prompt_stream: how that stream was used, if there was one.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int | None = 0
-    decoded_tokens: int = 0
+    cached_tokens: int = 0
     streamed_tokens: int | None = None
     prompt_stream: StreamUse | None = None
 
     @property
-    def computed_tokens(self) -> int | None:
+    def computed_tokens(self) -> int:
         """Return the number of prompt tokens that were computed."""
-        return None if self.cached_tokens is None else self.prompt_tokens - self.cached_tokens
-
-    @classmethod
-    def of(cls, prefills: Iterable[PromptUsage]) -> Self:
-        """Add up the usage of several prefills, of which at most one had a prompt stream."""
-        usages = list(prefills)
-        streamed = next((usage for usage in usages if usage.prompt_stream is not None), None)
-        return cls(
-            len(usages),
-            sum(usage.prompt_tokens for usage in usages),
-            _add_known(usage.cached_tokens for usage in usages),
-            sum(usage.completion_tokens for usage in usages),
-            streamed and streamed.streamed_tokens,
-            streamed and streamed.prompt_stream,
-        )
+        return self.prompt_tokens - self.cached_tokens
 
     def __add__(self, other: PrefillUsage) -> PrefillUsage:
         """Return the usage of both, without their prompt streams."""
         return PrefillUsage(
             self.requests + other.requests,
             self.prompt_tokens + other.prompt_tokens,
-            _add_known((self.cached_tokens, other.cached_tokens)),
-            self.decoded_tokens + other.decoded_tokens,
+            self.cached_tokens + other.cached_tokens,
         )
-
-
-def _add_known(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of counts, ``None`` if one of them is unknown."""
-    known = list(counts)
-    return None if None in known else sum(count or 0 for count in known)
 
 
 @dataclass(frozen=True, slots=True)

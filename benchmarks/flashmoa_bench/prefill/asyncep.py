@@ -30,6 +30,7 @@ from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask_batch, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
+from flashmoa_bench.prefill.passes import prefill
 
 RESIDENT, H2D, KV_FREE = "resident", "h2d", "kv_free"
 # A CUDA graph would look for experts where they were when the graph was captured.
@@ -140,10 +141,11 @@ async def _main(options: argparse.Namespace) -> None:
 async def _compare_logprobs(engines: Engines, dice: random.Random) -> dict[str, float]:
     """Return how far one prompt's log-probabilities are from those of the first engine, at most."""
     prompt, rest = random_ids(dice, _COMPARED_TOKENS), random_ids(dice, _COMPARED_TOKENS)
-    logprobs = {
-        way: (await client.next_logprobs(prompt, continuation=rest)).continuation
-        for way, client in engines.clients.items()
-    }
+    logprobs: dict[str, list[float]] = {}
+    for way, client in engines.clients.items():
+        ids, start = [*prompt, *rest], len(prompt) - 1
+        meta = await prefill(client, ids, logprob_start_len=start)
+        logprobs[way] = [logprob for logprob, *_ in meta["input_token_logprobs"][1:]]
     expected = logprobs.pop(RESIDENT)
     return {
         way: max(abs(value - known) for value, known in zip(values, expected, strict=True))

@@ -32,6 +32,7 @@ from flashmoa_bench.prefill.passes import (
     PrefillAnswer,
     PrefillPass,
     PrefillRequest,
+    PrefillSender,
     ScoreSender,
     SendFunction,
     TokenSender,
@@ -220,7 +221,7 @@ class _PrefillBench:
             for name in (FCFS, LPM)
             if name in self._engines
         }
-        ways[OURS] = _PrefillWay(self.ours[:1], [_make_scorer(self.ours[0], expected)])
+        ways[OURS] = _PrefillWay(self.ours[:1], [ScoreSender(self.ours[0], _likeliest(expected))])
         return await self._play_rounds(ways, expected)
 
     async def measure_several(
@@ -229,7 +230,7 @@ class _PrefillBench:
         """Return the passes of each router over the same engines; nothing if there is only one."""
         if len(self.ours) < 2:
             return {}
-        scorers = [_make_scorer(engine, expected) for engine in self.ours]
+        scorers = [PrefillSender(engine, _likeliest(expected)) for engine in self.ours]
         ways = {IN_TURN: _PrefillWay(self.ours, scorers)}
         ways |= {name: _PrefillWay(self.ours, router=name) for name in routers.installed_routers()}
         return await self._play_rounds(ways, expected)
@@ -256,8 +257,9 @@ class _PrefillBench:
         urls = [engine.url for engine in way.engines]
         # Each pass has a new router: one that has seen the prompts would believe them cached.
         async with routers.start_router(way.router, urls) as url, EngineClient(url) as client:
-            return await play([_make_scorer(client, expected)], self._requests, limit)
+            sender = PrefillSender(client, _likeliest(expected))
+            return await play([sender], self._requests, limit)
 
 
-def _make_scorer(engine: EngineClient, expected: Mapping[str, PrefillAnswer]) -> ScoreSender:
-    return ScoreSender(engine, {name: answer.token for name, answer in expected.items()})
+def _likeliest(expected: Mapping[str, PrefillAnswer]) -> dict[str, int]:
+    return {name: answer.token for name, answer in expected.items()}

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import httpx
+from pydantic import BaseModel
 from rich.console import Console
 
 from flashmoa.engine import BadAnswer, EngineClient
@@ -82,6 +83,44 @@ class TokenSender:
             raise BadAnswer(f"{self._url} answered {answer.text[:200]!r}") from error
 
 
+async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Mapping[str, Any]:
+    """Ask any SGLang for log-probabilities, which ``fields`` name, by a prefill alone.
+
+    Returns: SGLang's ``meta_info``.
+    """
+    # If another request of the batch decodes, SGLang applies each request's temperature.
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
+    return (await engine.ask("POST", "/generate", _Generated, body)).meta_info
+
+
+class _Generated(BaseModel):
+    meta_info: dict[str, Any]
+
+
+class PrefillSender:
+    """Asks any SGLang, or a router before it, for the likelier of two candidates.
+
+    Args: likeliest: as for :class:`ScoreSender`.
+    """
+
+    def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
+        self._engine = engine
+        self._likeliest = likeliest
+
+    async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
+        candidates = _candidates(self._likeliest[request.name])
+        meta = await prefill(self._engine, request.ids, token_ids_logprob=candidates)
+        found = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
+        best = max(candidates, key=lambda token: found[token])
+        prompt, cached = meta["prompt_tokens"], meta["cached_tokens"]
+        return PrefillAnswer(best, found[candidates[0]], prompt, cached)
+
+
+def _candidates(likeliest: int) -> list[int]:
+    return [likeliest, likeliest - 1 if likeliest else 1]
+
+
 class ScoreSender:
     """Asks :mod:`flashmoa.scoring` for the likelier of two candidates.
 
@@ -96,13 +135,12 @@ class ScoreSender:
         self._likeliest = likeliest
 
     async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        first = self._likeliest[request.name]
-        candidates = [first, first - 1 if first else 1]
+        candidates = _candidates(self._likeliest[request.name])
         scores = await self._scorer.score(request.ids, [[token] for token in candidates])
         place = scores.logprobs.index(max(scores.logprobs))
         usage = scores.usage
         return PrefillAnswer(
-            candidates[place], scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens or 0
+            candidates[place], scores.logprobs[0], usage.prompt_tokens, usage.cached_tokens
         )
 
 

@@ -77,7 +77,7 @@ class Api:
                 self._engine,
                 self._reader,
                 self._renderer,
-                self._table.limits,
+                self._table,
                 sglang_routes,
                 self._named_rank,
             )

@@ -17,10 +17,11 @@ from fastapi import HTTPException
 
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.http import client_requests, metrics
+from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.messages import RequestMark
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
@@ -194,12 +195,18 @@ def generate_request(
         return original(manager, obj, http_request)
     outputs = original(manager, obj, http_request)
     prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
-    return _generate(outputs, request, prepare, http_request)
+    return run_with_stream(outputs, request, prepare, http_request)
 
 
-async def _generate(
+async def run_with_stream(
     outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any]:
+    """Yield the outputs of a stream's final request, annotated, and close its stream.
+
+    A request that is refused leaves the stream to the next one.
+
+    Args: prepare: calls :meth:`StreamRequest.use`, before the first output.
+    """
     # ``prepare`` claims the stream. It is called here, because only a generator that has been
     # started certainly runs its ``finally``.
     try:
@@ -215,10 +222,11 @@ async def _generate(
                 else:
                     request.close_stream()
                 yield output
-    except (ValueError, HTTPException) as error:
-        # SGLang raises these for a request that it refuses or has no room for; the former also if
-        # the client has disconnected.
-        is_refused = isinstance(error, ValueError) or error.status_code in _REFUSALS
+    except (ValueError, HTTPException, ApiError) as error:
+        # SGLang raises the first two for a request that it refuses or has no room for, a ValueError
+        # also if the client has disconnected; of the plugin's own requests they are ApiErrors.
+        status = error.status if isinstance(error, ApiError) else getattr(error, "status_code", 400)
+        is_refused = status in _REFUSALS
         if is_refused and (http_request is None or not await http_request.is_disconnected()):
             request.give_stream_back()
         raise

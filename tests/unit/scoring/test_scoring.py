@@ -8,31 +8,21 @@ import random
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.engine import (
-    BadAnswer,
-    EngineDraining,
-    EngineInfo,
-    KvState,
-    NextLogprobs,
-    PromptUsage,
-)
-from flashmoa.engine.generation import Generated
-from flashmoa.scoring import PrefillUsage, Scorer, Scores
+from flashmoa.scoring import PrefillUsage, Scores
 from flashmoa.scoring.bulk import OrderedWorkers, read_batches
-from flashmoa.scoring.candidates import (
+from flashmoa.scoring.lines import BadLine, Line, make_record
+from flashmoa.scoring.questions import (
     choice_question,
     context_kind,
     option_letters,
-    with_question,
+    question_item,
 )
-from flashmoa.scoring.lines import BadLine, Line, make_record
 from flashmoa.scoring.scores import probability_mass, softmax
 
 LINES = 200_000
@@ -79,17 +69,12 @@ def test_too_many_options_for_letters_are_refused(count: int) -> None:
         option_letters(count)
 
 
-def test_question_is_added_to_the_users_last_message() -> None:
-    assert with_question("Text", "Which?") == "Text\n\nWhich?\nAnswer:"
+def test_question_continues_the_users_last_message_or_is_a_new_one() -> None:
     user, model = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-    added = {"role": "user", "content": "Which?"}
-    assert with_question([user], "Which?") == [{"role": "user", "content": "Hello\n\nWhich?"}]
-    assert with_question([user, model], "Which?") == [user, model, added]
-    assert with_question([{"role": "user", "content": None}], "Which?") == [added]
-    parts = [{"type": "text", "text": "Hello"}]
-    (found,) = with_question([{"role": "user", "content": parts}], "Which?")
-    assert found["content"] == [*parts, {"type": "text", "text": "\n\nWhich?"}]
-    assert user["content"] == "Hello" and len(parts) == 1
+    assert question_item("Text", "Which?") == "\n\nWhich?\nAnswer:"
+    assert question_item([user], "Which?") == "\n\nWhich?"
+    assert question_item([user, model], "Which?") == "Which?"
+    assert question_item([{"role": "user", "content": None}], "Which?") == "Which?"
 
 
 def test_contexts_are_text_tokens_or_messages() -> None:
@@ -136,75 +121,6 @@ def test_record_of_infinite_logprobs_is_valid_json() -> None:
     assert written["line"] == 3 and written["id"] == 7 and written["best"] == "a"
     assert written["logprobs"] == [-0.123457, None]
     assert written["probabilities"] == [1.0, 0.0]
-
-
-def generated(**meta: Any) -> Generated:
-    usage = {"prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 2}
-    return Generated(meta_info={**usage, "finish_reason": {"type": "length"}, **meta})
-
-
-def test_logprobs_are_read_by_token() -> None:
-    answer = generated(output_token_ids_logprobs=[[[-2.5, 7, None], [None, 5, None]]])
-    assert answer.logprobs([5, 7], []).tokens == [-math.inf, -2.5]
-    answer = generated(input_token_logprobs=[[None, 1, None], [-1.0, 8, None], [-0.5, 9, None]])
-    found = answer.logprobs([], [8, 9])
-    assert found.continuation == [-1.0, -0.5] and found.usage.cached_tokens == 2
-
-
-def test_answers_without_logprobs_are_errors() -> None:
-    for wrong in (generated(), generated(output_token_ids_logprobs=[[[-2.5, 7, None]]])):
-        with pytest.raises(BadAnswer, match="no log-probabilities"):
-            wrong.logprobs([5], [])
-    with pytest.raises(BadAnswer, match="of other tokens"):
-        generated(input_token_logprobs=[[None, 1, None], [-1.0, 6, None]]).logprobs([], [8])
-    reason = {"type": "abort", "message": "The queue is full.", "status_code": 503}
-    with pytest.raises(EngineDraining, match="queue is full"):
-        generated(finish_reason=reason).logprobs([5], [])
-
-
-class EngineOfRanks:
-    """An engine with a rank for each of ``shares``; ``log`` has the order of its requests."""
-
-    url = "http://engine"
-
-    def __init__(self, *shares: bool | None) -> None:
-        self._shares = shares
-        self.log: list[str] = []
-
-    async def info(self) -> EngineInfo:
-        needed = [name for name, field in KvState.model_fields.items() if field.is_required()]
-        state: dict[str, int | None] = dict.fromkeys(needed, 0)
-        ranks = [KvState.model_validate(state | {"shares": one}) for one in self._shares]
-        return EngineInfo.model_construct(capabilities=[], kv=ranks)
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return "x" * len(token_ids)
-
-    async def next_logprobs(
-        self, _ids: Sequence[int], token_ids: Sequence[int] = (), **given: Any
-    ) -> NextLogprobs:
-        self.log.append("comes")
-        for _ in range(10):
-            await anyio.lowlevel.checkpoint()
-        self.log.append("is answered")
-        values = [-1.0] * len(given["continuation"])
-        return NextLogprobs(
-            [-1.0] * len(token_ids), values, PromptUsage(prompt_tokens=1, completion_tokens=0)
-        )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "waits"),
-    [([True], False), ([None], False), ([], False), ([False], True), ([True, False], True)],
-)
-@pytest.mark.anyio
-async def test_siblings_wait_if_the_engine_does_not_share_prefixes(
-    ranks: list[bool | None], waits: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine: Any = EngineOfRanks(*ranks)
-    await Scorer(engine).score([1, 2], [[3, 4], [5, 6], [7, 8]])
-    assert engine.log[:3] == ["comes", "is answered" if waits else "comes", "comes"]
-    assert any("others wait for the first" in text for text in caplog.messages) == waits
 
 
 @pytest.mark.anyio

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashmoa_sglang.http.scoring.forwards import ItemScores, ScoringUsage
+from flashmoa_sglang.http.stream_requests import StreamRequest
 
 
 class Form(Protocol):
@@ -122,15 +123,20 @@ class ClassifyForm:
         return {"data": list(items)}
 
 
-def usage_fields(usage: ScoringUsage) -> dict[str, Any]:
-    """Return the usage in OpenAI's form, and the number of prefills."""
-    return {
+def usage_fields(usage: ScoringUsage, stream: StreamRequest | None = None) -> dict[str, Any]:
+    """Return the usage in OpenAI's form, the number of prefills, and how a stream was used."""
+    details: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
+    fields: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens,
         "completion_tokens": 0,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": details,
         "prefills": usage.prefills,
     }
+    if stream is not None and stream.usage is not None:
+        details["streamed_tokens"] = stream.usage["streamed_tokens"]
+        fields["prompt_stream"] = stream.usage["prompt_stream"]
+    return fields
 
 
 def softmax(logprobs: Sequence[float]) -> list[float]:

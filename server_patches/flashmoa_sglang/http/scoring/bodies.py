@@ -30,6 +30,7 @@ class ScoreBody(ListBody):
     """Asks how likely candidates follow each prompt: the query, or the messages, with an item.
 
     The candidates are ``label_token_ids``, as in SGLang's route, or ``candidates`` of any length.
+    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt.
     """
 
     query: StrictStr | Tokens | None = None
@@ -37,6 +38,7 @@ class ScoreBody(ListBody):
     items: StrictStr | list[StrictStr] | list[Tokens] | None = None
     label_token_ids: Tokens | list[Tokens] | None = None
     candidates: list[StrictStr | Tokens] | None = None
+    prompt_stream_id: StrictStr | None = None
     apply_softmax: bool = False
     item_first: bool = False
     embed_override_token_id: Any = None
@@ -50,7 +52,8 @@ class ScoreBody(ListBody):
     @property
     def is_sglangs(self) -> bool:
         """Whether every field is one of SGLang's own route."""
-        ours = (self.messages, self.candidates, self.cache_salt, self.extra_key, self.lora_path)
+        ours = (self.messages, self.candidates, self.prompt_stream_id)
+        ours += (self.cache_salt, self.extra_key, self.lora_path)
         return not self.stream and self.priority is None and all(one is None for one in ours)
 
     @property
@@ -75,6 +78,8 @@ class ScoreBody(ListBody):
         _require_one(self, "label_token_ids", "candidates")
         if self.item_first and self.messages is not None:
             raise MalformedRequest("item_first goes with query only; leave it out with messages.")
+        if self.prompt_stream_id is not None and isinstance(self.items, list) and self.items[1:]:
+            raise MalformedRequest("prompt_stream_id goes with one prompt; give one item or none.")
         if not (self.candidates or self.label_token_ids):
             raise MalformedRequest("Give at least one candidate.")
 

@@ -34,7 +34,7 @@ async def stream(
         while (scores := await results.get()) is not None:
             yield _event(form.item(scores))
         await work
-        yield _event({**form.rest(), "usage": usage_fields(scorer.usage)})
+        yield _event({**form.rest(), "usage": usage_fields(scorer.usage, scorer.stream)})
     except ApiError as error:
         yield _event(error.body())
     except Exception:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
+from flashmoa_sglang.http.stream_requests import StreamRequest, run_with_stream
 from flashmoa_sglang.messages import RequestMark, unsent
 
 if TYPE_CHECKING:
@@ -103,11 +105,13 @@ class _Prefill:
         single: tokens whose log-probabilities after the prompt are wanted; empty with a candidate.
             SGLang 0.5.12 cannot have prefills with and without such tokens in one forward, but with
             an empty list of them.
+        stream: the prompt stream that it uses, if any.
     """
 
     item: _Item
     candidate: list[int]
     single: list[int] = field(default_factory=list[int])
+    stream: StreamRequest | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -173,6 +177,7 @@ class ListScorer:
         room: for the prefills of this and all other lists.
         shares: whether the engine computes a prefix once that requests share which come at once.
         on_scores: called with the scores of each prompt as soon as they are there.
+        stream: the prompt stream of the only prompt, which the first of its prefills uses.
         usage: of the prompts that have been scored so far.
     """
 
@@ -182,6 +187,7 @@ class ListScorer:
     room: PrefillRoom
     shares: bool
     on_scores: Callable[[ItemScores], None]
+    stream: StreamRequest | None = None
     usage: ScoringUsage = field(default_factory=ScoringUsage)
 
     async def run(self, prompts: Sequence[ScoredPrompt]) -> None:
@@ -190,6 +196,8 @@ class ListScorer:
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
         items = [_Item(prompt).prefills() for prompt in prompts]
+        if self.stream is not None:
+            items[0][0] = replace(items[0][0], stream=self.stream)
         if self.shares:
             await self._compute([*chain(*items)])
             return
@@ -202,8 +210,7 @@ class ListScorer:
         room = self.room
         try:
             async with asyncio.TaskGroup() as group:
-                for start in range(0, len(prefills), room.batch_size):
-                    batch = prefills[start : start + room.batch_size]
+                for batch in self._batches(prefills):
                     await room.enter(len(batch))
                     task = group.create_task(self._compute_batch(batch))
                     # A task that is cancelled before it begins gives its room back, too.
@@ -213,10 +220,23 @@ class ListScorer:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
+    def _batches(self, prefills: Sequence[_Prefill]) -> Iterator[Sequence[_Prefill]]:
+        # Only a request that is no batch can use a prompt stream.
+        alone = 1 if prefills and prefills[0].stream is not None else 0
+        if alone:
+            yield prefills[:alone]
+        for start in range(alone, len(prefills), self.room.batch_size):
+            yield prefills[start : start + self.room.batch_size]
+
     async def _compute_batch(self, prefills: Sequence[_Prefill]) -> None:
-        async with aclosing(self.engine.run(self._request(prefills), self.http_request)) as run:
-            async for output in run:
-                prefill = prefills[output["index"]]
+        request, stream = self._request(prefills), prefills[0].stream
+        outputs: AsyncGenerator[Any] = self.engine.run(request, self.http_request)
+        if stream is not None:
+            prepare = partial(stream.use, request, multimodal=False)
+            outputs = run_with_stream(outputs, stream, prepare, self.http_request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                prefill = prefills[output.get("index", 0)]
                 with name_item(prefill.item.prompt.name, prefill.item.prompt.index):
                     self._keep(prefill, output["meta_info"])
 
@@ -230,11 +250,18 @@ class ListScorer:
             self.on_scores(ItemScores(item.prompt, scores, usage))
 
     def _request(self, prefills: Sequence[_Prefill]) -> Any:
-        """Return SGLang's batch request for log-probabilities."""
+        """Return SGLang's request for log-probabilities: a batch, unless it uses a stream."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
+        own: dict[str, list[Any]] = {
+            "input_ids": [prefill.ids for prefill in prefills],
+            "logprob_start_len": [prefill.logprob_start for prefill in prefills],
+            "token_ids_logprob": [prefill.single for prefill in prefills],
+            "rid": [new_rid() for _ in prefills],
+        }
+        uses_stream = prefills[0].stream is not None
         return GenerateReqInput(
-            input_ids=[prefill.ids for prefill in prefills],
+            **({name: value for name, (value,) in own.items()} if uses_stream else own),
             # If another request of the batch decodes, SGLang applies each request's temperature to
             # its log-probabilities. With the mark, results go past the detokenizer.
             sampling_params={
@@ -243,9 +270,6 @@ class ListScorer:
                 "custom_params": RequestMark().to_custom_params(),
             },
             return_logprob=True,
-            logprob_start_len=[prefill.logprob_start for prefill in prefills],
-            token_ids_logprob=[prefill.single for prefill in prefills],
-            rid=[new_rid() for _ in prefills],
             stream=True,
             priority=self.terms.priority,
             routed_dp_rank=self.terms.dp_rank,

@@ -45,6 +45,7 @@ from flashmoa_sglang.http.scoring.forwards import (
     name_item,
 )
 from flashmoa_sglang.http.scoring.size import check_size
+from flashmoa_sglang.http.stream_requests import StreamRequest
 from flashmoa_sglang.http.token_buffer import common_length
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.prompts import PromptReader
     from flashmoa_sglang.http.rendering import ChatRenderer
-    from flashmoa_sglang.http.streams import Limits
+    from flashmoa_sglang.http.streams import StreamTable
     from flashmoa_sglang.http.token_buffer import TokenBuffer
 
 # Lists of thousands of candidates must not hold up other requests.
@@ -69,7 +70,7 @@ class ScoringApi:
     """Answers the scoring routes.
 
     Args:
-        limits: of the size of a request.
+        table: of the prompt streams, whose limits hold for the size of a request, too.
         sglang_routes: SGLang's own routes, to which some requests are passed on.
         named_rank: returns the data-parallel rank that a request names, if any.
     """
@@ -79,14 +80,14 @@ class ScoringApi:
         engine: Engine,
         reader: PromptReader,
         renderer: ChatRenderer,
-        limits: Limits,
+        table: StreamTable,
         sglang_routes: Sequence[BaseRoute],
         named_rank: Callable[[Request], int | None],
     ) -> None:
         self._engine = engine
         self._reader = reader
         self._renderer = renderer
-        self._limits = limits
+        self._table, self._limits = table, table.limits
         self._sglang_routes = list(sglang_routes)
         self._named_rank = named_rank
         self._candidates = CandidateTokenizer(reader.require_tokenizer)
@@ -108,7 +109,9 @@ class ScoringApi:
         self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
-        return await self._answer(request, body, form, questions.score_question(body))
+        question, stream_id = questions.score_question(body), body.prompt_stream_id
+        stream = None if stream_id is None else StreamRequest(self._table, stream_id)
+        return await self._answer(request, body, form, question, stream)
 
     async def rerank(self, request: Request) -> Any:
         """Answer how relevant documents are to a query."""
@@ -151,7 +154,12 @@ class ScoringApi:
         return await self._answer(request, body, form, question)
 
     async def _answer(
-        self, request: Request, body: bodies.ListBody, form: Form, question: questions.Question
+        self,
+        request: Request,
+        body: bodies.ListBody,
+        form: Form,
+        question: questions.Question,
+        prompt_stream: StreamRequest | None = None,
     ) -> Any:
         prompts = await while_connected(request, self._read(question))
         found: dict[int, dict[str, Any]] = {}
@@ -161,13 +169,17 @@ class ScoringApi:
 
         terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
         shares = await self._are_shared()
-        scorer = ListScorer(self._engine, terms, request, self._room, shares, keep)
+        scorer = ListScorer(self._engine, terms, request, self._room, shares, keep, prompt_stream)
         if body.stream:
             events = stream(scorer, prompts, form)
             return StreamingResponse(events, media_type="text/event-stream")
         await while_connected(request, scorer.run(prompts))
         items = [found[prompt.index] for prompt in prompts]
-        return {**form.rest(), **form.whole(items), "usage": usage_fields(scorer.usage)}
+        return {
+            **form.rest(),
+            **form.whole(items),
+            "usage": usage_fields(scorer.usage, prompt_stream),
+        }
 
     async def _read(self, question: questions.Question) -> list[ScoredPrompt]:
         """Return the tokens of all prompts, so that none is computed if one is refused."""

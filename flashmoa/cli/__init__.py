@@ -20,7 +20,7 @@ _USAGE = """\
 usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
        flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
-       flashmoa trace FILE [--html FILE] [--perfetto FILE]
+       flashmoa trace FILE [--html FILE]
        flashmoa doctor [--engine URL] [--trace FILE]
        flashmoa moa serve CONFIG.toml [options]
        flashmoa moa check CONFIG.toml

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +15,10 @@ from rich.table import Table
 
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
-from flashmoa.observe.notes import notes
 from flashmoa.observe.page import page
 from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, NO_BREAK, find_breaks, group_breaks
-from flashmoa.observe.summary import COLUMNS, overlaps, row, seconds, summary
-from flashmoa.observe.timeline import draw, lanes, perfetto
+from flashmoa.observe.summary import COLUMNS, notes, overlaps, row, seconds, summary
+from flashmoa.observe.timeline import draw, lanes
 from flashmoa.observe.trace import TraceError, read
 
 _MOST_BREAKS = 10
@@ -37,30 +35,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write the trace as a page for browsers"
     )
-    parser.add_argument(
-        "--perfetto",
-        type=Path,
-        metavar="FILE.json",
-        help="write the trace in the format of ui.perfetto.dev",
-    )
     options = parser.parse_args(arguments)
-    outputs = [path for path in (options.html, options.perfetto) if path is not None]
-    if options.file.resolve() in {path.resolve() for path in outputs}:
+    if options.html is not None and options.file.resolve() == options.html.resolve():
         parser.error(f"{options.file} is the trace itself; give another file to write")
     try:
         events = read(options.file)
         if options.html is not None:
             options.html.write_text(page(events, options.file.name), encoding="utf-8")
-        if options.perfetto is not None:
-            options.perfetto.write_text(json.dumps(perfetto(events)) + "\n")
     except (OSError, TraceError) as error:
         print(f"flashmoa trace: {error}", file=sys.stderr)
         return 1
     show(events, Console(highlight=False))
     if options.html is not None:
         print(f"For a browser: {options.html}")
-    if options.perfetto is not None:
-        print(f"For ui.perfetto.dev: {options.perfetto}")
     return 0
 
 

@@ -1,5 +1,8 @@
 """Turn a run into OpenTelemetry spans and metrics, named by its GenAI semantic conventions.
 
+Source: open-telemetry/semantic-conventions-genai, docs/gen-ai (spans, agent spans, metrics), all
+of which is in development. Names that the conventions lack begin with ``flashmoa.``.
+
 Spans: ``chat {model}`` for each call, inside ``invoke_agent {agent}``, which is made unless the
 current span is one already (AutoGen makes its own). In the latter there is also, for each prompt
 stream, ``link {agent}`` from its opening to its end, with one ``prefill`` for each piece that the
@@ -8,23 +11,30 @@ engine computed ahead.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-from flashmoa.observe import _genai
+from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
+    CallEvent,
     CallFailed,
     CallFinished,
     CallStarted,
     Event,
     FirstToken,
+    LinkAdvanced,
     LinkClosed,
+    LinkDeclined,
     LinkOpened,
+    LinkWaits,
     PromptSent,
+    UpstreamFailed,
 )
 
 try:
@@ -40,6 +50,25 @@ _MAX_PENDING_EVENTS = 128
 _ABANDONED = "no further events arrived for it"
 _CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
+_Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
+
+_OPERATION, _AGENT, _ERROR_TYPE = "gen_ai.operation.name", "gen_ai.agent.name", "error.type"
+_MODEL = "gen_ai.request.model"
+_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+_STREAM = "flashmoa.link.stream_id"
+_REASON = "flashmoa.link.reason"
+# The conventions require a provider, list no inference engine, and allow any other name. Events do
+# not say which engine it is.
+_PROVIDER = {"gen_ai.provider.name": "self_hosted"}
+_UNKNOWN_ERROR = "_OTHER"
+# Bucket boundaries that the conventions give for the histograms.
+_SECONDS = [0.01 * 2**power for power in range(14)]
+_TOKENS = [float(4**power) for power in range(14)]
+_TOOL_CALLS = ("tool_calls", "function_calls")
+# Reasons for which a link ends; any other one is an error.
+_ORDINARY_ENDS = frozenset(
+    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
+)
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -89,7 +118,7 @@ class OpenTelemetry:
         content: bool | None = None,
     ) -> None:
         self._tracer = trace.get_tracer("flashmoa", tracer_provider=tracer_provider)
-        self._meters = _genai.Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
+        self._meters = _Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
         is_on = os.environ.get(_CONTENT_VARIABLE, "").lower() in (
             "true",
             "span_only",
@@ -132,13 +161,13 @@ class OpenTelemetry:
         around, spans = context.get_current(), list[trace.Span]()
         if not _is_current_agent(event.agent):
             name = f"invoke_agent {event.agent}"
-            spans.append(self._span(name, around, event.at, _genai.agent_attributes(event)))
+            spans.append(self._span(name, around, event.at, _agent_attributes(event)))
             around = trace.set_span_in_context(spans[0], around)
         chat = self._span(
             f"chat {event.model}".rstrip(),
             around,
             event.at,
-            _genai.call_attributes(event) | _genai.call_span_attributes(event),
+            _call_attributes(event) | _call_span_attributes(event),
             kind=trace.SpanKind.CLIENT,
         )
         _add_events(chat, self._linkless.pop(event.agent, ()))
@@ -154,19 +183,19 @@ class OpenTelemetry:
             call.first_token = event.at
             call.spans[0].set_attribute("gen_ai.request.stream", True)
             seconds = event.at - call.started.at
-            call.spans[0].set_attribute(_genai.FIRST_CHUNK, seconds)
+            call.spans[0].set_attribute(_FIRST_CHUNK, seconds)
             call.spans[0].add_event("flashmoa.first_token", timestamp=_nanoseconds(event.at))
 
     def _finish(self, event: CallFinished) -> None:
         call = self._calls.pop(event.call_id, None)
         if call is None:
             return
-        call.spans[0].set_attributes(_genai.answer_attributes(event, self._content))
+        call.spans[0].set_attributes(_answer_attributes(event, self._content))
         if event.usage is not None and event.usage.prompt_stream is not None:
             link_span = call.link.span if call.link is not None else None
             for prefill in event.usage.prompt_stream.prefills:
                 inside = trace.set_span_in_context(link_span or call.spans[0])
-                tokens: _genai.Attributes = {"flashmoa.prefill.tokens": prefill.tokens}
+                tokens: _Attributes = {"flashmoa.prefill.tokens": prefill.tokens}
                 span = self._span("prefill", inside, prefill.start, tokens)
                 span.end(_nanoseconds(prefill.end))
         for span in call.spans:
@@ -179,12 +208,12 @@ class OpenTelemetry:
             if _is_current_agent(event.agent):
                 return
             name, around = f"invoke_agent {event.agent}", context.get_current()
-            spans = [self._span(name, around, event.at, _genai.agent_attributes(event))]
+            spans = [self._span(name, around, event.at, _agent_attributes(event))]
         else:
             spans = call.spans
             self._meters.record_failure(call.started, event)
         for span in spans:
-            _end_with_error(span, event.at, event.error, _genai.error_type(event))
+            _end_with_error(span, event.at, event.error, event.error_type or _UNKNOWN_ERROR)
 
     def _add_link_event(self, event: Event) -> None:
         """Add an event to the link it is about, or keep it for the agent's next call."""
@@ -221,8 +250,8 @@ class OpenTelemetry:
     def _close_link(self, link: _Link, event: LinkClosed) -> None:
         self._meters.record_link_end(event)
         span = self._ensure_link_span(link, link.context)
-        span.set_attribute(_genai.REASON, event.reason)
-        error = _genai.link_error(event.reason)
+        span.set_attribute(_REASON, event.reason)
+        error = _link_error(event.reason)
         if error is None:
             span.end(_nanoseconds(event.at))
         else:
@@ -232,25 +261,25 @@ class OpenTelemetry:
         if link.span is None:
             opened = link.opened
             link.span = self._span(
-                f"link {opened.agent}", around, opened.at, _genai.link_attributes(opened)
+                f"link {opened.agent}", around, opened.at, _link_attributes(opened)
             )
             _add_events(link.span, link.pending)
         return link.span
 
     def _abandon_call(self, call: _Call) -> None:
         for span in call.spans:
-            _end_with_error(span, time.time(), _ABANDONED, _genai.UNKNOWN_ERROR)
+            _end_with_error(span, time.time(), _ABANDONED, _UNKNOWN_ERROR)
 
     def _abandon_link(self, link: _Link) -> None:
         span = self._ensure_link_span(link, link.context)
-        _end_with_error(span, time.time(), _ABANDONED, _genai.UNKNOWN_ERROR)
+        _end_with_error(span, time.time(), _ABANDONED, _UNKNOWN_ERROR)
 
     def _span(
         self,
         name: str,
         around: context.Context,
         at: float,
-        attributes: _genai.Attributes,
+        attributes: _Attributes,
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
     ) -> trace.Span:
         return self._tracer.start_span(
@@ -261,20 +290,22 @@ class OpenTelemetry:
 def _is_current_agent(name: str) -> bool:
     """Return whether the current span is that of this agent's turn, as AutoGen makes them."""
     attributes = getattr(trace.get_current_span(), "attributes", None)
-    return attributes is not None and _genai.is_agent_span(attributes, name)
+    if attributes is None or attributes.get(_OPERATION) != "invoke_agent":
+        return False
+    return attributes.get(_AGENT) == name
 
 
 def _end_with_error(span: trace.Span, at: float, description: str, kind: str) -> None:
-    span.set_attribute(_genai.ERROR_TYPE, kind)
+    span.set_attribute(_ERROR_TYPE, kind)
     span.set_status(trace.Status(trace.StatusCode.ERROR, description))
     span.end(_nanoseconds(at))
 
 
 def _add_events(span: trace.Span, events: Iterable[Event]) -> None:
     for event in events:
-        span_event = _genai.span_event(event)
-        if span_event is not None:
-            name, attributes = span_event
+        shown = _span_event(event)
+        if shown is not None:
+            name, attributes = shown
             span.add_event(name, attributes, _nanoseconds(event.at))
 
 
@@ -285,3 +316,166 @@ def _drop_oldest(kept: OrderedDict[_Key, _Value], end: Callable[[_Value], None])
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+def _call_attributes(call: CallStarted) -> _Attributes:
+    return {_OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
+
+
+def _call_span_attributes(call: CallStarted) -> _Attributes:
+    stream: _Attributes = {_STREAM: call.stream_id} if call.stream_id is not None else {}
+    return {_AGENT: call.agent, "flashmoa.link.late": call.late, **stream}
+
+
+def _agent_attributes(event: Event) -> _Attributes:
+    model = _model(event) if isinstance(event, CallStarted) else {}
+    return {_OPERATION: "invoke_agent", **_PROVIDER, _AGENT: event.agent, **model}
+
+
+def _answer_attributes(call: CallFinished, content: bool) -> _Attributes:
+    attributes: _Attributes = {} if call.usage is None else _usage_attributes(call.usage)
+    if call.finish_reason is not None:
+        attributes["gen_ai.response.finish_reasons"] = (call.finish_reason,)
+    if content and call.text:
+        reason = "tool_call" if call.finish_reason in _TOOL_CALLS else call.finish_reason or ""
+        parts = [{"type": "text", "content": call.text}]
+        message = {"role": "assistant", "parts": parts, "finish_reason": reason}
+        attributes["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
+    return attributes
+
+
+def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
+    """Return the number of a prompt's tokens by where their KV came from.
+
+    ``streamed``: computed by the call's link before the call; ``cached``: in the cache for another
+    reason; ``late``: computed when the call came.
+    """
+    if usage.cached_tokens is None:
+        return {}
+    streamed = usage.streamed_tokens or 0
+    late = usage.prompt_tokens - usage.cached_tokens
+    return {"streamed": streamed, "cached": usage.cached_tokens - streamed, "late": late}
+
+
+def _link_attributes(opened: LinkOpened) -> _Attributes:
+    return {
+        _AGENT: opened.agent,
+        _STREAM: opened.stream_id,
+        "flashmoa.link.upstream": opened.upstream,
+        **_server(opened.engine),
+    }
+
+
+def _link_error(reason: str) -> str | None:
+    """Return the class name of the error that a link ended with; ``None`` if it was no error."""
+    return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
+
+
+def _span_event(event: Event) -> tuple[str, _Attributes] | None:
+    """Return the name and the attributes of the span event for an event of a link, if any."""
+    match event:
+        case LinkAdvanced():
+            return "flashmoa.link.advanced", {
+                "flashmoa.link.received_tokens": event.received_tokens,
+                "flashmoa.link.prefilled_tokens": event.prefilled_tokens,
+            }
+        case LinkWaits():
+            return "flashmoa.link.waits", {
+                "flashmoa.link.upstream": event.upstream,
+                _REASON: event.reason,
+            }
+        case UpstreamFailed():
+            return "flashmoa.upstream.failed", {
+                "flashmoa.link.upstream": event.upstream,
+                "flashmoa.upstream.failure": event.failure,
+                "flashmoa.upstream.action": event.action,
+            }
+        case LinkDeclined():
+            return "flashmoa.link.declined", {_REASON: event.reason}
+        case LinkClosed():
+            return "flashmoa.link.closed", {_REASON: event.reason}
+        case _:
+            return None
+
+
+def _model(call: CallStarted) -> _Attributes:
+    return {_MODEL: call.model} if call.model else {}
+
+
+def _server(url: str) -> _Attributes:
+    where = urlsplit(url)
+    if where.hostname is None:
+        return {}
+    port = where.port or (443 if where.scheme == "https" else 80)
+    return {"server.address": where.hostname, "server.port": port}
+
+
+def _usage_attributes(usage: PromptUsage) -> _Attributes:
+    values: dict[str, int | str | None] = {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "flashmoa.usage.cached_tokens": usage.cached_tokens,
+        "flashmoa.usage.streamed_tokens": usage.streamed_tokens,
+        "flashmoa.usage.late_tokens": usage.late_tokens,
+        "flashmoa.link.status": usage.prompt_stream.status if usage.prompt_stream else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class _Meters:
+    """Measures calls, their tokens, and how links ended."""
+
+    def __init__(self, meter: metrics.Meter) -> None:
+        self._duration = meter.create_histogram(
+            "gen_ai.client.operation.duration",
+            "s",
+            "GenAI operation duration.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._first_chunk = meter.create_histogram(
+            "gen_ai.client.operation.time_to_first_chunk",
+            "s",
+            "Time to receive the first chunk of a streamed answer.",
+            explicit_bucket_boundaries_advisory=_SECONDS,
+        )
+        self._tokens = meter.create_histogram(
+            "gen_ai.client.token.usage",
+            "{token}",
+            "Number of input and output tokens used.",
+            explicit_bucket_boundaries_advisory=_TOKENS,
+        )
+        self._prompt = meter.create_counter(
+            "flashmoa.prompt.tokens",
+            "{token}",
+            "Prompt tokens, by where their KV came from: streamed, cached or late.",
+        )
+        self._links = meter.create_counter(
+            "flashmoa.links", "{link}", "Links that have ended, by the reason."
+        )
+
+    def record_answer(
+        self, call: CallStarted, first_token: float | None, event: CallFinished
+    ) -> None:
+        attributes = _call_attributes(call)
+        self._record_duration(call, event, attributes)
+        if first_token is not None:
+            self._first_chunk.record(first_token - call.at, attributes)
+        if event.usage is not None:
+            types = {"input": event.usage.prompt_tokens, "output": event.usage.completion_tokens}
+            for kind, tokens in types.items():
+                self._tokens.record(tokens, {**attributes, "gen_ai.token.type": kind})
+            for source, tokens in _prompt_sources(event.usage).items():
+                self._prompt.add(tokens, {**attributes, "flashmoa.prompt.source": source})
+
+    def record_failure(self, call: CallStarted, event: CallFailed) -> None:
+        self._record_duration(
+            call, event, {**_call_attributes(call), _ERROR_TYPE: event.error_type or _UNKNOWN_ERROR}
+        )
+
+    def record_link_end(self, event: LinkClosed) -> None:
+        error = _link_error(event.reason)
+        self._links.add(1, {_REASON: error or event.reason})
+
+    def _record_duration(self, call: CallStarted, end: CallEvent, attributes: _Attributes) -> None:
+        self._duration.record(end.at - call.at, attributes)

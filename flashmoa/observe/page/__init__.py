@@ -14,8 +14,16 @@ from typing import Any
 
 from flashmoa.observe.calls import Call, calls, handoffs
 from flashmoa.observe.events import CallFailed, Event
-from flashmoa.observe.notes import Note, notes
-from flashmoa.observe.summary import COLUMNS, EXPLANATION, link_status, overlaps, row, summary
+from flashmoa.observe.summary import (
+    COLUMNS,
+    EXPLANATION,
+    Note,
+    link_status,
+    notes,
+    overlaps,
+    row,
+    summary,
+)
 
 _SCRIPTS = ("format.js", "card.js", "layout.js", "chart.js", "view.js", "page.js")
 # How many characters of an answer, and how many decimals of a time, the page gets.

@@ -112,8 +112,8 @@ async def test_agents_whose_prefixes_break_are_named_with_what_it_cost(
 
     assert trace_command.main([str(file)]) == 0
     shown = capsys.readouterr().out
-    assert "clock, call 2: a time in the system message" in shown
-    assert "shuffler, call 2: the order of the tools" in shown
+    assert "clock, call 2: the system message differs" in shown
+    assert "shuffler, call 2: the list of tools differs" in shown
     assert "steady, call" not in shown
 
     arguments = ["--trace", str(file), "--engine", engine.url]
@@ -125,7 +125,7 @@ async def test_agents_whose_prefixes_break_are_named_with_what_it_cost(
         # The engine's cache ends where the doctor, by the engine's tokens, sees the difference.
         (line,) = [line for line in shown.splitlines() if f"{agent}, call 2" in line]
         where = shown.splitlines()[shown.splitlines().index(line) + 1]
-        assert f"differs from its prompt before at token {reused_tokens(broken)} (" in where
+        assert f"from its prompt before at token {reused_tokens(broken)} (" in where
         computed, again = broken.computed_tokens, broken.again_tokens
         assert computed is not None and again is not None
         assert 0.7 * computed < again <= computed

@@ -36,8 +36,8 @@ async def test_break_is_a_note_with_a_remedy(
 ) -> None:
     file = record(tmp_path / "run.jsonl", "It is 9:59.", "It is 10:00.")
     (finding,) = await check_prefixes(file)
-    assert finding.level == "note" and "a time in the system message" in finding.text
-    assert finding.remedy == "leave such values out, or put them at the end of the last message"
+    assert finding.level == "note" and "the system message differs" in finding.text
+    assert finding.remedy == "put what differs at the end of the last message"
     arguments = ["--trace", str(file)]
     assert await anyio.to_thread.run_sync(doctor.main, arguments) == 0
     report = capsys.readouterr().out

@@ -1,32 +1,93 @@
-"""Where prompts stop sharing a prefix is found and explained."""
+"""Where prompts stop sharing a prefix is found, and what that cost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os.path import commonprefix
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.observe.prefix_breaks import find_breaks
-from flashmoa.observe.prompt_text import common_prefix
-from tests.unit.observe.prompts import (
-    ANSWER,
-    MORE,
-    READ,
-    SEARCH,
-    SYSTEM,
-    TASK,
-    Messages,
-    Tools,
-    call,
-    compare,
-    only_break,
-    render,
-    system,
-    tool,
-    user,
+from flashmoa.engine import PromptUsage
+from flashmoa.observe import CallFinished, CallStarted, PromptSent, prefix_breaks
+from flashmoa.observe.calls import Call
+from flashmoa.observe.prefix_breaks import (
+    PrefixBreak,
+    RenderedPrompt,
+    common_prefix,
+    count_repeated,
+    find_breaks,
+    group_breaks,
 )
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+
+SYSTEM = {"role": "system", "content": "You are a writer."}
+TASK = {"role": "user", "content": "Write a plan."}
+ANSWER = {"role": "assistant", "content": "First, walk."}
+MORE = {"role": "user", "content": "Go on, please."}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "A tool.", **fields}}
+
+
+def call(
+    messages: Messages,
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    agent: str = "writer",
+    at: float = 0.0,
+    answer: str = "",
+    usage: PromptUsage | None = None,
+    **sent: Any,
+) -> Call:
+    """Make a call; ``at`` is also its id."""
+    who = {"agent": agent, "engine": "http://e", "call_id": str(at)}
+    prompt = PromptSent(**who, at=at, messages=messages, tools=list(tools), **sent)
+    finished = CallFinished(**who, at=at + 0.9, text=answer, usage=usage)
+    return Call(CallStarted(**who, at=at, model="m"), at + 0.5, finished, prompt)
+
+
+def used(prompt: int, cached: int | None, streamed: int | None = None) -> PromptUsage:
+    return PromptUsage(
+        prompt_tokens=prompt,
+        completion_tokens=5,
+        cached_tokens=cached,
+        streamed_tokens=streamed,
+    )
+
+
+def only_break(earlier: Call, later: Call) -> PrefixBreak:
+    (found,) = find_breaks([earlier, later])
+    return found
+
+
+def compare(
+    old: Messages, new: Messages, old_tools: Tools | None = None, new_tools: Tools | None = None
+) -> PrefixBreak:
+    return only_break(call(old, old_tools or []), call(new, new_tools or [], at=1.0))
+
+
+def render(messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> RenderedPrompt:
+    """Render messages as many chat templates do."""
+    shown = "".join(f"<tool>{one}</tool>" for one in tools)
+    turns = (f"<|{one['role']}|>\n{one['content']}" for one in messages)
+    return RenderedPrompt(shown + "<|end|>\n".join(turns), "<|end|>\n<|assistant|>\n")
+
+
+def system(text: str) -> Messages:
+    return [{"role": "system", "content": text}, TASK]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+SEARCH, READ = tool("search"), tool("read")
 
 
 def shared_length(one: str, other: str) -> int:
@@ -59,7 +120,7 @@ def test_first_difference_is_the_first(
     for broken in find_breaks([call(old, old_tools), call(new, new_tools, at=1.0)]):
         assert broken.old[: broken.at] == broken.new[: broken.at]
         assert broken.old[broken.at] != broken.new[broken.at]
-        assert broken.changes
+        assert broken.place and broken.remedy
         assert 0 <= broken.repeated <= 1
 
 
@@ -101,120 +162,55 @@ def test_prompt_that_begins_with_the_one_before_is_never_reported(
     assert not find_breaks(calls, rendered)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "kind", "text"),
-    [
-        ("It is 2025-11-23T10:15:02Z.", "It is 2025-11-23T10:15:07Z.", "value", "a time"),
-        ("Now: 9:59 AM.", "Now: 10:00 AM.", "value", "a time"),
-        ("At 1763892902.51 you", "At 1763892907.02 you", "value", "a time"),
-        ("Today is 2025-11-23.", "Today is 2025-12-01.", "value", "a date"),
-        ("Today is 11/23/2025.", "Today is 11/24/2025.", "value", "a date"),
-        ("Today is November 30, 2025.", "Today is December 1, 2025.", "value", "a date"),
-        ("It is Sunday.", "It is Monday.", "value", "a date"),
-        (
-            "Run 3f2b8c1e-0f4d-4c57-9d5a-2f6f0b9d8a11.",
-            "Run 9d8a11aa-0f4d-4c57-9d5a-2f6f0b3f2b8c.",
-            "value",
-            "a UUID",
-        ),
-        ("Session call_8aX1.", "Session call_9bY2.", "value", "an identifier"),
-        ("Turn 9 of 10.", "Turn 10 of 10.", "value", "a counter or another number"),
-        ("Be brief.\n\nWrite.", "Be brief.\nWrite.", "white space", "white space"),
-        ("Be brief. ", "Be brief.", "white space", "white space"),
-        ("<think>Hm.</think>Be brief.", "Be brief.", "thought", "a thought"),
-        ("Be brief.", "Be brief. Be kind.", "text", None),
-        ("You are A.", "You are B.", "text", None),
-    ],
-)
-def test_what_changed_in_a_text_is_named(old: str, new: str, kind: str, text: str | None) -> None:
-    (change,) = compare(system(f"{old} Help!"), system(f"{new} Help!")).changes
-    assert change.kind == kind
-    assert change.text == (f"{text} in the system message" if text else "the system message")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        ([SEARCH, READ], [READ, SEARCH], "the order of the tools"),
-        ([SEARCH, READ], [SEARCH], "the tool read, which is left out"),
-        ([SEARCH], [SEARCH, READ], "the tool read, which is new"),
-        ([SEARCH], [], "the tools, of which there are none now"),
-        ([], [SEARCH], "the tools, of which there are none before"),
-        (
-            [SEARCH, READ],
-            [tool("search", description="Finds."), READ],
-            "the definition of the tool search",
-        ),
-        (
-            [tool("search", description="As of 2025-11-23.")],
-            [tool("search", description="As of 2025-11-24.")],
-            "a date of the tool search",
-        ),
-        (
-            [{"type": "function", "function": {"name": "search", "strict": True}}],
-            [{"type": "function", "function": {"strict": True, "name": "search"}}],
-            "the order of the keys in the tool search",
-        ),
-        ([SEARCH], [SEARCH, SEARCH], "the tools, of which some come twice"),
-        (
-            ["search"],
-            ["read"],
-            'the tool "search", which is left out, the tool "read", which is new',
-        ),
-    ],
-)
-def test_what_changed_in_tools_is_named(old: Tools, new: Tools, text: str) -> None:
-    (change,) = compare([SYSTEM, TASK], [SYSTEM, TASK], old, new).changes
-    assert change.text == text
-
-
 ONE, TWO, THREE = user("One."), user("Two."), user("Three.")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "kind", "text"),
+    ("old", "new", "place", "before", "now"),
     [
+        ([SYSTEM, ONE], [user("Be brief."), ONE], "message 1 (user)", "system:", "user:"),
+        ([SYSTEM], [{**SYSTEM, "content": "You"}], "the system message", " are a", "user"),
+        ([SYSTEM, ONE, TWO], [SYSTEM, TWO, MORE], "message 2 (user)", "One.", "Two."),
         (
-            [ONE, TWO, THREE],
-            [THREE, MORE],
-            "history",
-            "2 messages left out before message 2 (user)",
-        ),
-        (
-            [ONE, TWO, THREE],
-            [TWO, ONE, THREE],
-            "history",
-            "the order of the messages from message 2 (user) on",
-        ),
-        ([ONE, TWO], [MORE, ONE, TWO], "history", "1 message put in before message 2 (user)"),
-        ([ONE, TWO], [user("A summary."), MORE], "text", "message 2 (user)"),
-        ([ONE, ANSWER], [ONE, {**ANSWER, "role": "user"}], "text", "message 3 (user)"),
-        (
-            [ONE, {**ANSWER, "content": "<think>Hm.\n</think>\n\nFirst."}, TWO],
-            [ONE, {**ANSWER, "content": "First."}, TWO],
-            "thought",
-            "a thought in message 3 (assistant)",
-        ),
-        (
-            [ONE, {**ANSWER, "reasoning_content": "Hm."}, TWO],
+            [ONE, {**ANSWER, "name": "a"}, TWO],
             [ONE, ANSWER, TWO],
-            "thought",
-            "a thought in message 3 (assistant)",
+            "message 2 (assistant)",
+            " {",
+            "",
         ),
+        ([ONE, ANSWER], [ONE, {**ANSWER, "role": "user"}], "message 2 (user)", "assist", "user"),
     ],
 )
-def test_what_changed_in_the_history_is_named(
-    old: Messages, new: Messages, kind: str, text: str
+def test_the_first_message_that_differs_is_named_with_both_texts(
+    old: Messages, new: Messages, place: str, before: str, now: str
 ) -> None:
-    (change,) = compare([SYSTEM, *old], [SYSTEM, *new]).changes
-    assert (change.kind, change.text) == (kind, text)
+    broken = compare([*old, THREE], [*new, THREE])
+    assert broken.place == place
+    lines = broken.describe().splitlines()
+    assert lines[0] == f"writer, call 2: {place} differs"
+    assert before in lines[3] and now in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([SEARCH, READ], [READ, SEARCH]),
+        ([SEARCH], [SEARCH, READ]),
+        ([SEARCH], []),
+        ([SEARCH, READ], [tool("search", description="Finds."), READ]),
+        ([{"name": "a", "strict": True}], [{"strict": True, "name": "a"}]),
+    ],
+)
+def test_tools_that_differ_are_named_before_messages(old: Tools, new: Tools) -> None:
+    broken = compare(system("Turn 1."), system("Turn 2."), old, new)
+    assert broken.place == "the list of tools" and "same tools" in broken.remedy
 
 
 def test_answer_that_returns_without_its_thought_is_a_break() -> None:
     """The engine has the answer as it was written; the history has it without the thought."""
     earlier = call([SYSTEM, TASK], answer="<think>Hm.</think>First, walk.")
     broken = only_break(earlier, call([SYSTEM, TASK, ANSWER, MORE], at=1.0))
-    assert broken.changes[0].text == "a thought in message 3 (assistant)"
+    assert broken.place == "message 3 (assistant)"
     assert broken.new[broken.at :].startswith("First, walk.")
 
 
@@ -225,9 +221,8 @@ def test_what_only_the_chat_template_changes_is_said_so() -> None:
     # Templates of models that think show only the newest thoughts.
     shown = [old[0], old[1], {"role": "assistant", "content": "Go."}, ONE]
     (broken,) = find_breaks(calls, {"0.0": render(old), "1.0": render([*shown, TWO])})
-    (change,) = broken.changes
-    assert change.kind == "thought"
-    assert change.text == "a thought in what the chat template makes of the same messages"
+    assert broken.place == "what the chat template makes of the same messages"
+    assert broken.old[broken.at :].startswith("<think>")
 
 
 def test_what_the_chat_template_does_not_show_is_no_break() -> None:
@@ -236,3 +231,146 @@ def test_what_the_chat_template_does_not_show_is_no_break() -> None:
     calls = [call(named), call(other, at=1.0)]
     assert len(find_breaks(calls)) == 1
     assert not find_breaks(calls, {"0.0": render(named), "1.0": render(other)})
+
+
+def test_settings_of_the_request_are_compared() -> None:
+    prompt = [SYSTEM, TASK]
+    thinking = call(prompt, at=1.0, template_args={"enable_thinking": False})
+    salted = call(prompt, at=2.0, namespace={"cache_salt": "s"})
+    places = [one.place for one in find_breaks([call(prompt), thinking, salted])]
+    assert places == [
+        "the request's enable_thinking",
+        "the request's enable_thinking and cache_salt",
+    ]
+
+
+def test_only_settings_that_change_a_prompts_beginning_break_its_prefix() -> None:
+    plain = call(LONG, at=0.0)
+    forced = call(LONG, at=1.0, options={"tool_choice": "required", "continue_final_message": True})
+    low = call(LONG, at=2.0, options={"reasoning_effort": "low"})
+    assert find_breaks([plain, forced]) == []
+    (found,) = find_breaks([plain, low])
+    assert found.place == "the request's reasoning_effort"
+
+
+def test_prompts_with_another_cache_salt_share_nothing() -> None:
+    """The engine renders them alike, but does not share their KV."""
+    salted = call(LONG, at=1.0, namespace={"cache_salt": "s"}, usage=used(1000, 0))
+    same = render(LONG)
+    (broken,) = find_breaks([call(LONG), salted], {"0.0": same, "1.0": same})
+    assert broken.at == 0 and broken.place == "the request's cache_salt"
+    assert (broken.again_tokens or 0) > 950
+
+
+GUIDE = user("A guide to the mountains. " * 50)
+
+
+def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_common() -> None:
+    planner = [{"role": "system", "content": "You plan."}, GUIDE]
+    reviewer = [{"role": "system", "content": "You review."}, GUIDE]
+    calls = [
+        call(planner, agent="planner"),
+        call([{"role": "system", "content": "You sing."}, TASK], agent="singer", at=1.0),
+        call(reviewer, agent="reviewer", at=2.0),
+        # It shares the guide with the reviewer, so the planner's prompt does not matter.
+        call([*reviewer, MORE], agent="critic", at=3.0),
+        # It leaves the critic's prompt behind the guide, where nothing that it could share is left.
+        call([*reviewer, TASK], agent="editor", at=4.0),
+    ]
+    (broken,) = find_breaks(calls)
+    assert (broken.call.agent, broken.earlier.agent) == ("reviewer", "planner")
+    assert broken.repeated > 0.9
+    assert "from the prompt of planner at" in broken.describe()
+
+
+def test_prompts_of_other_engines_and_models_are_not_compared() -> None:
+    one, other, third = (call(system(f"Turn {turn}."), at=turn) for turn in (1.0, 2.0, 3.0))
+    other.started = CallStarted(agent="writer", engine="http://other", call_id="2.0", model="m")
+    third.started = CallStarted(agent="writer", engine="http://e", call_id="3.0", model="n")
+    assert not find_breaks([one, other, third])
+    # A call without a prompt, as in traces without prompts, is left out.
+    third.prompt = None
+    assert not find_breaks([third, third])
+
+
+LONG = [SYSTEM, *(user(f"{number} " + "word " * 20) for number in range(9))]
+
+
+def turn(number: int, usage: PromptUsage | None) -> Call:
+    messages = [{"role": "system", "content": f"Turn {number}."}, *LONG[1:]]
+    return call(messages, at=float(number), usage=usage)
+
+
+def test_cost_is_what_was_computed_again() -> None:
+    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 20)))
+    assert broken.computed_tokens == 980
+    assert broken.again_tokens == 979  # A few are of the number, which is new.
+    # Nothing is computed again if another prompt was in the cache.
+    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 995)))
+    assert broken.again_tokens == 5
+    # What a link computed ahead of the call was in the cache when the call came.
+    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 900, streamed=880)))
+    assert (broken.computed_tokens, broken.again_tokens) == (980, 979)
+    assert "(880 ahead of the call)" in broken.describe()
+    # The engine may report nothing, or no cached tokens.
+    broken = only_break(turn(1, None), turn(2, None))
+    assert (broken.computed_tokens, broken.again_tokens) == (None, None)
+    assert "not known" in broken.describe()
+    broken = only_break(turn(1, None), turn(2, used(1000, None)))
+    assert broken.computed_tokens is None
+    assert 950 < (broken.again_tokens or 0) <= 1000
+
+
+def test_new_text_does_not_count_as_computed_again() -> None:
+    kept = LONG[5:]
+    new = user("new " * 500)
+    broken = only_break(call(LONG), call([SYSTEM, *kept, new], at=1.0, usage=used(3000, 10)))
+    kept_share = sum(len(one["content"]) for one in kept) / (len(new["content"]) + 600)
+    assert (broken.again_tokens or 0) == pytest.approx(3000 * kept_share, rel=0.1)
+
+
+def test_breaks_of_one_agent_for_one_reason_are_grouped() -> None:
+    calls = [turn(number, used(1000, 20)) for number in range(1, 5)]
+    cheap = call([{"role": "system", "content": "Turn 5."}, TASK], at=5.0, usage=used(1000, 999))
+    (group,) = group_breaks(find_breaks([*calls, cheap]))
+    assert (group.count, group.again_tokens) == (3, 2937)
+    assert group.describe().splitlines()[-1] == (
+        "  3 times in all, about 2,937 tokens computed again"
+    )
+
+
+def test_description_shows_the_difference_in_its_context() -> None:
+    broken = only_break(turn(1, used(1000, 0)), turn(2, used(1000, 20)))
+    assert broken.describe().splitlines() == [
+        "writer, call 2: the system message differs",
+        "  from its prompt before at character 13 of 996 of its tools and messages",
+        "  common  'system: Turn '",
+        "  before  '1.\\nuser: 0 word word word word word word word wo…'",
+        "  now     '2.\\nuser: 0 word word word word word word word wo…'",
+        "  cost    980 of 1,000 prompt tokens computed, about 979 of them again; first token after "
+        "500 ms",
+    ]
+
+
+def test_the_time_for_prompts_of_many_agents_does_not_grow_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a trace of OpenAI's client, each call may have an agent's name of its own."""
+    compared: list[int] = []
+
+    def count(old: list[str], new: list[str], first: int) -> int:
+        compared.append(first)
+        return count_repeated(old, new, first)
+
+    monkeypatch.setattr(prefix_breaks, "count_repeated", count)
+    calls = [
+        call([SYSTEM, GUIDE, user(f"Question {number}.")], agent=f"agent {number}", at=number)
+        for number in range(400)
+    ]
+    # It shares nothing with those before, and more than enough with the very first one.
+    other = call([GUIDE, SYSTEM, user("Question.")], agent="other", at=400)
+    again = call([SYSTEM, GUIDE, user("Question 0.")], agent="again", at=401)
+    shuffled = [call([GUIDE, MORE], agent=f"late {n}", at=500 + n) for n in range(40)]
+    found = find_breaks([*calls, other, *shuffled, again])
+    assert [broken.call.agent for broken in found] == ["other"]
+    assert len(compared) < 40 * 450

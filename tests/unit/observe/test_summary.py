@@ -19,8 +19,7 @@ from flashmoa.observe import (
     UpstreamFailed,
 )
 from flashmoa.observe.calls import Handoff, calls, handoffs
-from flashmoa.observe.notes import notes
-from flashmoa.observe.summary import Overlap, overlaps, row, seconds, summary
+from flashmoa.observe.summary import Overlap, notes, overlaps, row, seconds, summary
 
 
 def call(

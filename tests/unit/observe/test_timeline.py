@@ -1,4 +1,4 @@
-"""Test the timeline in the terminal, and in Perfetto."""
+"""Test the timeline in the terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -16,7 +14,7 @@ from flashmoa.cli.trace import show
 from flashmoa.engine import PromptUsage, Span, StreamUse
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
 from flashmoa.observe.events import CallEvent
-from flashmoa.observe.timeline import LEGEND, draw, lanes, perfetto
+from flashmoa.observe.timeline import LEGEND, draw, lanes
 
 A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b", "call_id": "b"}
@@ -73,29 +71,6 @@ def renamed(events: Sequence[Event], call_id: str) -> list[Event]:
         replace(event, call_id=call_id) if isinstance(event, CallEvent) else event
         for event in events
     ]
-
-
-SECONDS = st.floats(0, 3, allow_nan=False, allow_infinity=False)
-
-
-@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), max_size=6))
-def test_bars_of_one_perfetto_thread_do_not_overlap(times: list[tuple[float, ...]]) -> None:
-    """Calls of one agent at the same time, and prefills of one during another."""
-    events: list[Event] = []
-    for number, (start, waited, wrote, early) in enumerate(sorted(times)):
-        who = {**A, "call_id": f"{number}"}
-        span = Span(start=start - early, end=start - early / 3, tokens=1)
-        stream = StreamUse(id="s", status="hit", prefills=[span])
-        usage = PromptUsage(prompt_tokens=1, completion_tokens=1, prompt_stream=stream)
-        token = start + waited
-        events += [CallStarted(**who, at=start), FirstToken(**who, at=token)]
-        events.append(CallFinished(**who, at=token + wrote, usage=usage))
-    bars = [entry for entry in perfetto(events)["traceEvents"] if entry["ph"] == "X"]
-    assert len(bars) == 3 * len(times)
-    ends: dict[int, int] = {}
-    for bar in sorted(bars, key=lambda bar: (bar["ts"], bar["dur"])):
-        assert bar["ts"] >= ends.get(bar["tid"], 0) and bar["dur"] >= 0
-        ends[bar["tid"]] = bar["ts"] + bar["dur"]
 
 
 def test_unfinished_call_has_no_bar() -> None:

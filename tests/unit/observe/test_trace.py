@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from flashmoa.observe import (
     ignore,
 )
 from flashmoa.observe.calls import CallReporter, calls
-from flashmoa.observe.timeline import perfetto
 from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
 from tests.unit.observe.test_timeline import EVENTS
 
@@ -194,14 +192,12 @@ def test_only_the_first_line_of_a_trace_is_read_before_it_is_replaced(file: Path
     assert read(file) == []
 
 
-def test_command_shows_timeline_calls_and_links(file: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "perfetto.json"
-    assert command.main([str(file), "--perfetto", str(out)]) == 0
+def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None:
+    assert command.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert "A |" in shown and "█" in shown and "░" in shown
     assert "500 ms" in shown and "hit" in shown
     assert "links, by why they ended: 1 used" in shown
-    assert json.loads(out.read_text()) == perfetto(RUN)
     file.write_text("")
     assert command.main([str(file)]) == 0
     assert "No call in this trace has finished" in capsys.readouterr().out
@@ -221,22 +217,3 @@ def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Ev
     shown = capsys.readouterr().out
     assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
     assert f"... and {4 if run else 3} more; --html shows all" in shown
-
-
-def test_perfetto_shows_prefill_during_upstream_decode() -> None:
-    events: list[dict[str, Any]] = perfetto(RUN)["traceEvents"]
-    threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    assert set(threads) == {"A", "B", "B, prefill ahead"} and len(processes) == 2
-    bars = {(e["tid"], e["cat"]): e for e in events if e["ph"] == "X"}
-    ahead, decode = bars[threads["B, prefill ahead"], "ahead"], bars[threads["A"], "decode"]
-    assert (ahead["ts"], ahead["dur"], ahead["args"]) == (1_000_000, 5_000_000, {"tokens": 500})
-    assert ahead["ts"] < decode["ts"] + decode["dur"] and decode["ts"] < ahead["ts"] + ahead["dur"]
-    (counter,) = [e for e in events if e["ph"] == "C"]
-    assert counter["args"] == {"certain": 400, "prefilled": 300}
-    instants = [e["name"] for e in events if e["ph"] == "i"]
-    assert instants == [
-        "link opened, from A",
-        "A failed (stall); action: finalize",
-        "link closed: used",
-    ]

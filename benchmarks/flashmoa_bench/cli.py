@@ -32,14 +32,10 @@ BENCHMARKS = {
         "linking.handoff",
         "time from one agent's first token to the next agent's (FlashAgents §6.1)",
     ),
-    "handoff_profile": Benchmark(
-        "linking.profile", "where the time from an agent's last token to the next's first goes"
-    ),
     "ablation": Benchmark(
         "linking.ablation", "what streaming and the intra-turn cache each contribute (Table 1)"
     ),
     "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
-    "first_token": Benchmark("linking.first_token", "first tokens of streamed prompts by length"),
     "without_plugin": Benchmark(
         "linking.without_plugin", "links on engines without the plugin, and what the plugin adds"
     ),
@@ -50,9 +46,6 @@ BENCHMARKS = {
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
     "interference": Benchmark(
         "linking.interference", "what the plugin and its streams cost other requests"
-    ),
-    "stream_load": Benchmark(
-        "linking.stream_load", "what many growing prompt streams cost an engine's processes"
     ),
     "client": Benchmark("linking.client", "what linking costs between two agents' calls"),
     "workflows": Benchmark(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -254,10 +253,7 @@ def model_cache(arguments: argparse.Namespace) -> Path:
 
 
 def tokenizer_texts(arguments: argparse.Namespace) -> list[Path]:
-    """Return the files that train a tokenizer: ``--text``, or the same random words every time."""
-    text: Path | None = getattr(arguments, "text", None)
-    if text is not None:
-        return [text]
+    """Return the files that train a tokenizer: the same random words every time."""
     file = arguments.cache / "words.txt"
     if not file.exists():
         dice = random.Random(0)
@@ -267,11 +263,3 @@ def tokenizer_texts(arguments: argparse.Namespace) -> list[Path]:
         scratch.write_text(" ".join(words))
         scratch.replace(file)
     return [file]
-
-
-def single_token_words(model: Path) -> list[str]:
-    """Return the words of a byte-level vocabulary that are one token with the space before them."""
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    return [
-        " " + token[1:] for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha()
-    ]

@@ -29,15 +29,11 @@ def random_ids(dice: random.Random, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """An answer with the time when each token arrived, in seconds of the benchmark's clock.
-
-    ``has_begun`` is set with the first token.
-    """
+    """An answer with the time when each token arrived, in seconds of the benchmark's clock."""
 
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     usage: PromptUsage | None = None
-    has_begun: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def first(self) -> float:
@@ -88,7 +84,6 @@ async def ask(
             answer.ids += delta.token_ids
             answer.times += [now] * len(delta.token_ids)
             answer.usage = delta.usage or answer.usage
-            answer.has_begun.set()
     return answer
 
 
@@ -161,7 +156,6 @@ class Feeder:
     Args:
         known: token ids that the prompt begins with; sent when the feeder is entered.
         source: returns all token ids beyond ``known`` that are written so far.
-        look_seconds: time between two looks at the source.
         expected_output_tokens: length of the answer to the stream's request, if it is known.
     """
 
@@ -170,10 +164,8 @@ class Feeder:
         engine: EngineClient,
         known: Sequence[int],
         source: Callable[[], Sequence[int]],
-        look_seconds: float = _LOOK_SECONDS,
         expected_output_tokens: int | None = None,
     ) -> None:
-        self._look_seconds = clock.machine_seconds(look_seconds)
         prompt = _GrowingPrompt(known, source)
         self._feed = PromptFeed(engine, prompt, expected_output_tokens=expected_output_tokens)
         self._group = anyio.create_task_group()
@@ -212,6 +204,6 @@ class Feeder:
     async def _poll_source(self) -> None:
         """Look at the source at intervals, since sources give no notice when they have more."""
         while not self._has_ended.is_set():
-            with anyio.move_on_after(self._look_seconds):
+            with anyio.move_on_after(clock.machine_seconds(_LOOK_SECONDS)):
                 await self._has_ended.wait()
             self._feed.changed()

@@ -5,9 +5,7 @@ of a known prefix (shared by the C pipelines), A's tokens and a suffix of 10 tok
 from A's first token to B's first token (Eq. 6). It is measured sequentially on stock SGLang, with
 its scheduling policies fcfs and lpm, and linked on FlashMoA.
 
-By default the agents A are clocks, so that one engine suffices. With --upstream-decodes they really
-decode, on a separate engine, and a third way is measured: what a client can do with any server, by
-stateless prefill requests.
+The agents A are clocks, so that one engine suffices.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,7 +25,6 @@ from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.resuming import measured_cells
-from flashmoa_bench.linking import decoding_upstream, heatmap
 from flashmoa_bench.linking.grid import Ways, play_grid
 from flashmoa_bench.linking.overlap import (
     LINKED,
@@ -54,7 +50,7 @@ _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "repeats", "picture", "tps", "prefix", "upstream", "concurrency")
+_FREE_OPTIONS = ("json", "resume", "repeats", "tps", "prefix", "upstream", "concurrency")
 _FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
 
 
@@ -79,17 +75,9 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="measure only cells that are not in the --json file, which is written after each",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw a heat map")
-    decoding_upstream.add_options(parser)
     chosen = parser.parse_args(arguments)
-    if chosen.upstream_decodes:
-        decoding_upstream.check_options(parser, chosen)
-        anyio.run(decoding_upstream.measure, chosen)
-        return 0
     if chosen.resume and not chosen.json:
         parser.error("--resume needs the --json FILE of the run to resume")
-    if chosen.picture and chosen.picture.suffix != ".svg":
-        parser.error("--picture writes SVG; give a name that ends in .svg")
     if chosen.tps and min(chosen.tps) <= 0:
         parser.error("--tps must be above 0")
     anyio.run(_main, chosen)
@@ -119,10 +107,6 @@ async def _main(arguments: argparse.Namespace) -> None:
         await _measure(todo, found, arguments, report)
     cells = [found[workload] for workload in grid]
     show(cells, report.console)
-    if arguments.picture:
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        arguments.picture.write_text(heatmap.draw(cells, "Speed-up: T sequential / T linked"))
-        report.console.print(f"Heat map: {arguments.picture}")
     if todo:
         report.save(_to_results(list(found.values())))
 

@@ -2,9 +2,7 @@
 
 *Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
 stream open. *Latency*: a request that belongs to no workflow, beside workflows on stock SGLang, and
-beside the same workflows with the plugin, unlinked and linked. *Pressure*: the same with workflows
-that need more than the KV pool holds; Stream2LLM found that naive streaming then makes tail
-latencies several times worse. It is measured by itself, because it needs engines with a small pool.
+beside the same workflows with the plugin, unlinked and linked.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -52,9 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--measure",
         nargs="+",
-        choices=("throughput", "latency", "pressure"),
+        choices=("throughput", "latency"),
         default=["throughput", "latency"],
-        help="pressure by itself: it needs engines with a small KV pool",
     )
     mix = parser.add_argument_group("throughput")
     mix.add_argument("--requests", type=positive, default=32, help="requests of a round")
@@ -63,26 +60,19 @@ def main(arguments: Sequence[str]) -> int:
     latency.add_options(parser)
     add_stock_forwards(parser, [512])
     chosen = parser.parse_args(arguments)
-    if "pressure" in chosen.measure and len(chosen.measure) > 1:
-        parser.error("--measure pressure needs an engine of its own: measure it by itself")
-    if chosen.tps <= 0 or chosen.over <= 0:
-        parser.error("--tps and --over must be above 0")
+    if chosen.tps <= 0:
+        parser.error("--tps must be above 0")
     anyio.run(_main, chosen)
     return 0
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("interference", arguments)
-    is_pressure = "pressure" in arguments.measure
-    load = latency.load_from(arguments, pressure=is_pressure)
+    load = latency.load_from(arguments)
     mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
-    pool = load.pool_tokens(arguments.over) if is_pressure else load.pool_tokens(1) + mix + 4096
-    # A modelled GPU has the pool of the GPU unless it is given.
-    small = ("--max-total-tokens", str(pool)) if is_pressure and arguments.device else ()
-    stock = mixed_roles(arguments.stock_forwards) if arguments.measure != ["throughput"] else {}
-    roles = [
-        replace(role, arguments=(*role.arguments, *small)) for role in (*ROLES, *stock.values())
-    ]
+    pool = load.pool_tokens + mix + 4096
+    stock = mixed_roles(arguments.stock_forwards) if "latency" in arguments.measure else {}
+    roles = [*ROLES, *stock.values()]
     results: dict[str, Any] = {}
     async with report.connect(roles, pool) as engines:
         for name in arguments.measure:

@@ -65,10 +65,11 @@ class Load:
     tps: float
     tokens: int
 
-    def pool_tokens(self, over: float) -> int:
-        """Return the size of a KV pool for which the pipelines need ``over`` times the tokens."""
+    @property
+    def pool_tokens(self) -> int:
+        """Return the tokens of KV that the pipelines and the stranger need."""
         each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
-        return int(self.at_once * each / over) + _PROMPT_TOKENS + self.tokens
+        return self.at_once * each + _PROMPT_TOKENS + self.tokens
 
     def make_pipelines(self, dice: random.Random, started: float) -> list[Pipeline]:
         """Make the pipelines, of which the first starts at ``started``."""
@@ -118,30 +119,27 @@ class Neighbours:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part, whose defaults depend on what is measured."""
-    group = parser.add_argument_group("latency and pressure")
+    """Add the options of this part."""
+    group = parser.add_argument_group("latency")
     group.add_argument("--pipelines", type=positive, default=32, help="pipelines of a round")
     group.add_argument(
-        "--at-once", type=positive, help="upstream agents that write at once (8; pressure: 32)"
+        "--at-once", type=positive, default=8, help="upstream agents that write at once"
     )
     group.add_argument(
-        "--prefix", type=positive, help="tokens known of each pipeline (2000; pressure: 400)"
+        "--prefix", type=positive, default=2000, help="tokens known of each pipeline"
     )
     group.add_argument("--upstream", type=positive, default=100, help="tokens of each upstream")
     group.add_argument("--output", type=positive, default=32, help="tokens of each answer")
     group.add_argument("--tps", type=float, default=50.0, help="tokens per second of an upstream")
     group.add_argument("--tokens", type=positive, default=128, help="tokens of a stranger's answer")
-    group.add_argument(
-        "--over", type=float, default=2.0, help="pressure: oversubscription of the KV pool"
-    )
 
 
-def load_from(arguments: argparse.Namespace, *, pressure: bool) -> Load:
+def load_from(arguments: argparse.Namespace) -> Load:
     """Return the load that the command line asks for."""
     return Load(
         arguments.pipelines,
-        arguments.at_once or (32 if pressure else 8),
-        arguments.prefix or (400 if pressure else 2000),
+        arguments.at_once,
+        arguments.prefix,
         arguments.upstream,
         arguments.output,
         arguments.tps,

@@ -26,7 +26,6 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import ask_batch, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
@@ -77,8 +76,6 @@ class EngineMemory:
         device_experts, host_experts: experts on the device and in host memory.
         misses: how often a layer waited for experts that were not being copied.
         kv: the KV pool.
-        peak: most memory that the scheduler process had resident; ``None`` unless the engine was
-            started here.
     """
 
     way: str
@@ -86,7 +83,6 @@ class EngineMemory:
     host_experts: int
     misses: int
     kv: int | None
-    peak: int | None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -205,7 +201,6 @@ async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     memory: list[EngineMemory] = []
     for way, rank in ranks.items():
         experts = rank.experts
-        started = engines.started.get(way)
         memory.append(
             EngineMemory(
                 way=way,
@@ -213,7 +208,6 @@ async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
                 host_experts=0 if experts is None else experts.on_host,
                 misses=0 if experts is None else experts.misses,
                 kv=rank.kv_bytes,
-                peak=None if started is None else peak_resident(started.pid),
             )
         )
     return memory
@@ -285,12 +279,12 @@ def show(rows: Sequence[ForwardRow], memory: Sequence[EngineMemory], console: Co
             _format(row.mfu, "{:.1%}"),
         )
     console.print(table)
-    columns = ("experts on the device", "on the host", "misses", "KV pool", "peak of process")
+    columns = ("experts on the device", "on the host", "misses", "KV pool")
     table = make_table("Memory, MiB", "", *columns)
     for engine in memory:
-        sizes = (engine.device_experts, engine.host_experts, engine.kv, engine.peak)
-        device, host, kv, peak = (_format(size and size / _MIB, "{:,.1f}") for size in sizes)
-        table.add_row(engine.way, device, host, f"{engine.misses:,}", kv, peak)
+        sizes = (engine.device_experts, engine.host_experts, engine.kv)
+        device, host, kv = (_format(size and size / _MIB, "{:,.1f}") for size in sizes)
+        table.add_row(engine.way, device, host, f"{engine.misses:,}", kv)
     console.print(table)
 
 

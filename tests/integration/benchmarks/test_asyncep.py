@@ -7,7 +7,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.prefill.asyncep import ROLES
 
 from flashmoa.cli import bench
@@ -33,7 +32,6 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
         command += ["--tokens", "64", "256", "--prompt", "100", "--repeats", "1"]
         command += ["--peak-tflops", "1", "--json", str(out)]
         assert await anyio.to_thread.run_sync(bench.main, command) == 0
-        peak = peak_resident(h2d.pid)
     found = json.loads(out.read_text())["results"]
     assert [(row["tokens"], row["way"]) for row in found["rows"]] == [
         (size, way) for size in (64, 256) for way in ("resident", "h2d", "kv_free")
@@ -49,6 +47,3 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
         copied["host_experts"] == whole["device_experts"] * (EXPERTS.layers - 1) // EXPERTS.layers
     )
     assert copied["misses"] == 0
-    # An engine that the benchmark has not started may be on another machine.
-    assert copied["peak"] is None
-    assert peak is not None and peak > whole["device_experts"]

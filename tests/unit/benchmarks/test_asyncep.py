@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.harness.processes import peak_resident
 from flashmoa_bench.harness.report import terminal
 from flashmoa_bench.prefill.asyncep import (
     H2D,
@@ -47,8 +45,8 @@ def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixtu
     assert [row.of_resident for row in rows] == [1.0, 0.5, 1.0, 0.8]
     assert rows[0].mfu == pytest.approx((rows[0].teraflops or 0) / 989)
     memory = [
-        EngineMemory(RESIDENT, 1 << 20, 0, 0, 1 << 20, None),
-        EngineMemory(H2D, 1 << 19, 1 << 19, 3, None, 1 << 30),
+        EngineMemory(RESIDENT, 1 << 20, 0, 0, 1 << 20),
+        EngineMemory(H2D, 1 << 19, 1 << 19, 3, 1 << 30),
     ]
     show(rows, memory, terminal())
     assert "1,024.0" in capsys.readouterr().out
@@ -64,7 +62,3 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"model_type": "mamba"}))
     assert flops(tmp_path / "other.json", 10, 10) is None
     assert all(row.teraflops is row.mfu is None for row in summarise(SECONDS, OPTIONS, None))
-
-
-def test_peak_resident_is_none_without_a_scheduler() -> None:
-    assert peak_resident(os.getsid(0)) is None

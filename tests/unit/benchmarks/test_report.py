@@ -1,4 +1,4 @@
-"""Test the pure parts of the benchmarks of links: grids, bounds, summaries, pictures."""
+"""Test the pure parts of the benchmarks of links: grids, bounds, summaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from flashmoa_bench.harness.command_line import make_parser
@@ -15,15 +14,7 @@ from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
-from flashmoa_bench.linking import (
-    ablation,
-    chunk,
-    handoff,
-    heatmap,
-    interference,
-    latency,
-    schedule,
-)
+from flashmoa_bench.linking import ablation, chunk, handoff, interference, latency, schedule
 from flashmoa_bench.linking.agent_workflows import KINDS, make_batches, make_workflows
 from flashmoa_bench.linking.overlap import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
@@ -113,24 +104,6 @@ def test_the_grid_summary_counts_won_and_well_hidden_cells() -> None:
     least, middle, most = total.speedups["lpm"]
     assert (least, most) == (pytest.approx(3.0 / 3.1), pytest.approx(3.0 / 2.1))
     assert least <= middle <= most
-
-
-def test_the_heat_map_is_svg_with_a_tile_per_cell_and_baseline() -> None:
-    cells = [
-        make_cell(3, 3, 2, Workload(10, prefix, 21, count)) for prefix in (5, 6) for count in (1, 2)
-    ]
-    picture = ElementTree.fromstring(heatmap.draw(cells, "a < b & c"))
-    tag = "{http://www.w3.org/2000/svg}"
-    texts = [element.text or "" for element in picture.iter(f"{tag}text")]
-    assert sum(text.endswith("x") for text in texts) == len(cells) * 2
-    assert "a < b & c" in texts
-    assert {"10/5/21", "10/6/21", "vs fcfs", "vs lpm", "C=1", "C=2"} <= set(texts)
-
-
-def test_colours_go_from_red_through_white_to_blue() -> None:
-    assert heatmap.colour(1.0, 2.0) == heatmap.colour(1.0, 1.0) == "#f7f7f7"
-    assert heatmap.colour(2.0, 2.0) == "#2166ac"
-    assert heatmap.colour(0.5, 2.0) == heatmap.colour(0.1, 2.0) == "#b2182b"
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -229,14 +202,14 @@ def test_a_strangers_figures_are_over_all_rounds() -> None:
     assert "9.90 (1.10x)" in console.export_text()
 
 
-def test_pipelines_arrive_evenly_and_need_more_than_the_pool() -> None:
+def test_pipelines_arrive_evenly_and_fit_into_the_pool() -> None:
     load = latency.Load(
         pipelines=8, at_once=4, prefix=100, upstream=40, output=10, tps=20, tokens=16
     )
     pipelines = load.make_pipelines(random.Random(0), 3.0)
     assert [pipeline.started for pipeline in pipelines[:3]] == [3.0, 3.5, 4.0]
     assert pipelines[0].prefix != pipelines[1].prefix
-    assert load.pool_tokens(1) - load.pool_tokens(2) == 4 * (100 + 40 + 10 + 10) / 2
+    assert load.pool_tokens >= 4 * (100 + 40 + 10 + 10) + 16
 
 
 def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:
@@ -251,27 +224,6 @@ def test_urls_must_be_given_for_all_engines_that_are_not_optional() -> None:
         _given_urls(roles, parser.parse_args(["--stock-url", "http://a:1"]))
     given = parser.parse_args(["--stock-url", "http://a:1", "--flashmoa-url", "http://b:1"])
     assert list(_given_urls(roles, given)) == ["stock", "flashmoa"]
-
-
-def test_handoff_refuses_a_picture_that_is_not_svg(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        handoff.main(["--picture", str(tmp_path / "map.png")])
-
-
-def test_handoff_refuses_a_pace_for_an_upstream_that_decodes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        handoff.main(["--upstream-decodes", "--tps", "50"])
-    assert "--upstream-decodes starts its engines" in capsys.readouterr().err
-
-
-def test_interference_refuses_pressure_with_other_measurements(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        interference.main(["--measure", "latency", "pressure"])
-    assert "measure it by itself" in capsys.readouterr().err
 
 
 def test_paths_in_a_report_are_relative_to_this_folder_or_to_home() -> None:

@@ -50,7 +50,7 @@ def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
 
 async def test_missing_or_binary_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # anyio.run() needs a thread without the session's event loop.
-    command = ["handoff", "--upstream-decodes", "--text", str(tmp_path / "no.md")]
+    command = ["score-accuracy", str(tmp_path / "no.txt")]
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

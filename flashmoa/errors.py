@@ -18,7 +18,7 @@
      |         +-- EngineDraining     draining, engine_busy
      +-- UpstreamCancelled            the writer of a linked text was cancelled
      +-- TraceError                   a file is not a trace
-     +-- PlanError                    a team cannot be planned
+     +-- PlanError                    a team cannot be planned (in flashmoa-bench)
      +-- NotForecastable              an agent's next prompt cannot be predicted
      +-- ConfigError, MixtureFailed, BudgetSpent      Mixture-of-Agents
      +-- BadLine, CandidateRefused, NotResumable      scoring

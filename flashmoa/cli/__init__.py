@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from flashmoa.cli import bench, doctor, moa, plan, router, score, serve, trace
+from flashmoa.cli import bench, doctor, moa, router, score, serve, trace
 
 _COMMANDS = {
     "serve": serve.main,
     "bench": bench.main,
-    "plan": plan.main,
+    "plan": bench.plan,
     "trace": trace.main,
     "doctor": doctor.main,
     "moa": moa.main,

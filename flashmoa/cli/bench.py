@@ -1,4 +1,4 @@
-"""``flashmoa bench``: the benchmarks of the package ``flashmoa-bench``, if it is installed."""
+"""``flashmoa bench`` and ``flashmoa plan``, if the package ``flashmoa-bench`` is installed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from importlib import import_module
 from importlib.util import find_spec
 
 _PACKAGE = "flashmoa_bench"
-_MISSING = "flashmoa bench needs the package flashmoa-bench: pip install ./benchmarks"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa_bench.cli.main`` and return its exit status.
+    """Run ``flashmoa bench`` and return its exit status; see :func:`plan`."""
+    return _run("bench", "cli", arguments)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa plan`` and return its exit status.
 
     If the package is not installed, print how to install it and return 1.
     """
+    return _run("plan", "plan.command", arguments)
+
+
+def _run(command: str, module: str, arguments: Sequence[str]) -> int:
     if find_spec(_PACKAGE) is None:
-        print(_MISSING, file=sys.stderr)
+        print(
+            f"flashmoa {command} needs the package flashmoa-bench: pip install ./benchmarks",
+            file=sys.stderr,
+        )
         return 1
-    return int(import_module(f"{_PACKAGE}.cli").main(arguments))
+    return int(import_module(f"{_PACKAGE}.{module}").main(arguments))

@@ -31,10 +31,9 @@ from flashmoa.engine.modelled_gpus import (
     overrun_share,
     read_device,
 )
-from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
 from flashmoa_bench.harness.command_line import make_parser, positive
-from flashmoa_bench.harness.engines import STOCK, model_cache, tokenizer_texts
+from flashmoa_bench.harness.engines import STOCK, make_model
 from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
@@ -103,9 +102,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     short = [row for row in measured_rows() if row.answer <= arguments.answer]
     rows = choose_rows(short, arguments.device_model, arguments.rows)
     report.print_head()
-    model = await anyio.to_thread.run_sync(
-        tiny_model, "test", tokenizer_texts(arguments), model_cache(arguments)
-    )
+    model = await make_model("test", arguments)
     async with local_engines() as engines:
         compared, left_out = await play_rows(
             rows,

@@ -1,4 +1,4 @@
-"""Build the command-line parser that all benchmarks have in common."""
+"""Build the command-line parser that all benchmarks have in common, and options of several."""
 
 from __future__ import annotations
 
@@ -71,3 +71,35 @@ def positive(text: str) -> int:
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {number}")
     return number
+
+
+def add_stock_forwards(parser: argparse.ArgumentParser, default: list[int]) -> None:
+    """Add an option for further stock engines, with mixed chunks of other sizes.
+
+    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
+    stock SGLang depends on the load.
+    """
+    parser.add_argument(
+        "--stock-forwards",
+        type=positive,
+        nargs="*",
+        default=default,
+        metavar="TOKENS",
+        help="--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)",
+    )
+
+
+def mixed_roles(sizes: Sequence[int], *arguments: str) -> dict[str, Role]:
+    """Return the stock engines of :func:`add_stock_forwards` by the names of their ways.
+
+    Args: arguments: further arguments of these engines.
+    """
+    return {
+        f"stock mixed {size}": Role(
+            f"stock_mixed_{size}",
+            plugin=False,
+            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size), *arguments),
+            optional=True,
+        )
+        for size in sizes
+    }

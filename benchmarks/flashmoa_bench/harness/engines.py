@@ -7,15 +7,22 @@ import os
 import random
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.local import WITHOUT_OVERLAP, LocalEngine, LocalEngines, local_engines
+from flashmoa.engine import EngineClient, EngineError, EngineInfo
+from flashmoa.engine.local import (
+    WITHOUT_OVERLAP,
+    LocalEngine,
+    LocalEngines,
+    local_engines,
+)
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
 from flashmoa_bench.harness.pd_pairs import PairStart, start_pd_pairs
@@ -72,12 +79,10 @@ class Engines:
 
     Attributes:
         notes: descriptions of the engines, for reports.
-        started: engines that were started here.
     """
 
     clients: Mapping[str, EngineClient]
     notes: Mapping[str, str]
-    started: Mapping[str, LocalEngine]
 
     def __getitem__(self, name: str) -> EngineClient:
         return self.clients[name]
@@ -107,13 +112,11 @@ async def connect_engines(
     """
     urls = _given_urls(roles, arguments)
     origin = "running, meant to be " if urls else ""
-    started = _Started()
     async with AsyncExitStack() as stack:
         if not urls:
-            started = await stack.enter_async_context(
+            urls = await stack.enter_async_context(
                 _start_engines(roles, arguments, tokens, console, documents)
             )
-            urls = started.urls
         clients = {
             name: await stack.enter_async_context(EngineClient(url)) for name, url in urls.items()
         }
@@ -121,20 +124,23 @@ async def connect_engines(
         notes |= {name: "an engine of a PD pair" for name in urls if name not in notes}
         for role in roles:
             if role.plugin and role.name in clients:
-                await _wait_for_costs(clients[role.name])
-        yield Engines(clients, notes, started.engines)
+                await wait_for_costs(clients[role.name])
+        yield Engines(clients, notes)
 
 
-async def _wait_for_costs(engine: EngineClient) -> None:
+async def wait_for_costs(engine: EngineClient) -> EngineInfo:
     """Wait until the engine has measured what forwards cost, which would disturb a measurement.
 
-    After a minute it is taken not to measure them. Raises: PluginMissing if it has no plugin.
+    Return what it says of itself then. After a minute it is taken not to measure them.
+
+    Raises: PluginMissing if it has no plugin.
     """
     info = await engine.info()
     with anyio.move_on_after(_COSTS_SECONDS):
         while info.costs is None:
             await anyio.sleep(_COSTS_POLL_SECONDS)
             info = await engine.info()
+    return info
 
 
 def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
@@ -147,37 +153,14 @@ def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[st
     return urls
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """What was started here, by name: the engines, and the URLs of engines and routers."""
-
-    engines: dict[str, LocalEngine] = field(default_factory=dict[str, LocalEngine])
-    urls: dict[str, str] = field(default_factory=dict[str, str])
-
-    def add(self, name: str, engine: LocalEngine) -> None:
-        self.engines[name], self.urls[name] = engine, engine.url
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Starts an engine of a role, or each engine of a role that is a pair."""
-
-    engines: LocalEngines
-    role: Role
-    model: Path | str
-    core: int | None
-    arguments: argparse.Namespace
-    tokens: int
-
-    async def __call__(self, more: Sequence[str] = ()) -> LocalEngine:
-        """Start an engine with ``more`` arguments than those of the role."""
-        plugin = {} if self.role.plugin else STOCK
-        return await self.engines.start(
-            self.model,
-            core=self.core,
-            arguments=[*_engine_arguments(self.role, self.arguments, self.tokens), *more],
-            environment={**device_environment(self.arguments, self.role.name), **plugin},
-        )
+async def _start(
+    engines: LocalEngines,
+    model: Path | str,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    more: Sequence[str] = (),
+) -> LocalEngine:
+    return await engines.start(model, arguments=[*arguments, *more], **settings)
 
 
 @asynccontextmanager
@@ -187,15 +170,14 @@ async def _start_engines(
     tokens: int,
     console: Console,
     documents: Sequence[Path],
-) -> AsyncGenerator[_Started]:
+) -> AsyncGenerator[dict[str, str]]:
+    """Start engines for all roles, and yield the URLs of engines and routers, by name."""
     if find_spec("sglang") is None or find_spec("flashmoa_sglang") is None:
         raise EngineError("SGLang and the plugin are not installed here; give engines' URLs")
     models: dict[str, Path] = {}
     for shape in {role.shape or arguments.shape for role in roles if role.model is None}:
         with console.status(f"making a tiny model of shape {shape}"):
-            models[shape] = await anyio.to_thread.run_sync(
-                tiny_model, shape, documents or tokenizer_texts(arguments), model_cache(arguments)
-            )
+            models[shape] = await make_model(shape, arguments, documents)
     cores = {role.name: arguments.core if role.core is None else role.core for role in roles}
     if arguments.device:
         # These engines mostly sleep, and must not wait for one another.
@@ -203,25 +185,45 @@ async def _start_engines(
     async with AsyncExitStack() as stack:
         with console.status("importing SGLang, once for all engines"):
             engines = await stack.enter_async_context(local_engines())
-        started, pairs = _Started(), dict[str, PairStart]()
+        urls, pairs = dict[str, str](), dict[str, PairStart]()
         with console.status(f"starting {len(roles)} engines"):
             for role in roles:
                 model = role.model or served_model(arguments, models[role.shape or arguments.shape])
-                start = _Start(engines, role, model, cores[role.name], arguments, tokens)
+                settings: dict[str, Any] = {
+                    "core": cores[role.name],
+                    "environment": {
+                        **device_environment(arguments, role.name),
+                        **({} if role.plugin else STOCK),
+                    },
+                }
+                start = partial(
+                    _start, engines, model, _engine_arguments(role, arguments, tokens), settings
+                )
                 if role.is_pd_pair:
                     pairs[role.name] = PairStart(start, shell=role.plugin)
-                else:
-                    started.add(role.name, await start())
-                    if role.plugin and not arguments.device:
-                        # An engine that starts on the same core would disturb it.
-                        async with EngineClient(started.urls[role.name]) as client:
-                            await _wait_for_costs(client)
+                    continue
+                urls[role.name] = (await start()).url
+                if role.plugin and not arguments.device:
+                    # An engine that starts on the same core would disturb it.
+                    async with EngineClient(urls[role.name]) as client:
+                        await wait_for_costs(client)
             for name, pair in (await stack.enter_async_context(start_pd_pairs(pairs))).items():
-                started.add(f"{name}_prefill", pair.prefill)
-                started.add(f"{name}_decode", pair.decode)
-                started.urls[name] = pair.url
+                urls |= {f"{name}_prefill": pair.prefill.url, f"{name}_decode": pair.decode.url}
+                urls[name] = pair.url
         stack.enter_context(_keep_off_cores({core for core in cores.values() if core is not None}))
-        yield started
+        yield urls
+
+
+async def make_model(
+    shape: str, arguments: argparse.Namespace, documents: Sequence[Path] = ()
+) -> Path:
+    """Return the folder of a tiny model, which is made at the first time.
+
+    Args:
+        documents: files on which its tokenizer is trained; without any, on random words.
+    """
+    texts, cache = documents or [_random_words(arguments.cache)], arguments.cache / "models"
+    return await anyio.to_thread.run_sync(tiny_model, shape, texts, cache)
 
 
 def _engine_arguments(role: Role, arguments: argparse.Namespace, tokens: int) -> list[str]:
@@ -247,14 +249,9 @@ def _keep_off_cores(cores: set[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-def model_cache(arguments: argparse.Namespace) -> Path:
-    """Return the folder in which tiny models are kept."""
-    return arguments.cache / "models"
-
-
-def tokenizer_texts(arguments: argparse.Namespace) -> list[Path]:
-    """Return the files that train a tokenizer: the same random words every time."""
-    file = arguments.cache / "words.txt"
+def _random_words(cache: Path) -> Path:
+    """Return a file of random words, the same ones every time."""
+    file = cache / "words.txt"
     if not file.exists():
         dice = random.Random(0)
         words = ("".join(dice.choices(_SYLLABLES, k=dice.randint(1, 4))) for _ in range(_WORDS))
@@ -262,4 +259,4 @@ def tokenizer_texts(arguments: argparse.Namespace) -> list[Path]:
         scratch = file.with_suffix(".partial")
         scratch.write_text(" ".join(words))
         scratch.replace(file)
-    return [file]
+    return file

@@ -38,7 +38,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         SLOWDOWN_OPTION,
-        type=_slowdown,
+        type=slowdown,
         default=1.0,
         metavar="K",
         help="factor of all times of the GPU, for a machine that does not keep up; at least 1",
@@ -51,7 +51,7 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _slowdown(text: str) -> float:
+def slowdown(text: str) -> float:
     """Parse a factor. Raises: argparse.ArgumentTypeError if it is below 1.
 
     A faster GPU would shorten a run, but not what HTTP takes and how far apart requests arrive. So

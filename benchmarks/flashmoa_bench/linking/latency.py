@@ -21,12 +21,11 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.command_line import mixed_roles, positive
 from flashmoa_bench.harness.engines import Engines
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
-from flashmoa_bench.harness.stock_forwards import mixed_roles
 from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
 
 # Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock

@@ -19,11 +19,15 @@ from statistics import mean, median
 import anyio
 from rich.console import Console
 
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import (
+    add_stock_forwards,
+    make_parser,
+    mixed_roles,
+    positive,
+)
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile
-from flashmoa_bench.harness.stock_forwards import add_stock_forwards, mixed_roles
 from flashmoa_bench.linking.agent_workflows import (
     Kinds,
     make_batches,

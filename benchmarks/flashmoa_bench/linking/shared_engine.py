@@ -20,12 +20,11 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser
+from flashmoa_bench.harness.command_line import add_stock_forwards, make_parser, mixed_roles
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
-from flashmoa_bench.harness.stock_forwards import add_stock_forwards, mixed_roles
 
 ROLES = (
     Role("stock", plugin=False),

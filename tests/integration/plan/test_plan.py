@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
-from flashmoa.cli.plan import main
+from flashmoa.cli.bench import plan as main
 from flashmoa.engine import modelled_gpus
 from tests.conftest import ROOT
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from flashmoa_bench.cli import BENCHMARKS
 
@@ -16,7 +18,8 @@ def test_the_help_of_flashmoa_mentions_bench(
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
-    assert "flashmoa bench NAME" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "flashmoa bench NAME" in printed and "flashmoa plan FILE" in printed
 
 
 def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
@@ -36,11 +39,15 @@ def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixtur
     assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
 
 
-def test_bench_without_its_package_reports_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "run"), [("bench", bench.main), ("plan", bench.plan)])
+def test_commands_without_their_package_report_how_to_install_it(
+    name: str,
+    run: Callable[[Sequence[str]], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda _name: None)
-    assert bench.main(["chunk"]) == 1
+    assert run(["chunk"]) == 1
     assert capsys.readouterr().err == (
-        "flashmoa bench needs the package flashmoa-bench: pip install ./benchmarks\n"
+        f"flashmoa {name} needs the package flashmoa-bench: pip install ./benchmarks\n"
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from flashmoa.plan.errors import PlanError
-from flashmoa.plan.placement import answer_lengths, place
+from flashmoa_bench.plan.planning import answer_lengths, place
+from flashmoa_bench.plan.team import PlanError
 
 ADDRESSES = {"a": ("one", "m"), "b": ("one", "m"), "c": ("two", "m"), "d": ("one", "n")}
 
@@ -21,12 +20,12 @@ def test_agents_are_spread_in_turn_over_another_number_of_engines() -> None:
 
 
 def test_a_user_places_single_agents() -> None:
-    assert place(ADDRESSES, 2, {"a": 1}) == {"a": 1, "b": 1, "c": 0, "d": 1}
+    assert place(ADDRESSES, 2, {"a": 2}) == {"a": 1, "b": 1, "c": 0, "d": 1}
 
 
 @pytest.mark.parametrize(
     ("pinned", "problem"),
-    [({"x": 0}, "names 'x'"), ({"a": 3}, "a=4: the engines are 1 to 3; .* --engines 4")],
+    [({"x": 1}, "names 'x'"), ({"a": 4}, "a=4: the engines are 1 to 3; .* --engines 4")],
 )
 def test_an_unknown_agent_or_engine_is_refused(pinned: dict[str, int], problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
@@ -35,10 +34,10 @@ def test_an_unknown_agent_or_engine_is_refused(pinned: dict[str, int], problem: 
 
 def test_a_length_by_name_comes_before_one_for_all_and_that_before_the_clients() -> None:
     configured = {"a": 400, "b": None}
-    assert answer_lengths(configured, 30, {"a": 7}) == {"a": 7, "b": 30}
-    assert answer_lengths(configured, None, {"b": 9}) == {"a": 400, "b": 9}
+    assert answer_lengths(configured, {None: 30, "a": 7}) == {"a": 7, "b": 30}
+    assert answer_lengths(configured, {"b": 9}) == {"a": 400, "b": 9}
 
 
 def test_an_agent_without_a_length_is_named() -> None:
     with pytest.raises(PlanError, match="the client of b has no max_tokens"):
-        answer_lengths({"a": 400, "b": None}, None, {})
+        answer_lengths({"a": 400, "b": None}, {})

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flashmoa_bench.plan.report import show
+from flashmoa_bench.plan.result import PlanResult, summarise
+from flashmoa_bench.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 from rich.console import Console
 
 from flashmoa.engine import PromptUsage
 from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined, PromptSent
-from flashmoa.plan.report import show
-from flashmoa.plan.result import PlanResult, summarise
-from flashmoa.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 
 GPUS = {"engine 1": "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"}
 STEPS = {"engine 1": 0.01}

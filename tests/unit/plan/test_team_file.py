@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from flashmoa_bench.plan.runs import limit_turns, modelled_client
+from flashmoa_bench.plan.team import (
+    LoadedTeam,
+    PlanError,
+    TeamFile,
+    check_plannable,
+    find_callers,
+)
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, watch
-from flashmoa.plan.errors import PlanError
-from flashmoa.plan.runs import limit_turns, modelled_client
-from flashmoa.plan.team_file import LoadedTeam, TeamFile
-from flashmoa.plan.team_members import check_plannable, find_callers
 from tests.conftest import ROOT
 from tests.unit.plan import teams
 
@@ -174,7 +178,7 @@ async def test_a_modelled_client_keeps_what_makes_the_prompt(tmp_path: Path) -> 
     caller = find_callers((await load(tmp_path, text)).team)[1]
     client = modelled_client(caller, "http://127.0.0.1:9", 30)
     caller.replace_client(client)
-    assert caller.holders[0].owner._model_client is client
+    assert caller.holders[0][0]._model_client is client
     assert client._add_name_prefixes
     assert client._create_args["max_tokens"] == 30
     assert client._create_args["temperature"] == 0

@@ -1,14 +1,89 @@
-"""Compute the answers of a plan from its rounds (``summarise``)."""
+"""Compute the answers of a plan from its rounds (``summarise``).
+
+The end of a run waits for some of its calls only (``critical_path``). Between two of them the run
+waits for the later one's prompt to be prefilled. Links could at best have prefilled all of it
+before, since it consists of text that was known when the run began, and of text that was written by
+then; only one step of the engine is left, for the last token. There has to be time for it, too: as
+long as the run had lasted. The bound is what links could have saved so.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from flashmoa.plan.bound import Wait, bound, waits
-from flashmoa.plan.runs import WAYS, Round, TeamRun
+from flashmoa.observe.calls import Call
+from flashmoa_bench.harness.critical_path import critical_path, end_of
+from flashmoa_bench.plan.runs import WAYS, Round, TeamRun
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Says how long a run waited for one call; times in seconds.
+
+    Attributes:
+        turn: number of the agent's call, from 1.
+        prefill: from the request to its first token: the queue, the prefill and one step.
+        avoidable: the part of ``prefill`` that links could hide at most.
+        decode: from the first token to the last.
+        is_estimated: whether the answer came in one piece, as of an agent with tools, so that its
+            first token was not seen: then ``decode`` is as many of the engine's steps as tokens.
+    """
+
+    agent: str
+    turn: int
+    engine: str
+    prompt_tokens: int
+    prefill: float
+    avoidable: float
+    decode: float
+    is_estimated: bool = False
+
+
+def waits(
+    calls: Sequence[Call], steps: Mapping[str, float], path: Sequence[Call] | None = None
+) -> list[Wait]:
+    """Return what a run waited for in each call of its critical path.
+
+    Args:
+        steps: seconds of a decode step of one request on each engine.
+        path: other calls, which have ended, in the path's place.
+    """
+    turns, turn_of = Counter[str](), dict[str, int]()
+    for call in calls:
+        turns[call.agent] += 1
+        turn_of[call.started.call_id] = turns[call.agent]
+    path = critical_path(calls) if path is None else path
+    # Calls that are sent together come moments after one another; none of them can be helped.
+    begin = path[0].started.at if path else 0.0
+    return [
+        _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine])
+        for call in path
+    ]
+
+
+def _wait(call: Call, turn: int, begin: float, step: float) -> Wait:
+    usage, sent, end = call.usage, call.started.at, end_of(call)
+    steps = max(0, usage.completion_tokens - 1) if usage is not None else 0
+    decode = end - (call.first_token or end)
+    # A step is never much faster than one of a single request.
+    is_estimated = decode < steps * step / 2
+    if is_estimated:
+        decode = min(steps * step, end - sent)
+    prefill = end - sent - decode
+    return Wait(
+        agent=call.agent,
+        turn=turn,
+        engine=call.started.engine,
+        prompt_tokens=usage.prompt_tokens if usage is not None else 0,
+        prefill=prefill,
+        avoidable=max(0.0, min(prefill - step, sent - begin)),
+        decode=decode,
+        is_estimated=is_estimated,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +121,17 @@ class PlanResult:
 
     @property
     def saved(self) -> float:
-        """Return the seconds that links saved."""
+        """Seconds that links saved."""
         return self.seconds["unlinked"] - self.seconds["linked"]
 
     @property
     def bound(self) -> float:
-        """Return the seconds that they could have saved at most."""
-        return bound(self.waits)
+        """Seconds that they could have saved at most."""
+        return sum(wait.avoidable for wait in self.waits)
 
     @property
     def busiest(self) -> EngineShare:
-        """Return the engine that computes for the largest share of the time, unlinked."""
+        """Engine that computes for the largest share of the time, unlinked."""
         return max(self.engines, key=lambda engine: engine.busy["unlinked"])
 
     def describe_gpus(self) -> str:
@@ -99,8 +174,13 @@ def summarise(
         placement: the name of each agent's engine.
     """
     by_way = {way: [played for played in rounds if played.way == way] for way in WAYS}
-    typical = {way: _typical(played) for way, played in by_way.items()}
-    times = {way: [run.seconds for run in _all_runs(played)] for way, played in by_way.items()}
+    runs = {
+        way: sorted((run for one in played for run in one.runs), key=lambda run: run.seconds)
+        for way, played in by_way.items()
+    }
+    # Of an even number, the shorter one of the two in the middle.
+    typical = {way: own[(len(own) - 1) // 2] for way, own in runs.items()}
+    times = {way: [run.seconds for run in own] for way, own in runs.items()}
     unlinked = waits(typical["unlinked"].calls, steps)
     # Another call may hold up the end of the linked run.
     calls = typical["linked"].calls
@@ -111,7 +191,7 @@ def summarise(
         copies=len(rounds[0].runs),
         slowdown=max(device["slowdown"] for device in rounds[0].devices.values()),
         seconds={way: median(values) for way, values in times.items()},
-        spread={way: (min(values), max(values)) for way, values in times.items()},
+        spread={way: (values[0], values[-1]) for way, values in times.items()},
         typical=typical,
         waits=unlinked,
         linked_waits=[linked.get((wait.agent, wait.turn)) for wait in unlinked],
@@ -125,16 +205,6 @@ def summarise(
             for name, gpu in gpus.items()
         ],
     )
-
-
-def _all_runs(rounds: Sequence[Round]) -> list[TeamRun]:
-    return [run for played in rounds for run in played.runs]
-
-
-def _typical(rounds: Sequence[Round]) -> TeamRun:
-    """Return the run with the median time; of two, the shorter one."""
-    runs = sorted(_all_runs(rounds), key=lambda run: run.seconds)
-    return runs[(len(runs) - 1) // 2]
 
 
 def _busy_share(rounds: Sequence[Round], engine: str) -> float:

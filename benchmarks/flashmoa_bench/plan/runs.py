@@ -20,9 +20,7 @@ from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.modelled_gpus import counted_since, read_device
 from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import Call, calls
-from flashmoa.plan.errors import PlanError
-from flashmoa.plan.team_file import TeamFile
-from flashmoa.plan.team_members import Caller, check_plannable, find_callers
+from flashmoa_bench.plan.team import Caller, PlanError, TeamFile, check_plannable, find_callers
 
 Way = Literal["unlinked", "linked"]
 WAYS: tuple[Way, Way] = ("unlinked", "linked")

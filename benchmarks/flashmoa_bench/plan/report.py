@@ -8,9 +8,9 @@ from rich.table import Table
 
 from flashmoa.observe import LinkDeclined, LinkWaits
 from flashmoa.observe.timeline import draw, lanes
-from flashmoa.plan.bound import Wait
-from flashmoa.plan.result import PlanResult
-from flashmoa.plan.runs import WAYS, TeamRun
+from flashmoa_bench.harness.report import make_table
+from flashmoa_bench.plan.result import PlanResult, Wait
+from flashmoa_bench.plan.runs import WAYS, TeamRun
 
 # A smaller share of the bound may be this machine's doing.
 _MOSTLY_REACHED = 0.8
@@ -72,16 +72,13 @@ def _print_answers(result: PlanResult, console: Console) -> None:
     console.print()
 
 
-def _make_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-
-
 def _make_wait_table(result: PlanResult) -> Table:
-    table = _make_table("Calls that the end of the unlinked run waits for")
-    for name in ("agent", "engine"):
-        table.add_column(name)
-    for name in ("prompt", "TTFT", "hideable", "TTFT linked", "decode"):
-        table.add_column(name, justify="right")
+    table = make_table(
+        "Calls that the end of the unlinked run waits for",
+        *("agent", "engine", "prompt", "TTFT", "hideable", "TTFT linked", "decode"),
+        left=("agent", "engine"),
+        box=box.SIMPLE_HEAD,
+    )
     for wait, linked in zip(result.waits, result.linked_waits, strict=True):
         table.add_row(
             wait.agent if wait.turn == 1 else f"{wait.agent} ({wait.turn})",
@@ -100,11 +97,12 @@ def _first_token(wait: Wait) -> str:
 
 
 def _make_engine_table(result: PlanResult) -> Table:
-    table = _make_table("Share of the time in which the GPU computes")
-    for name in ("engine", "agents"):
-        table.add_column(name)
-    for way in WAYS:
-        table.add_column(way, justify="right")
+    table = make_table(
+        "Share of the time in which the GPU computes",
+        *("engine", "agents", *WAYS),
+        left=("engine", "agents"),
+        box=box.SIMPLE_HEAD,
+    )
     for engine in result.engines:
         shares = [f"{engine.busy[way]:.0%}" for way in WAYS]
         table.add_row(engine.name, ", ".join(engine.agents) or "none", *shares)

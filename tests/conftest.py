@@ -109,9 +109,9 @@ def words(model: Path) -> Callable[[int, int], str]:
     """``words(count, seed)`` returns a text of ``count`` single-token words."""
     import random
 
-    from flashmoa_bench.harness.engines import single_token_words
-
-    vocabulary = single_token_words(model)
+    tokens = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    # The vocabulary is byte-level; such a token has a space before it.
+    vocabulary = [f" {token[1:]}" for token in tokens if token[0] == "Ġ" and token[1:].isalpha()]
 
     def text(count: int, seed: int) -> str:
         return "The" + "".join(random.Random(seed).choices(vocabulary, k=count - 1))

@@ -32,7 +32,7 @@ from flashmoa.engine import (
     prompt_fields,
     self_hosted_url,
 )
-from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult, ObservedCall
+from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, ObservedCall
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")

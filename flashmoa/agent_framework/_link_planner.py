@@ -21,11 +21,10 @@ from flashmoa.agent_framework._dry_run import (
     make_response,
 )
 from flashmoa.agent_framework._predictability import asks_no_model, why_not_run, why_rewritten
-from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.observed_call import CallRequest
+from flashmoa.linking.calls import CallRequest
+from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
-from flashmoa.linking.planned_links import Forecast, Turn
-from flashmoa.linking.planner import LinkPlanner
+from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.observe import Listener
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
@@ -88,7 +87,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         """Note that an executor is about to send a request. Return the request's observer."""
         name, rewritten = executor.id, why_rewritten(self._workflow, executor)
         if rewritten is None and name in self._known.conversations:
-            previous = self._run.running.get(name)
+            previous = self.running.get(name)
             if previous is None or previous.text.is_over:
                 # It begins a second time, so this is another run of the workflow.
                 self.end_all("unused")
@@ -104,7 +103,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         ):
             # There was no forecast to say so if what it reads could not be predicted either.
             self.decline(name, NotForecastable(reason))
-        return self.begin(name, request, rewrite_reason=rewritten, linkable=delivery is not None)
+        return self.begin(name, request, rewritten=rewritten, linkable=delivery is not None)
 
     def end_all(self, reason: str) -> None:
         super().end_all(reason)

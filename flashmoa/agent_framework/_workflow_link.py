@@ -11,8 +11,8 @@ from agent_framework import Executor, Workflow
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
 from flashmoa.agent_framework._predictability import client_of, holds_workflow
-from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.observed_call import CallRequest
+from flashmoa.linking.calls import CallRequest
+from flashmoa.linking.planner import LinkedCall
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import add_trace, end_trace
 

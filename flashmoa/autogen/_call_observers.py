@@ -3,7 +3,7 @@
 A *listener* is a function, usually the user's, that receives events. A *reporter*
 (:class:`CallReporter`) turns what happens to one call into events for one listener. An *observer*
 (:class:`CallObserver`) is given the text and the end of one call as they arrive: a linked team's
-streams the text into links and has a reporter; :class:`ReportedCall` only has a reporter.
+streams the text into links, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autogen_core import AgentId
 from autogen_core._message_handler_context import MessageHandlerContext
 
 from flashmoa._concurrency import all_of
-from flashmoa.linking.observed_call import CallObserver, CallRequest, LinkedTeam, ReportedCall
+from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.calls import CallReporter
 
@@ -75,7 +75,7 @@ class CallObservers:
             return observers
         reporter = self.make_reporter(caller_name())
         reporter.started(stream_id, late=late)
-        return [ReportedCall(reporter)]
+        return [CallObserver(reporter)]
 
     def make_reporter(self, agent: str) -> CallReporter:
         """Return a reporter of one call to the client's listener."""

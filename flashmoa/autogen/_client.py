@@ -33,8 +33,8 @@ from flashmoa.autogen._self_hosted import (
     render,
 )
 from flashmoa.engine import WithoutPlugin
+from flashmoa.linking.calls import ObservedCall
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
-from flashmoa.linking.observed_call import ObservedCall
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.scoring import Candidate, Scorer, Scores

@@ -20,13 +20,13 @@ from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
 from flashmoa.autogen._team_parts import note_tools
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
+from flashmoa.linking.calls import CallResult
 from flashmoa.linking.failure_policy import FailurePolicy
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Ahead, Link
-from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.own_turn import OwnTurn
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
-from flashmoa.linking.planned_links import Forecast, Turn
-from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkPlanner
+from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import Listener
 
 _LONGEST_DELIVERY_SECONDS = 1.0
@@ -85,7 +85,16 @@ class TeamLinkPlanner(LinkPlanner):
         client = members.client(agent)
         placeholders = Placeholders(turn.writers)
         futures = members.possible_futures(turn, placeholders)
-        received_since = members.count_received_since(agent)
+        received_since, expected = members.count_received_since(agent), len(futures[0])
+
+        def holds(prompt: Prompt, now: Turn | None) -> bool:
+            received = received_since()
+            if received is None or not self.streams:
+                return received is not None
+            if now is None:
+                return has_received(received, expected, prompt)
+            return (received == 0 and now == turn) or awaits(now, expected - received, prompt)
+
         calls = await predict_calls(members.dry_runs(agent), futures)
         return Forecast(
             turn,
@@ -93,8 +102,7 @@ class TeamLinkPlanner(LinkPlanner):
             placeholders,
             [partial(render, client, call.messages, call.tools, **call.options) for call in calls],
             on_failure=self._settings.policy(agent, client),
-            expected_messages=len(futures[0]),
-            received_since=received_since,
+            holds=holds,
         )
 
     def possible(self) -> set[str]:
@@ -109,7 +117,14 @@ class TeamLinkPlanner(LinkPlanner):
         inner = self._inner.get(agent)
         return super().take_link(agent, url) if inner is None else inner.take_link(SUMMARY, url)
 
-    def call_finished(self, call: LinkedCall) -> None:
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
+        if result.tool_calls is not None:
+            note_tools()  # Calls that its tools make are not its own.
+        super().call_answered(call, result)
+        if call.text.is_complete:
+            self._plan_again(call)
+
+    def _plan_again(self, call: LinkedCall) -> None:
         """Plan again once the message is delivered, if a prompt depends on the order of messages.
 
         Such a prompt is known only up to the first text whose place is uncertain; with one more
@@ -120,12 +135,7 @@ class TeamLinkPlanner(LinkPlanner):
         if counts:
             self.host.start(lambda: self._plan_when_delivered(call, counts))
 
-    def tools_called(self, call: LinkedCall, answer: object) -> None:
-        """Hold the agent's next request; calls that its tools make are not its own."""
-        note_tools()
-        super().tools_called(call, answer)
-
-    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
         """Return the agent's next request, if it will make one; learn the results of its tools."""
         if not isinstance(answer, ToolAnswer):
             return None
@@ -139,22 +149,22 @@ class TeamLinkPlanner(LinkPlanner):
             return await render(client, following.messages, following.tools, **following.options)
 
         policy = self._settings.policy(agent, client)
-        turn = OwnTurn(agent, client.engine, tools, render_with, on_failure=policy)
-        self.host.start(lambda: self._learn_results(turn, answer.calls))
-        return turn
+        held = RequestAfterTools(agent, client.engine, tools, render_with, on_failure=policy)
+        self.host.start(lambda: self._learn_results(held, answer.calls))
+        return held
 
-    async def _learn_results(self, turn: OwnTurn, calls: Sequence[FunctionCall]) -> None:
+    async def _learn_results(self, held: RequestAfterTools, calls: Sequence[FunctionCall]) -> None:
         """Add the results of tools to a request that is held, as the tools end."""
 
         async def learn(tool: str, task: asyncio.Task[Any]) -> None:
             if (result := await result_of(task)) is None:
-                self.own_turns.give_up(turn)
+                self.give_up(held)
             else:
-                self.own_turns.add_result(turn, tool, result)
+                self.add_result(held, tool, result)
 
         tasks = await find_tool_tasks(calls)
         async with anyio.create_task_group() as group:
-            for tool, task in zip(turn.tools, tasks, strict=True):
+            for tool, task in zip(held.tools, tasks, strict=True):
                 if task is not None:
                     group.start_soon(learn, tool, task)
 
@@ -169,21 +179,47 @@ class TeamLinkPlanner(LinkPlanner):
             while not all(len(received(name)) > count for name, count in counts.items()):  # noqa: ASYNC110
                 await anyio.sleep(DELIVERY_SECONDS)
         # The call's text is among the messages now, so that no link waits for it.
-        self.call_failed(call)
-        if self._run.running:
-            self._run.caller = next(iter(self._run.running))
+        self.drop_call(call)
+        if self.running:
+            self.caller = next(iter(self.running))
             self.plan()
 
-    async def after_run(self) -> None:
+    def run_ended(self) -> None:
+        super().run_ended()
+        self.host.start(self._link_next_run)
+
+    async def _link_next_run(self) -> None:
         """Prefill the known parts of the next run's first prompts, in case it comes soon."""
-        changes = self._run.changes
+        changes = self.changes
         turns = await self._members.first_turns()
+        counts = [self._members.count_received_since(turn.agent) for turn in turns]
         await self.link_all([turn for turn in turns if turn.agent not in self._inner], changes)
         with anyio.move_on_after(_NEXT_RUN_SECONDS):
-            while changes == self._run.changes and self._links.are_of_this_run():  # noqa: ASYNC110
+            # A team that was reset begins anew.
+            while changes == self.changes and all(count() is not None for count in counts):  # noqa: ASYNC110
                 await anyio.sleep(END_POLL_SECONDS)
-        if changes == self._run.changes:
+        if changes == self.changes:
             self.end_all("unused")
+
+
+def has_received(received: int, expected: int, prompt: Prompt) -> bool:
+    """Return whether an agent that calls its model has received the messages of its forecast.
+
+    It has not if the team was stopped before that, and was run again or reset.
+    """
+    if prompt.is_complete:
+        return received == expected
+    return received >= len({slot.name for slot in prompt.slots if not slot.is_open})
+
+
+def awaits(turn: Turn, missing: int, prompt: Prompt) -> bool:
+    """Return whether a prompt waits for the writers of a turn, and for no more messages.
+
+    Args:
+        missing: how many of the messages of its forecast the agent has not received.
+    """
+    awaited = {slot.name for slot in prompt.slots if slot.is_open}
+    return UNCERTAIN not in awaited and awaited == set(turn.writers) and len(awaited) <= missing
 
 
 async def predict_calls(

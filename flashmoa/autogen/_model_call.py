@@ -22,7 +22,7 @@ from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
 from flashmoa.engine import PromptUsage
-from flashmoa.linking.observed_call import CallResult, ObservedCall
+from flashmoa.linking.calls import CallResult, ObservedCall
 from flashmoa.scoring import Candidate, Scorer, Scores
 
 # The call to which AutoGen's log events belong.

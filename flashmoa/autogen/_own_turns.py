@@ -35,7 +35,7 @@ from flashmoa.autogen._dry_run import (
 )
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._stock import client_of, require_stock
-from flashmoa.linking.own_turn import name_calls
+from flashmoa.linking.forecasts import name_calls
 
 # AutoGen starts the tools one or two rounds of the event loop after the answer, and later only if
 # an agent awaits something in between. So all tasks are looked at after these numbers of rounds,

@@ -23,8 +23,8 @@ from autogen_core.models import (
 
 from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient
+from flashmoa.linking.calls import CallObserver
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
-from flashmoa.linking.observed_call import CallObserver
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import Text, find_marks, find_texts, replace_marks
 from flashmoa.observe import Listener

@@ -17,9 +17,9 @@ from flashmoa.autogen._link_planner import Settings, TeamLinkPlanner
 from flashmoa.autogen._stock import client_of
 from flashmoa.autogen._team_members import TeamMembers
 from flashmoa.autogen._team_parts import TeamParts
+from flashmoa.linking.calls import CallRequest, LinkedTeam
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
-from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.observed_call import CallRequest, LinkedTeam
+from flashmoa.linking.planner import LinkedCall
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.trace import add_trace, end_trace
 
@@ -162,7 +162,7 @@ class TeamLink(LinkedTeam):
             if not self._members.is_own_call(name):
                 return None
             rewritten = self._members.why_rewritten(name)
-            return self._planner.begin(name, request, rewrite_reason=rewritten)
+            return self._planner.begin(name, request, rewritten=rewritten)
         except Exception:
             # Whatever is wrong with a link, the agent's call must be made.
             logger.exception("%s runs unlinked because of the error below", name)

@@ -24,8 +24,8 @@ from flashmoa.autogen._own_turns import OwnRequest, own_request
 from flashmoa.autogen._stock import client_of, is_stock, why_rewritten
 from flashmoa.autogen._team_parts import TeamParts, find_caller_on_stack, is_task_of_tool
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY, first_turns, summary_turn, upcoming_turns
+from flashmoa.linking.forecasts import Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
-from flashmoa.linking.planned_links import Turn
 
 # Stands for one more message, of unknown text and source.
 _UNKNOWN_MESSAGE = TextMessage(content="?", source="x")

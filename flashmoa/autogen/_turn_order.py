@@ -22,7 +22,7 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 
 from flashmoa.autogen._stock import is_stock
-from flashmoa.linking.planned_links import Step, Turn
+from flashmoa.linking.forecasts import Step, Turn
 
 # Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"

@@ -6,18 +6,17 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from flashmoa.engine import EngineClient
+from flashmoa.linking.calls import CallRequest, CallResult
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn, name_calls
 from flashmoa.linking.learned_prompts import Messages, end_at
-from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
+from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
 from flashmoa.linking.learned_tools import Message, called_tools
-from flashmoa.linking.linked_call import LinkedCall
-from flashmoa.linking.observed_call import CallObserver, CallRequest, CallResult
-from flashmoa.linking.own_turn import OwnTurn, name_calls
 from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.planned_links import Forecast, Turn
-from flashmoa.linking.planner import LinkPlanner
+from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import Listener
 
 # What is known beforehand of a call two steps away is prefilled while others write. A call further
@@ -45,7 +44,7 @@ class LearnedLinkPlanner(LinkPlanner):
     ) -> None:
         super().__init__(listener)
         # All runs of a program report a reason once, and expect answers as long as in earlier runs.
-        self._reported_declines = program.reported_declines
+        self.reported_declines = program.reported_declines
         self.output_lengths = program.output_lengths
         self._learned = LearnedRun(program)
         self._find_engine = find_engine
@@ -53,13 +52,13 @@ class LearnedLinkPlanner(LinkPlanner):
         self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
         self._is_running = True
         # Requests after tools, of which some are not held any more.
-        self._own_turns_begun: list[OwnTurn] = []
+        self._after_tools: list[RequestAfterTools] = []
 
     @property
     def is_running(self) -> bool:
         return self._is_running
 
-    def observe(self, name: str, request: RecordedRequest, hold_reason: str | None) -> LearnedCall:
+    def observe(self, name: str, request: RecordedRequest, hold_reason: str | None) -> LinkedCall:
         """Note that a request is about to be sent. Return its observer.
 
         Args:
@@ -69,8 +68,18 @@ class LearnedLinkPlanner(LinkPlanner):
         recorded = self._learned.begin(name, request)
         known = recorded.key in self._learned.example or recorded.follows is not None
         engine_request = CallRequest(request.url, request.model, hold_reason)
-        call = self.begin(recorded.key, engine_request, rewrite_reason=None, linkable=known)
-        return LearnedCall(call, self._learned, recorded)
+        return self.begin(recorded.key, engine_request, linkable=known)
+
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
+        recorded = self._learned.calls[call.agent]
+        self._learned.complete(recorded)
+        recorded.answer = result.text if result.is_forwarded else None
+        recorded.tool_answer = cast("Message | None", result.tool_calls)
+        super().call_answered(call, result)
+
+    def call_failed(self, call: LinkedCall) -> None:
+        self._learned.calls[call.agent].has_failed = True
+        super().call_failed(call)
 
     async def close(self, *, learn: bool) -> None:
         """End the run and every link, and wait until the engines have their KV back.
@@ -85,7 +94,7 @@ class LearnedLinkPlanner(LinkPlanner):
         await self.host.close()
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
-        given_up = {own.agent for own in self._own_turns_begun if own.is_given_up}
+        given_up = {each.agent for each in self._after_tools if each.is_given_up}
         return [Turn(key) for key in self._learned.upcoming(_STEPS) if key not in given_up]
 
     async def forecast(self, turn: Turn) -> Forecast:
@@ -95,9 +104,11 @@ class LearnedLinkPlanner(LinkPlanner):
         written = self._learned.texts()
         messages = self._predict(turn.agent, written)
 
-        def holds() -> bool:
+        def holds(_: Prompt, now: Turn | None) -> bool:
+            if now is None:
+                return True
             # While its tools run, more is known of a request that is held.
-            is_held = turn.agent in self.own_turns.agents()
+            is_held = turn.agent in self._held
             return not is_held and self._predict(turn.agent, written) == messages
 
         variants = [messages]
@@ -112,7 +123,7 @@ class LearnedLinkPlanner(LinkPlanner):
             holds=holds,
         )
 
-    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
         """Return what an agent asks when its tools have run, unless the example has no such call.
 
         Results that are not likely to be those of the example are slots that get no text, since
@@ -133,7 +144,7 @@ class LearnedLinkPlanner(LinkPlanner):
             messages = self._learned.after_tools(call, written, missing)
             return await _render(engine, following, messages)
 
-        turn = OwnTurn(
+        request = RequestAfterTools(
             key,
             engine,
             tools,
@@ -141,8 +152,8 @@ class LearnedLinkPlanner(LinkPlanner):
             namespace=self._namespace(following),
             writers=self._learned.example,
         )
-        self._own_turns_begun.append(turn)
-        return turn
+        self._after_tools.append(request)
+        return request
 
     def _sent(self) -> SentInPlace:
         example, calls = self._learned.example, self._learned.calls
@@ -157,36 +168,6 @@ class LearnedLinkPlanner(LinkPlanner):
     def _predict(self, key: str, written: dict[str, str]) -> Messages:
         """Return the messages of a call, with placeholders for all texts but those given."""
         return self._learned.predict(key, ChainMap(written, self._padded))
-
-
-class LearnedCall(CallObserver):
-    """Records the answer to a request, in addition to what a linked call does."""
-
-    def __init__(self, call: LinkedCall, learned: LearnedRun, recorded: RecordedCall) -> None:
-        self._call = call
-        self._learned = learned
-        self._recorded = recorded
-        self.prompt_stream_id = call.prompt_stream_id
-        self.expected_output_tokens = call.expected_output_tokens
-
-    def on_prompt(self, body: Mapping[str, Any]) -> None:
-        self._call.on_prompt(body)
-
-    def on_text(self, text: str) -> None:
-        self._call.on_text(text)
-
-    def on_finish(self, result: CallResult) -> None:
-        self._learned.complete(self._recorded)
-        self._recorded.answer = result.text if result.is_forwarded else None
-        self._recorded.tool_answer = cast("Message | None", result.tool_calls)
-        self._call.on_finish(result)
-
-    def on_failure(self, error: BaseException) -> None:
-        self._recorded.has_failed = True
-        self._call.on_failure(error)
-
-    def release_stream(self) -> None:
-        self._call.release_stream()
 
 
 def _after_first_choice(request: RecordedRequest) -> RecordedRequest:

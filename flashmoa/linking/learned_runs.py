@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashmoa.linking.calls import OutputLengths
 from flashmoa.linking.learned_prompts import (
     Divergence,
     Messages,
@@ -32,7 +33,6 @@ from flashmoa.linking.learned_tools import (
     likely_results,
     sent_back,
 )
-from flashmoa.linking.output_lengths import OutputLengths
 
 # Of the calls that a request may be, only the first ones of the example are looked at, and only
 # those predicted that are the most like it as the example had them.

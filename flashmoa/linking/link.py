@@ -22,6 +22,7 @@ from flashmoa.linking.prompt_feed import PromptFeed
 from flashmoa.observe import (
     LinkAdvanced,
     LinkClosed,
+    LinkDeclined,
     LinkOpened,
     Listener,
     UpstreamFailed,
@@ -56,6 +57,12 @@ def failure_level(engine_url: str, problem: Exception) -> int:
         _logged_failures.clear()
     _logged_failures.add(failure)
     return logging.WARNING
+
+
+def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Listener) -> None:
+    """Log and report that an agent has no link this time, because of a problem with its engine."""
+    logger.log(failure_level(engine_url, problem), "No link to %s this time: %s", agent, problem)
+    listener(LinkDeclined(agent=agent, engine=engine_url, reason=f"{problem}"))
 
 
 class Link:

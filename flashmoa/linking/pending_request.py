@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -12,14 +11,12 @@ import anyio
 from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
-from flashmoa.linking.link import Link, failure_level
+from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.prompt import Prompt
 from flashmoa.linking.streamed_text import Text
-from flashmoa.observe import LinkDeclined, Listener, UpstreamFailed, ignore
-
-logger = logging.getLogger(__name__)
+from flashmoa.observe import Listener, UpstreamFailed, ignore
 
 Messages = TypeVar("Messages")
 
@@ -180,9 +177,7 @@ class PendingRequest(Generic[Messages]):
         except PluginMissing as problem:
             report_plain_engine(engine, problem)
         except Exception as error:  # Linking must not cost the request.
-            level = failure_level(engine.url, error)
-            logger.log(level, "No link to %s this time: %s", self._agent, error)
-            self._listener(LinkDeclined(agent=self._agent, engine=engine.url, reason=f"{error}"))
+            report_no_link(self._agent, engine.url, error, self._listener)
         return None
 
     def _make_link(

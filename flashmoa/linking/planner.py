@@ -1,70 +1,175 @@
-"""Keep a link to each agent that may call next, while other agents write (:class:`LinkPlanner`)."""
+"""Keep a link to each agent that may call next, while other agents write (:class:`LinkPlanner`).
+
+When is there a link to an agent? :meth:`LinkPlanner.plan` brings the links up to date in the
+background: ``_plan`` asks which turns may follow, ``_forecast`` what each of them will ask, and
+``_link`` opens a link, or extends the one that is there. A link is kept while its forecast holds,
+until its agent calls (``take_link``) or cannot be next any more, or the run ends.
+"""
 
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import partial
 
 import anyio
 
 from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineClient, EngineError, PluginMissing
-from flashmoa.linking.link import Ahead, Link, failure_level, kind_of
-from flashmoa.linking.linked_call import CallOwner, LinkedCall
-from flashmoa.linking.observed_call import CallRequest
-from flashmoa.linking.output_lengths import OutputLengths
-from flashmoa.linking.own_turn import OwnTurn, OwnTurns
+from flashmoa.engine.connections import answering_soon
+from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.linking.link import Ahead, Link, kind_of, report_no_link
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.linking.plain_feed import report_plain_engine
-from flashmoa.linking.planned_links import Forecast, KvShare, PlannedLinks, Turn
 from flashmoa.linking.prompt import Prompt
-from flashmoa.linking.run_state import Attempt, RunState
+from flashmoa.linking.prompt_feed import forget_plugin, is_known_to_have_plugin
+from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
+from flashmoa.observe.calls import CallReporter
 
 logger = logging.getLogger(__name__)
 
 # A message that is published reaches every agent within a few rounds of the event loop.
 DELIVERY_SECONDS = 0.002
 END_POLL_SECONDS = 0.2
+# The request after a tool that takes less time comes before its stream would be of any use.
+_AT_ONCE_SECONDS = 0.02
+# A tool that takes longer may take for ever.
+_LONGEST_TOOL_SECONDS = 60.0
 _MOST_REPORTED = 1000
+_CHARACTERS_PER_TOKEN = 3
 
 Predict = Callable[[Turn], Awaitable[Forecast | None]]
 
 
-class LinkPlanner(CallOwner):
+class LinkedCall(CallObserver):
+    """A request of an agent of a linked team.
+
+    Args:
+        agent: the name of the agent that makes the request.
+        own_link: the link to the request's prompt, if there is one; the request claims its stream.
+        rewritten: see :meth:`LinkPlanner.begin`.
+        missed_link: whether the request came before the planner had made its link.
+
+    Attributes:
+        text: the text that other agents get.
+        hold_reason: why they do not get it as it arrives; ``None`` if they do.
+    """
+
+    def __init__(
+        self,
+        planner: LinkPlanner,
+        agent: str,
+        request: CallRequest,
+        own_link: Link | None = None,
+        *,
+        rewritten: str | None = None,
+        missed_link: bool = False,
+    ) -> None:
+        report = CallReporter(
+            planner.listener, agent=agent, engine=request.engine, model=request.model
+        )
+        super().__init__(report)
+        self.agent = agent
+        self.text = Text(agent)
+        self.is_rewritten = rewritten is not None
+        self.hold_reason = rewritten or request.hold_reason
+        self.prompt_stream_id = own_link.claim() if own_link is not None else None
+        # Other servers do not know the field, and some refuse a request that has it.
+        knows = is_known_to_have_plugin(request.engine)
+        self.expected_output_tokens = planner.output_lengths.expect(agent) if knows else None
+        self._planner = planner
+        self._own_link = own_link
+        late = missed_link or (own_link is not None and own_link.is_late)
+        report.started(own_link.used_id if own_link is not None else None, late=late)
+
+    def on_text(self, text: str) -> None:
+        super().on_text(text)
+        if self.hold_reason is None and self._planner.streams:
+            self.text.write(text)
+
+    def on_finish(self, result: CallResult) -> None:
+        super().on_finish(result)
+        self._planner.call_answered(self, result)
+
+    def on_failure(self, error: BaseException) -> None:
+        super().on_failure(error)
+        self._planner.call_failed(self)
+        self.text.fail(error)
+        # If the request has not reached the engine, the engine still keeps the stream.
+        self.release_stream()
+
+    def release_stream(self) -> None:
+        if self._own_link is not None:
+            self._planner.host.start_cleanup(self._own_link.delete_stream)
+
+
+class _Unlinked(Enum):
+    """Says why an agent has no link."""
+
+    # The attempt has not ended, or was given up because a writer or another call was faster.
+    UNFINISHED = auto()
+    # The agent's next prompt could not be forecast.
+    DECLINED = auto()
+    # The engine has no plugin, and links are off there, until the team's next run.
+    PLAIN_ENGINE = auto()
+
+
+class LinkPlanner(ABC):
     """Plans the links of one team.
 
     Each agent framework has a subclass, which knows which agents may call next (:meth:`upcoming`)
-    and what they will send (:meth:`forecast`).
+    and what they will send (:meth:`forecast`). It tells the planner of each call by :meth:`begin`.
 
     Args:
         listener: receives the events.
         ahead: how much of a prompt is sent before its request.
         kv_share: the share of an engine's KV pool for links to agents that need not be next.
 
+    Attributes:
+        streams: whether text is streamed into links; if not, links only send what is known
+            beforehand.
+        running: by agent, the calls whose text has not been delivered to the other agents yet.
+        caller: the agent that called last; empty before the first call.
+        changes: number of events that make a plan out of date: calls, and ends of runs. A plan
+            compares it after each ``await``.
+
     Planning runs in the background of the agents' calls: no call waits for a link, and a failure
     costs only the link.
+
+    Raises: ValueError if ``kv_share`` is not between 0 and 1.
     """
 
     def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
+        if not _is_share(kv_share):
+            raise ValueError(f"kv_share is {kv_share!r}; it must be a number from 0 to 1")
         self.listener = listener
         self.streams = ahead == "text"
         self.output_lengths = OutputLengths()
         self.host = TaskHost("A link failed; its agents run unlinked")
-        self._ahead: Ahead = ahead
-        self._links = PlannedLinks(streams=self.streams)
-        self.own_turns = OwnTurns(self.host.start, self.plan, self._links.end)
-        self._run = RunState()
-        self._kv_share = KvShare(kv_share)
+        self.running: dict[str, LinkedCall] = {}
+        self.caller = ""
+        self.changes = 0
         # Unlinked agents, each with a kind of reason that has been reported; each is reported once.
-        self._reported_declines: set[tuple[str, str]] = set()
-        # By the engine's URL. Links to one engine are made one after the other, the likeliest
-        # first, while those to others are made at the same time.
+        self.reported_declines: set[tuple[str, str]] = set()
+        self._ahead: Ahead = ahead
+        self._kv_share = kv_share
+        # By agent, the link to it and what it was made from; requests that are held while the
+        # agent's tools run; and why there is no link, if one was tried.
+        self._kept: dict[str, tuple[Link, Forecast]] = {}
+        self._held: dict[str, RequestAfterTools] = {}
+        self._unlinked: dict[str, _Unlinked] = {}
+        # Agents with a link that could not be next at the last plan.
+        self._idle: set[str] = set()
+        # Both by the engine's URL. Links to one engine are made one after the other, the likeliest
+        # first. KV pools have a size in tokens.
         self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._kv_pools: dict[str, int] = {}
         self._planning = SingleFlight(self.host, self._plan)
         self._watching = SingleFlight(self.host, self._watch_end)
 
@@ -94,38 +199,162 @@ class LinkPlanner(CallOwner):
         """Return the agents whose links are kept although :meth:`upcoming` does not name them."""
         return set()
 
-    def take_link(self, agent: str, url: str) -> Link | None:
-        """Remove the link for a call that is about to be sent to ``url``, and return it."""
-        return self._links.take(agent, url)
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        """Return what an agent asks after the tools of an answer (``CallResult.tool_calls``).
 
-    async def after_run(self) -> None:
-        """Do nothing; a subclass may plan for the team's next run when a run has ended."""
+        ``None`` if it asks nothing. If this raises an exception, the request is not linked.
+        """
+        return None
+
+    def run_ended(self) -> None:
+        """End every link; a subclass may then plan for the team's next run."""
+        self.end_all("unused")
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for link, _ in self._kept.values()]
+
+    def waiting_for(self, agent: str) -> list[Link]:
+        """Return the links whose prompts have an open slot for this agent's text."""
+        return [link for link in self.links if link.waits_for(agent)]
+
+    def take_link(self, agent: str, url: str) -> Link | None:
+        """Remove the link for a call that is about to be sent to ``url``, and return it.
+
+        A link that was made for a different call is ended instead, and ``None`` returned.
+        """
+        link, forecast = self._kept.pop(agent, (None, None))
+        if link is None or forecast is None:
+            return None
+        if link.engine.url == url and forecast.holds(link.prompt, None):
+            return link
+        link.end("mispredicted")
+        return None
+
+    def end_link(self, agent: str, reason: str) -> None:
+        """End the link to an agent, if there is one."""
+        if agent in self._kept:
+            self._kept.pop(agent)[0].end(reason)
+
+    def end_all(self, reason: str) -> None:
+        """End every link, since no call that could use one will come."""
+        self.changes += 1
+        self._planning.drop_pending()
+        for agent in list(self._kept):
+            self.end_link(agent, reason)
+        for agent in list(self._held):
+            self._let_come(agent)
+        self.running.clear()
+        declined = (name for name, why in self._unlinked.items() if why is _Unlinked.DECLINED)
+        self._unlinked = dict.fromkeys(declined, _Unlinked.DECLINED)
 
     def begin(
-        self, agent: str, request: CallRequest, *, rewrite_reason: str | None, linkable: bool = True
+        self, agent: str, request: CallRequest, rewritten: str | None = None, linkable: bool = True
     ) -> LinkedCall:
         """Return the observer of a call that is about to be sent, and plan the calls after it.
 
         Args:
-            rewrite_reason: see :class:`LinkedCall`.
+            rewritten: why other agents never get this text unchanged; ``None`` if they do.
             linkable: whether there can be a link to the agent at all.
         """
-        run = self._run
-        run.changes += 1
-        self.own_turns.drop(agent)
+        self.changes += 1
+        self._let_come(agent)
         own_link = self.take_link(agent, request.engine)
-        attempt = run.attempts.get(agent)
-        unplanned = attempt is Attempt.UNFINISHED or (attempt is None and self._planning.is_running)
+        why = self._unlinked.get(agent)
+        unplanned = why is _Unlinked.UNFINISHED or (why is None and self._planning.is_running)
         missed_link = own_link is None and unplanned and linkable
-        run.drop_unfinished_attempt(agent)
+        self._end_attempt(agent)
         call = LinkedCall(
-            self, agent, request, own_link, rewrite_reason=rewrite_reason, missed_link=missed_link
+            self, agent, request, own_link, rewritten=rewritten, missed_link=missed_link
         )
         for link in self.waiting_for(agent):
             call.text.follow(link)
-        run.add_call(call)
+        # The text of a complete call has been delivered by now, unless its team waits for another
+        # agent.
+        incomplete = [other for other in self.running.values() if not other.text.is_complete]
+        self.running = {other.agent: other for other in [*incomplete, call]}
+        self.caller = agent
         self.plan()
         return call
+
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
+        """Complete the text, or end the links that were fed text which others will not get."""
+        if result.usage is not None:
+            self.output_lengths.add(call.agent, result.usage.completion_tokens)
+        if result.tool_calls is not None and self._ahead != "nothing":
+            self._hold_next(call.agent, result.tool_calls)
+        if not self.streams:
+            return
+        written = call.text.written
+        is_forwarded = result.is_forwarded and not call.is_rewritten
+        if is_forwarded and result.text.startswith(written):
+            call.text.finish(result.text)
+        elif written:
+            # Other agents get something else: the result of a tool call, or a rewritten text.
+            for link in self.waiting_for(call.agent):
+                link.end("abort")
+            self.drop_call(call)
+            # What was certain before the text still is, so it is linked again.
+            self.plan()
+        else:
+            self.call_held_back(call, call.hold_reason or "it calls tools")
+
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        """Note that a call has ended without giving text to other agents; links keep waiting."""
+        for link in self.waiting_for(call.agent):
+            agent, url = link.agent, link.engine.url
+            self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
+
+    def call_failed(self, call: LinkedCall) -> None:
+        """Note that a request failed."""
+        self.drop_call(call)
+
+    def drop_call(self, call: LinkedCall) -> None:
+        """Note that links need not wait for the text of a call any more."""
+        if self.running.get(call.agent) is call:
+            del self.running[call.agent]
+
+    def holds(self, request: RequestAfterTools) -> bool:
+        return self._held.get(request.agent) is request
+
+    def add_result(self, request: RequestAfterTools, tool: str, text: str) -> None:
+        """Note the result of a tool; it is prefilled once those before it are there."""
+        request.results[tool] = text
+        if self.holds(request):
+            if request.is_complete:
+                # The request comes at once, and brings the last result along.
+                self._let_come(request.agent)
+            else:
+                self.plan()
+
+    def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
+        """Hold a request no longer, since it will not come; end its link for this reason."""
+        if self.holds(request):
+            request.is_given_up = True
+            self._let_come(request.agent)
+            self.end_link(request.agent, reason)
+
+    def decline(self, agent: str, problem: Exception) -> None:
+        """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
+
+        Args:
+            problem: what was raised when its next prompt was predicted. If that is no
+                NotForecastable, the agent's own code failed, in its tools or its context.
+        """
+        reason, kind = str(problem), kind_of(problem.__cause__ or problem)
+        if not isinstance(problem, NotForecastable):
+            reason = f"predicting its next prompt failed: {problem!r}"
+        elif problem.__cause__ is None:
+            kind = reason  # It is one of FlashMoA's own sentences.
+        self._unlinked[agent] = _Unlinked.DECLINED
+        self.end_link(agent, "unused")
+        if (agent, kind) in self.reported_declines:
+            return
+        if len(self.reported_declines) >= _MOST_REPORTED:
+            self.reported_declines.clear()
+        self.reported_declines.add((agent, kind))
+        logger.warning("%s runs unlinked: %s", agent, reason)
+        self.listener(LinkDeclined(agent=agent, engine="", reason=reason))
 
     def plan(self) -> None:
         """Bring the links up to date in the background."""
@@ -133,91 +362,61 @@ class LinkPlanner(CallOwner):
             self._planning.request()
             self._watching.start_if_idle()
 
-    def waiting_for(self, agent: str) -> list[Link]:
-        return self._links.waiting_for(agent)
-
-    def call_finished(self, call: LinkedCall) -> None:
-        """Do nothing; a subclass may plan again now that the text is complete."""
-
-    def own_turn(self, agent: str, answer: object) -> OwnTurn | None:
-        """Return what an agent asks after the tools of an answer (``CallResult.tool_calls``).
-
-        ``None`` if it asks nothing. If this raises an exception, the request is not linked.
-        """
-        return None
-
-    def tools_called(self, call: LinkedCall, answer: object) -> None:
-        """Hold the agent's next request while its tools run, if it will make one."""
-        try:
-            turn = self.own_turn(call.agent, answer) if self._ahead != "nothing" else None
-        except Exception as error:
-            # Whatever is wrong with a prediction, the agent's answer must reach it.
-            self.decline(call.agent, error)
-        else:
-            if turn is not None:
-                self.own_turns.hold(turn)
-
-    def call_taken_back(self, call: LinkedCall) -> None:
-        for link in self.waiting_for(call.agent):
-            link.end("abort")
-        self.call_failed(call)
-        # What was certain before the text still is, so it is linked again.
-        self.plan()
-
-    def call_failed(self, call: LinkedCall) -> None:
-        if self._run.running.get(call.agent) is call:
-            del self._run.running[call.agent]
-
-    def call_held_back(self, call: LinkedCall, reason: str) -> None:
-        for link in self.waiting_for(call.agent):
-            agent, url = link.agent, link.engine.url
-            self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
-
-    def release(self, link: Link) -> None:
-        self.host.start_cleanup(link.delete_stream)
-
-    def end_all(self, reason: str) -> None:
-        """End every link, since no call that could use one will come."""
-        self._planning.drop_pending()
-        self._links.end_all(reason)
-        self.own_turns.clear()
-        self._run.end_run()
-
-    async def _plan(self) -> None:
-        await anyio.sleep(DELIVERY_SECONDS)
-        changes = self._run.changes
-        turns = await self.upcoming(self._run.caller)
-        held = self.own_turns.agents()
-        self._links.end_idle({turn.agent for turn in turns} | self.possible() | held)
-        for own in self.own_turns.all():
-            self.host.start(partial(self._link_own, own, changes))
-        others = [turn for turn in turns if turn.agent not in held]
-        forecasts = await self._forecast_all(others, changes, self.forecast)
-        # In the background, so that the next plan does not wait for engines that are slow.
-        self.host.start(partial(self._link_forecasts, forecasts, changes))
-
     async def link_all(self, turns: Sequence[Turn], changes: int) -> None:
         """Make a link for each turn that has none; stop if the run has changed.
 
         Args:
-            changes: the run's ``changes`` when ``turns`` were determined.
+            changes: the planner's ``changes`` when ``turns`` were determined.
         """
         await self._link_forecasts(await self._forecast_all(turns, changes, self.forecast), changes)
 
-    async def _link_own(self, own: OwnTurn, changes: int) -> None:
-        forecasts = await self._forecast_all([own.turn], changes, own.forecast)
-        await self._link_forecasts(forecasts, changes)
-        if own.is_given_up:
-            self._links.end(own.agent, "abort")
+    async def _plan(self) -> None:
+        await anyio.sleep(DELIVERY_SECONDS)
+        changes = self.changes
+        turns = await self.upcoming(self.caller)
+        self._end_idle({turn.agent for turn in turns} | self.possible() | self._held.keys())
+        for request in self._held.values():
+            self.host.start(partial(self._link_held, request, changes))
+        others = [turn for turn in turns if turn.agent not in self._held]
+        forecasts = await self._forecast_all(others, changes, self.forecast)
+        # In the background, so that the next plan does not wait for engines that are slow.
+        self.host.start(partial(self._link_forecasts, forecasts, changes))
+
+    def _end_idle(self, possible: set[str]) -> None:
+        """End the links to agents that are missing from ``possible`` for the second time in a row.
+
+        Once is not enough, since a manager asks several agents to speak one after the other.
+        """
+        idle = self._kept.keys() - possible
+        for agent in idle & self._idle:
+            self.end_link(agent, "unused")
+        self._idle = idle
 
     async def _forecast_all(
         self, turns: Sequence[Turn], changes: int, predict: Predict
     ) -> list[Forecast]:
         """Return the forecasts of turns that need one, in order, since some build on others."""
         forecasts = [
-            await self._forecast(turn, predict) for turn in turns if changes == self._run.changes
+            await self._forecast(turn, predict) for turn in turns if changes == self.changes
         ]
         return [forecast for forecast in forecasts if forecast is not None]
+
+    async def _forecast(self, turn: Turn, predict: Predict) -> Forecast | None:
+        """Return the forecast of one turn, unless it has a link that fits or cannot have one."""
+        if self._unlinked.get(turn.agent) is _Unlinked.PLAIN_ENGINE:
+            return None
+        forecast: Forecast | None = None
+        with self._declining(turn.agent, None):
+            if self._has_link_for(turn):
+                return None
+            # It stays unfinished until there is a link. If it is given up, the agents were faster.
+            self._unlinked.setdefault(turn.agent, _Unlinked.UNFINISHED)
+            if not self._is_current(turn, self.changes):
+                return None
+            forecast = await predict(turn)
+            if forecast is None:
+                self._end_attempt(turn.agent)
+        return forecast
 
     async def _link_forecasts(self, forecasts: Sequence[Forecast], changes: int) -> None:
         """Make or update a link for each forecast; no engine delays the links to others."""
@@ -232,81 +431,36 @@ class LinkPlanner(CallOwner):
             for url in {forecast.engine.url for forecast in forecasts}:
                 group.start_soon(link_in_order, url)
 
-    async def _watch_end(self) -> None:
-        """Poll until the run has ended, since a team does not report its end. End all links."""
-        polls_after_end = 0
-        # Two polls, since an agent may call its model with the team's messages after the end.
-        while polls_after_end < 2:
-            await anyio.sleep(END_POLL_SECONDS)
-            polls_after_end = 0 if self.is_running else polls_after_end + 1
-        self.end_all("unused")
-        self.host.start(self.after_run)
-
-    async def _forecast(self, turn: Turn, predict: Predict) -> Forecast | None:
-        """Return the forecast of one turn, unless it has a link that fits or cannot have one."""
-        agent, attempts = turn.agent, self._run.attempts
-        if attempts.get(agent) is Attempt.PLAIN_ENGINE:
-            return None
-        forecast: Forecast | None = None
-        with self._declining(agent, None):
-            if self._links.fits(turn):
-                return None
-            # The attempt stays unfinished until there is a link. If it is given up from here on,
-            # the agents were faster.
-            attempts.setdefault(agent, Attempt.UNFINISHED)
-            if not self._run.is_current(turn):
-                return None
-            forecast = await predict(turn)
-            if forecast is None:
-                self._run.drop_unfinished_attempt(agent)
-        return forecast
-
     async def _link(self, forecast: Forecast, changes: int) -> None:
         """Make a link by a forecast, or bring it up to date."""
-        turn, attempts = forecast.turn, self._run.attempts
-        with self._declining(turn.agent, forecast.engine):
+        turn, agent = forecast.turn, forecast.turn.agent
+        with self._declining(agent, forecast.engine):
             # An earlier plan may have made the link while this one waited for the engine.
-            if not self._is_current(turn, changes) or self._links.fits(turn):
+            if not self._is_current(turn, changes) or self._has_link_for(turn):
                 return
             prompt = await forecast.prompt()
-            if attempts.get(turn.agent) is Attempt.DECLINED:
-                attempts[turn.agent] = Attempt.UNFINISHED
+            if self._unlinked.get(agent) is _Unlinked.DECLINED:
+                self._unlinked[agent] = _Unlinked.UNFINISHED
             if not self._is_current(turn, changes):
                 return
-            if self._links.has_expired(turn.agent, prompt):
-                self._run.drop_unfinished_attempt(turn.agent)
-            elif link := self._links.extend(prompt, forecast):
+            link = self._kept[agent][0] if agent in self._kept else None
+            if link is not None and link.has_expired and _is_same(link.prompt, prompt):
+                # No request came in time for this very prompt.
+                self._end_attempt(agent)
+            elif link is None or link.is_over:
+                await self._open(forecast, prompt, changes)
+            elif _is_same(link.prompt, prompt) or link.become(prompt):
+                self._kept[agent] = link, forecast
                 self._follow_running(link)
             else:
+                # The new prompt does not begin with the text that was sent.
+                self.end_link(agent, "mispredicted")
                 await self._open(forecast, prompt, changes)
-
-    def _is_current(self, turn: Turn, changes: int) -> bool:
-        return changes == self._run.changes and self._run.is_current(turn)
-
-    @contextmanager
-    def _declining(self, agent: str, engine: EngineClient | None) -> Generator[None]:
-        """Leave an agent unlinked this time if an exception is raised inside."""
-        try:
-            yield
-        except PluginMissing as problem:
-            self._run.attempts[agent] = Attempt.PLAIN_ENGINE
-            if engine is not None:
-                report_plain_engine(engine, problem)
-        except EngineError as error:
-            self._run.drop_unfinished_attempt(agent)
-            url = "" if engine is None else engine.url
-            logger.log(failure_level(url, error), "No link to %s this time: %s", agent, error)
-            self.listener(LinkDeclined(agent=agent, engine=url, reason=f"{error}"))
-        except Exception as error:
-            self.decline(agent, error)
 
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
-        reason: str | None = None
-        if not turn.sure:
-            reason = await self._kv_share.why_no_room(engine, prompt, self._links.uncertain())
-        if reason is not None:
-            self._run.drop_unfinished_attempt(turn.agent)
+        if not turn.sure and (reason := await self._why_no_room(engine, prompt)) is not None:
+            self._end_attempt(turn.agent)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
         if not self._is_current(turn, changes):
@@ -321,34 +475,126 @@ class LinkPlanner(CallOwner):
             expect=self.output_lengths.expect,
             listener=self.listener,
         )
-        self._links.add(link, forecast)
-        self._run.drop_unfinished_attempt(turn.agent)
+        self._kept[turn.agent] = link, forecast
+        self._end_attempt(turn.agent)
         self._follow_running(link)
         self.host.start(link.run)
 
+    async def _why_no_room(self, engine: EngineClient, prompt: Prompt) -> str | None:
+        """Return why there can be no link to a prompt that may never come; ``None`` if there can.
+
+        Links that may never be used get a share of each engine's KV pool.
+
+        Raises: EngineError if the engine does not report the size of its KV pool.
+        """
+        try:
+            if engine.url not in self._kv_pools:
+                async with answering_soon(engine.url):
+                    info = await engine.info()
+                self._kv_pools[engine.url] = sum(rank.total for rank in info.kv)
+        except PluginMissing:
+            forget_plugin(engine.url)
+            return (
+                "its engine has no plugin; only prompts that are sure to come are prefilled there"
+            )
+        others = (link for link, forecast in self._kept.values() if not forecast.turn.sure)
+        there = (link for link in others if link.engine.url == engine.url and not link.is_over)
+        characters = sum(len(each.stable()) for each in [prompt, *(link.prompt for link in there)])
+        if characters <= _CHARACTERS_PER_TOKEN * self._kv_share * self._kv_pools[engine.url]:
+            return None
+        return (
+            "the share of the KV pool for links that may go unused is taken by agents that are "
+            "likelier to speak"
+        )
+
     def _follow_running(self, link: Link) -> None:
-        for call in self._run.running.values():
+        for call in self.running.values():
             if link.waits_for(call.agent):
                 call.text.follow(link)
 
-    def decline(self, agent: str, problem: Exception) -> None:
-        """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
+    def _has_link_for(self, turn: Turn) -> bool:
+        link, forecast = self._kept.get(turn.agent, (None, None))
+        if link is None or forecast is None or (link.is_over and self.streams):
+            return False
+        return forecast.holds(link.prompt, turn)
 
-        Args:
-            problem: what was raised when its next prompt was predicted. If that is no
-                NotForecastable, the agent's own code failed, in its tools or its context.
+    def _is_current(self, turn: Turn, changes: int) -> bool:
+        """Return whether the run is as it was, and the writers that come first still write.
+
+        If not, their messages are being delivered, and the next call has the links planned again.
         """
-        reason, kind = str(problem), kind_of(problem.__cause__ or problem)
-        if not isinstance(problem, NotForecastable):
-            reason = f"predicting its next prompt failed: {problem!r}"
-        elif problem.__cause__ is None:
-            kind = reason  # It is one of FlashMoA's own sentences.
-        self._run.attempts[agent] = Attempt.DECLINED
-        self._links.end(agent, "unused")
-        if (agent, kind) in self._reported_declines:
+        calls = [self.running.get(name) for name in turn.after[0]] if turn.after else []
+        is_writing = all(call is None or not call.text.is_complete for call in calls)
+        return changes == self.changes and is_writing
+
+    def _end_attempt(self, agent: str) -> None:
+        """Forget an unfinished attempt to link an agent: it has ended, or the agent has called."""
+        if self._unlinked.get(agent) is _Unlinked.UNFINISHED:
+            del self._unlinked[agent]
+
+    @contextmanager
+    def _declining(self, agent: str, engine: EngineClient | None) -> Generator[None]:
+        """Leave an agent unlinked this time if an exception is raised inside."""
+        try:
+            yield
+        except PluginMissing as problem:
+            self._unlinked[agent] = _Unlinked.PLAIN_ENGINE
+            if engine is not None:
+                report_plain_engine(engine, problem)
+        except EngineError as error:
+            self._end_attempt(agent)
+            report_no_link(agent, "" if engine is None else engine.url, error, self.listener)
+        except Exception as error:
+            self.decline(agent, error)
+
+    def _hold_next(self, agent: str, answer: object) -> None:
+        """Link what an agent asks after its tools, as far as it is certain.
+
+        The request is held until it comes, is given up, or its team ends, and for a minute at most.
+        """
+        try:
+            request = self.request_after_tools(agent, answer)
+        except Exception as error:
+            # Whatever is wrong with a prediction, the agent's answer must reach it.
+            self.decline(agent, error)
             return
-        if len(self._reported_declines) >= _MOST_REPORTED:
-            self._reported_declines.clear()
-        self._reported_declines.add((agent, kind))
-        logger.warning("%s runs unlinked: %s", agent, reason)
-        self.listener(LinkDeclined(agent=agent, engine="", reason=reason))
+        if request is None:
+            return
+
+        async def link_for_a_while() -> None:
+            await anyio.sleep(_AT_ONCE_SECONDS)
+            if self.holds(request):
+                self.plan()
+                with anyio.move_on_after(_LONGEST_TOOL_SECONDS):
+                    await request.dropped.wait()
+                self.give_up(request, "unused")
+
+        self._held[request.agent] = request
+        self.host.start(link_for_a_while)
+
+    def _let_come(self, agent: str) -> None:
+        if request := self._held.pop(agent, None):
+            request.dropped.set()
+
+    async def _link_held(self, request: RequestAfterTools, changes: int) -> None:
+        forecasts = await self._forecast_all([request.turn], changes, request.forecast)
+        await self._link_forecasts(forecasts, changes)
+        if request.is_given_up:
+            self.end_link(request.agent, "abort")
+
+    async def _watch_end(self) -> None:
+        """Poll until the run has ended, since a team does not report its end. End all links."""
+        polls_after_end = 0
+        # Two polls, since an agent may call its model with the team's messages after the end.
+        while polls_after_end < 2:
+            await anyio.sleep(END_POLL_SECONDS)
+            polls_after_end = 0 if self.is_running else polls_after_end + 1
+        self.run_ended()
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= 1
+
+
+def _is_same(prompt: Prompt, other: Prompt) -> bool:
+    return prompt.is_complete and other.is_complete and prompt.stable() == other.stable()

@@ -17,7 +17,7 @@ from flashmoa.engine.generation import (
     read_content,
 )
 from flashmoa.engine.refusals import make_refusal
-from flashmoa.linking.observed_call import CallObserver, CallResult
+from flashmoa.linking.calls import CallObserver, CallResult
 
 
 class AnswerReader:

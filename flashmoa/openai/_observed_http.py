@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from flashmoa.engine.generation import is_event_stream
-from flashmoa.linking.observed_call import CallObserver
+from flashmoa.linking.calls import CallObserver
 from flashmoa.openai._answers import report_whole
 from flashmoa.openai._watched_stream import watch
 from flashmoa.openai_requests import http_module, read_chat_body

@@ -16,9 +16,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
+from flashmoa.linking.calls import CallObserver
 from flashmoa.linking.learned_planner import LearnedLinkPlanner, SentInPlace
 from flashmoa.linking.learned_runs import Program, RecordedRequest
-from flashmoa.linking.observed_call import CallObserver
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import traced
 from flashmoa.openai._agent_names import calling_agent

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 from flashmoa.engine.generation import is_event_stream
-from flashmoa.linking.observed_call import CallObserver
+from flashmoa.linking.calls import CallObserver
 from flashmoa.openai._answers import AnswerReader, report_end, report_whole
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 import pytest
 
 from flashmoa.autogen._call_observers import CallObservers
-from flashmoa.linking.observed_call import CallObserver, CallRequest, LinkedTeam
+from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam
 from flashmoa.observe import ignore
 
 

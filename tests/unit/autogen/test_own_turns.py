@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from flashmoa.autogen._own_turns import OwnRequest, find_tool_tasks, result_of
 from flashmoa.autogen._self_hosted import render
-from flashmoa.linking.own_turn import OwnTurn
+from flashmoa.linking.forecasts import RequestAfterTools
 from tests.unit.autogen.scripted_agents import (
     ScriptedClient,
     called,
@@ -99,16 +99,16 @@ async def check_request(
         call = await request.dry_run([results[tool] for tool in request.tools])
         return await render(client, call.messages, call.tools)
 
-    turn = OwnTurn("one", client.engine, request.tools, rendered)
-    certain = (await (await turn.forecast(turn.turn)).prompt()).stable()
+    held = RequestAfterTools("one", client.engine, request.tools, rendered)
+    certain = (await (await held.forecast(held.turn)).prompt()).stable()
     assert prompt.startswith(certain)
     for place, tool in enumerate(request.tools):
         learned = client.learned.get((number, place))
         # AutoGen refuses some calls at once, without running anything.
         if learned is None:
             return
-        turn.add_result(tool, learned)
-        more = (await (await turn.forecast(turn.turn)).prompt()).stable()
+        held.results[tool] = learned
+        more = (await (await held.forecast(held.turn)).prompt()).stable()
         assert more.startswith(certain) and prompt.startswith(more)
         certain = more
     assert certain == prompt

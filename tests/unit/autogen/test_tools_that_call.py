@@ -117,7 +117,7 @@ async def run_linked(client: Client, *agents: Any) -> tuple[list[str], list[set[
 
     async def ask() -> str:
         answer = await Client.ask(client)
-        held.append(linked._planner.own_turns.agents())
+        held.append(set(linked._planner._held))
         return answer
 
     client.ask = ask  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.autogen._turn_order import MANAGER, first_turns, upcoming_turns
-from flashmoa.linking.planned_links import Step, Turn
+from flashmoa.linking.forecasts import Step, Turn
 
 Edges = set[tuple[int, int]]
 

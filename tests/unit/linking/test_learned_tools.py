@@ -197,7 +197,7 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
     planner = LearnedLinkPlanner(program, ignore, lambda *_: cast("EngineClient", Engine()))
     planner.observe("agent", make(ASKED), "it calls tools")
     planner._learned.calls["agent"].tool_answer = answer
-    turn = planner.own_turn("agent", answer)
+    turn = planner.request_after_tools("agent", answer)
     assert turn is not None
     await (await turn.forecast(turn.turn)).prompt()
     await planner.close(learn=False)

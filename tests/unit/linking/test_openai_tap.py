@@ -19,7 +19,7 @@ from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._promises import _texts
 from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.linking.observed_call import CallRequest, ReportedCall
+from flashmoa.linking.calls import CallObserver, CallRequest
 from flashmoa.observe import ignore
 from flashmoa.observe.calls import CallReporter
 from tests.unit.engine.faulty_engine import (
@@ -310,7 +310,7 @@ async def test_an_agent_framework_stream_may_have_null_in_place_of_a_delta(
 class WatchedWorkflow:
     """A linked workflow to which every request belongs."""
 
-    def observe(self, executor: object, request: CallRequest) -> ReportedCall:
-        return ReportedCall(CallReporter(ignore, agent="a", engine=request.engine, model="m"))
+    def observe(self, executor: object, request: CallRequest) -> CallObserver:
+        return CallObserver(CallReporter(ignore, agent="a", engine=request.engine, model="m"))
 
     async def close(self) -> None: ...

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import anyio
 import pytest
 
-from flashmoa import EngineClient
+from flashmoa import EngineClient, Link, Prompt
 from flashmoa.engine import (
     EngineError,
     EngineInfo,
     MalformedRequest,
     PluginMissing,
     PromptTooLarge,
+    PromptUsage,
+    connections,
 )
-from flashmoa.linking.link import Link
-from flashmoa.linking.observed_call import CallRequest, CallResult
+from flashmoa.linking import prompt_feed
+from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
+from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
-from flashmoa.linking.planned_links import Forecast, Turn
-from flashmoa.linking.planner import LinkPlanner
-from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
+from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits, ignore
+from tests.unit.linking.hung_engine import hung_engine
 
 pytestmark = pytest.mark.anyio
-REQUEST = CallRequest("http://engine", "m", None)
+ENGINE = "http://127.0.0.1:9"
+REQUEST = CallRequest(ENGINE, "m", None)
 TURN = Turn("reader", (frozenset(["writer"]),))
 
 
@@ -32,15 +37,16 @@ class Pair(LinkPlanner):
 
     is_running = True
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, kv_share: float = 1.0) -> None:
         self.events: list[Event] = []
-        super().__init__(self.events.append)
+        super().__init__(self.events.append, kv_share=kv_share)
         self.forecasts = 0
         self.may_forecast = anyio.Event()
         self.may_forecast.set()
         self.problem: str | None = None
         self.refusal: EngineError | None = None
         self.known = ""
+        self.holds_still = True
         self.turn = TURN
         self._engine = engine
 
@@ -59,14 +65,19 @@ class Pair(LinkPlanner):
                 raise self.refusal
             return f"Read: {self.known or placeholders.padded('writer')}"
 
-        return Forecast(turn, self._engine, placeholders, [render])
+        return Forecast(
+            turn, self._engine, placeholders, [render], holds=lambda *_: self.holds_still
+        )
+
+    def declined(self) -> list[LinkDeclined]:
+        return [event for event in self.events if isinstance(event, LinkDeclined)]
 
     async def link(self) -> Link:
         """Wait until there is a link to the reader."""
         with anyio.fail_after(5):
-            while not self._links.all():  # noqa: ASYNC110
+            while not self.links:  # noqa: ASYNC110
                 await anyio.sleep(0.001)
-        (link,) = self._links.all()
+        (link,) = self.links
         return link
 
     async def planned(self, forecasts: int) -> None:
@@ -79,15 +90,20 @@ class Pair(LinkPlanner):
 
 
 @pytest.fixture
-async def planner() -> AsyncGenerator[Pair]:
-    async with EngineClient("http://127.0.0.1:9") as engine:
+async def planner(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pair]:
+    async def run(_: Link) -> None:
+        """Do not connect to an engine."""
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(Link, "run", run)
+    async with EngineClient(ENGINE) as engine:
         pair = Pair(engine)
         yield pair
         await pair.host.close()
 
 
 async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair) -> None:
-    writer = planner.begin("writer", REQUEST, rewrite_reason=None)
+    writer = planner.begin("writer", REQUEST)
     writer.on_text("Once")
     link = await planner.link()
     writer.on_text(" more")
@@ -97,23 +113,23 @@ async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair
 
 
 async def test_a_link_waits_through_a_call_of_tools_for_the_next_call(planner: Pair) -> None:
-    tools = CallRequest("http://engine", "m", "it has tools")
-    writer = planner.begin("writer", tools, rewrite_reason=None)
+    tools = CallRequest(ENGINE, "m", "it has tools")
+    writer = planner.begin("writer", tools)
     link = await planner.link()
     writer.on_finish(CallResult("", None, "function_calls", is_forwarded=False))
     (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
     assert (waits.agent, waits.upstream, waits.reason) == ("reader", "writer", "it has tools")
-    planner.begin("writer", REQUEST, rewrite_reason=None).on_text("Done")
+    planner.begin("writer", REQUEST).on_text("Done")
     assert link.prompt.stable() == "Read: Done"
 
 
 async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
     planner.may_forecast = anyio.Event()
-    planner.begin("writer", REQUEST, rewrite_reason=None)
+    planner.begin("writer", REQUEST)
     with anyio.fail_after(5):
         while not planner.forecasts:  # noqa: ASYNC110
             await anyio.sleep(0.001)
-    reader = planner.begin("reader", REQUEST, rewrite_reason=None)
+    reader = planner.begin("reader", REQUEST)
     planner.may_forecast.set()
     await planner.planned(1)
     assert not planner.waiting_for("writer") and reader.prompt_stream_id is None
@@ -124,15 +140,15 @@ async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> 
 async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pair) -> None:
     planner.problem = "it is secret"
     for count in (1, 2):
-        planner.begin("writer", REQUEST, rewrite_reason=None)
+        planner.begin("writer", REQUEST)
         await planner.planned(count)
-    (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
+    (declined,) = planner.declined()
     assert (declined.agent, declined.reason) == ("reader", "it is secret")
-    assert not planner.begin("reader", REQUEST, rewrite_reason=None).prompt_stream_id
+    assert not planner.begin("reader", REQUEST).prompt_stream_id
     late = [event.late for event in planner.events if isinstance(event, CallStarted)]
     assert late == [False, False, False]
     planner.problem = None
-    planner.begin("writer", REQUEST, rewrite_reason=None)
+    planner.begin("writer", REQUEST)
     await planner.link()
 
 
@@ -141,9 +157,9 @@ async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> No
         refusal = f"tool {count} is no object" if count < 3 else "too long"
         kind = MalformedRequest if count < 3 else PromptTooLarge
         planner.refusal = kind(refusal, 400, "malformed" if count < 3 else "too_large")
-        planner.begin("writer", REQUEST, rewrite_reason=None)
+        planner.begin("writer", REQUEST)
         await planner.planned(count)
-    declined = [event for event in planner.events if isinstance(event, LinkDeclined)]
+    declined = planner.declined()
     assert {event.agent for event in declined} == {"reader"}
     # A reason is reported once, even if its words are others each time.
     reasons = [event.reason.rpartition(": ")[2] for event in declined]
@@ -158,7 +174,7 @@ async def test_an_agent_whose_code_fails_in_other_words_each_time_is_reported_on
     assert [event.agent for event in planner.events] == ["a", "b", "c"]
     monkeypatch.setattr("flashmoa.linking.planner._MOST_REPORTED", 3)
     planner.decline("d", OSError("no file"))
-    assert len(planner._reported_declines) == 1
+    assert len(planner.reported_declines) == 1
 
 
 async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_changes(
@@ -166,15 +182,55 @@ async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_chan
 ) -> None:
     planner.turn = Turn("reader")
     planner.known = "the plan"
-    planner.begin("writer", REQUEST, rewrite_reason=None)
+    planner.begin("writer", REQUEST)
     link = await planner.link()
     link.has_expired = True
     link.end("unused")
     for known, is_same in [("the plan", True), ("the report", False)]:
         forecasts, planner.known = planner.forecasts, known
-        planner.begin("writer", REQUEST, rewrite_reason=None)
+        planner.begin("writer", REQUEST)
         await planner.planned(forecasts + 1)
         assert (await planner.link() is link) is is_same
+
+
+async def test_a_link_whose_prompt_stays_the_same_is_kept_while_others_are_made_again(
+    planner: Pair,
+) -> None:
+    planner.turn, planner.known = Turn("reader"), "the plan"
+    link: Link | None = None
+    for known, is_same in [("the plan", False), ("the plan", True), ("the report", False)]:
+        planner.known, forecasts = known, planner.forecasts
+        planner.holds_still = False
+        planner.begin("writer", REQUEST)
+        await planner.planned(forecasts + 1)
+        assert (await planner.link() is link) is is_same
+        if link is not None:
+            assert link.is_over is not is_same
+        link = await planner.link()
+
+
+@pytest.mark.parametrize(("url", "holds"), [("http://elsewhere", True), (ENGINE, False)])
+async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
+    planner: Pair, url: str, holds: bool
+) -> None:
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    planner.holds_still = holds
+    assert planner.begin("reader", CallRequest(url, "m", None)).prompt_stream_id is None
+    assert link.is_over and link.used_id is None and not planner.links
+
+
+async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
+    planner: Pair,
+) -> None:
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    for caller in ("other", "writer", "other"):
+        planner.caller = caller
+        await planner._plan()
+        assert not link.is_over
+    await planner._plan()
+    assert link.is_over and not planner.links
 
 
 class PlainEngine(EngineClient):
@@ -184,22 +240,118 @@ class PlainEngine(EngineClient):
         raise PluginMissing("no plugin")
 
 
-async def test_without_the_plugin_only_agents_that_are_sure_to_be_next_are_linked() -> None:
-    async with PlainEngine("http://127.0.0.1:9") as engine:
+class WithoutSize(EngineClient):
+    """An engine that does not say how large its KV pool is."""
+
+    async def info(self) -> EngineInfo:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(PlainEngine, "its engine has no plugin"), (WithoutSize, "did not answer within")],
+)
+async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_next_are_linked(
+    kind: type[EngineClient], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
+    async with kind(f"http://{kind.__name__}:9") as engine:
         planner = Pair(engine)
         planner.turn = Turn("reader", TURN.after, sure=False)
-        planner.begin("writer", REQUEST, rewrite_reason=None)
-        await planner.planned(1)
-        (declined,) = [event for event in planner.events if isinstance(event, LinkDeclined)]
-        assert "its engine has no plugin" in declined.reason
+        planner.begin("writer", REQUEST)
+        with anyio.fail_after(10):
+            while not (declined := planner.declined()):  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+        assert reason in declined[0].reason
         planner.turn = TURN
         planner.plan()
         assert (await planner.link()).agent == "reader"
         await planner.host.close()
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, "0.5", None])
+async def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: Any) -> None:
+    async with EngineClient(ENGINE) as engine:
+        with pytest.raises(ValueError, match=r"kv_share is .*; it must be a number from 0 to 1"):
+            Pair(engine, share)
+
+
 async def test_a_link_knows_how_long_its_writers_last_answers_were(planner: Pair) -> None:
     planner.output_lengths.add("writer", 120)
-    planner.begin("writer", REQUEST, rewrite_reason=None)
+    planner.begin("writer", REQUEST)
     link = await planner.link()
     assert link._plain_feed._expect("writer") == 120
+
+
+async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: Pair) -> None:
+    link = Link(EngineClient(ENGINE), Prompt(["a"]), agent="reader")
+    LinkedCall(planner, "reader", REQUEST, link)
+    (started,) = planner.events
+    assert isinstance(started, CallStarted)
+    assert started.late and started.stream_id is None
+
+
+async def test_an_answer_that_differs_from_its_streamed_text_ends_the_links_to_it(
+    planner: Pair,
+) -> None:
+    """Its request broke off, was sent again, and got a different answer."""
+    writer = planner.begin("writer", REQUEST)
+    link = await planner.link()
+    writer.on_text("The quick")
+    assert not link.is_over
+    writer.on_finish(CallResult("A dog.", None, "stop", is_forwarded=True))
+    assert link.is_over and link.claim() is None
+    assert not writer.text.is_complete
+
+
+async def test_a_request_says_how_long_its_agents_last_answers_were(
+    planner: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only to engines that have opened a prompt stream: others may refuse the field."""
+    known: set[str] = set()
+    monkeypatch.setattr(prompt_feed, "_engines_with_plugin", known)
+
+    def call(agent: str, given: dict[str, int], answered: int) -> dict[str, object]:
+        linked = LinkedCall(planner, agent, REQUEST)
+        body = ObservedCall([linked], None).body(given)
+        usage = PromptUsage(prompt_tokens=9, completion_tokens=answered)
+        linked.on_finish(CallResult("text", usage, "stop", is_forwarded=False))
+        return dict(body)
+
+    assert "expected_output_tokens" not in call("a", {}, 10)
+    assert "expected_output_tokens" not in call("a", {}, 30)
+    known.add(REQUEST.engine)
+    assert call("a", {}, 900)["expected_output_tokens"] == 20
+    assert call("a", {}, 30)["expected_output_tokens"] == 30
+    assert "expected_output_tokens" not in call("b", {}, 5)
+    assert call("b", {"expected_output_tokens": 7}, 5)["expected_output_tokens"] == 7
+
+
+async def test_an_engine_whose_plugin_is_missing_gets_no_fields_of_the_plugin_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another server has come up at its URL."""
+    monkeypatch.setattr(prompt_feed, "_engines_with_plugin", set())
+    async with hung_engine() as server, EngineClient(server.url, without_plugin="off") as engine:
+        known = [await run_link(engine)]
+        server.lacks.add("open")
+        known.append(await run_link(engine))
+        server.lacks.remove("open")
+        known.append(await run_link(engine))
+    assert known == [True, False, True]
+
+
+async def run_link(engine: EngineClient) -> bool:
+    """Run a link to a prompt. Return whether the engine is then known to have the plugin."""
+    link = Link(engine, Prompt(["a"]), agent="b", unused_seconds=0.0, listener=ignore)
+    with anyio.fail_after(10):
+        await link.run()
+    return prompt_feed.is_known_to_have_plugin(engine.url)
+
+
+def test_only_the_last_answers_of_an_agent_count() -> None:
+    lengths = OutputLengths()
+    for tokens in [1000] * 8 + [10] * 8:
+        lengths.add("a", tokens)
+    assert lengths.expect("a") == 10

@@ -11,14 +11,13 @@ import anyio.lowlevel
 import pytest
 
 from flashmoa import EngineClient, errors
-from flashmoa.engine import EngineInfo, connections
+from flashmoa.engine import connections
+from flashmoa.linking.calls import CallRequest, CallResult
+from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import Program, RecordedRequest
-from flashmoa.linking.observed_call import CallRequest, CallResult
 from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.planned_links import Forecast, KvShare, Turn
 from flashmoa.linking.planner import LinkPlanner
-from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 
@@ -84,7 +83,7 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
         planner = Candidates(clients)
         for times in (1, 2):
             # The second plan does not wait for the end of the first one either.
-            writer = planner.begin("writer", WRITE, rewrite_reason=None)
+            writer = planner.begin("writer", WRITE)
             for server in others:
                 await server.until("open", times)
             writer.on_text("a plan")
@@ -93,9 +92,7 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
                 await server.until("append", times)
             writer.on_finish(CallResult("a plan", None, "stop", is_forwarded=True))
             for name, server in zip(READERS[1:], others, strict=True):
-                reader = planner.begin(
-                    name, CallRequest(server.url, "m", None), rewrite_reason=None
-                )
+                reader = planner.begin(name, CallRequest(server.url, "m", None))
                 assert reader.prompt_stream_id is not None
         assert hung.routes() == ["render"]
         await planner.host.close()
@@ -134,7 +131,7 @@ async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_wh
     async with engines() as ((hung, *_), clients):
         planner = Candidates(clients)
         for times in (1, 2, 3):
-            planner.begin("writer", WRITE, rewrite_reason=None)
+            planner.begin("writer", WRITE)
             with anyio.fail_after(10):
                 while len(declined(planner)) < times:  # noqa: ASYNC110
                     await anyio.sleep(0.005)
@@ -213,23 +210,3 @@ async def test_an_engine_that_answers_others_meanwhile_is_not_left_out(
         assert "slow" in connections._silent_until
     # The first one has been answered since.
     assert "slow" not in connections._silent_until
-
-
-class WithoutSize(EngineClient):
-    """An engine that does not say how large its KV pool is."""
-
-    async def info(self) -> EngineInfo:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-
-async def test_the_size_of_an_engine_is_not_waited_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
-    async with WithoutSize("http://no-size:1") as engine:
-        with (
-            anyio.fail_after(10),
-            pytest.raises(errors.EngineTimeout, match="did not answer within"),
-        ):
-            await KvShare(0.5).has_room(engine, Prompt(["a"]), [])

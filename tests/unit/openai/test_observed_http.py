@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from flashmoa.linking.observed_call import CallObserver, CallResult
+from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
 from flashmoa.openai._watched_stream import watch

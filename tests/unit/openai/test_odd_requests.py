@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.linking.observed_call import CallObserver
+from flashmoa.linking.calls import CallObserver
 from flashmoa.openai._observed_http import observe_completions
 from tests.unit.openai.fake_server import FakeServer, chunks, stream, whole
 

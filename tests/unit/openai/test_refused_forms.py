@@ -13,7 +13,7 @@ import pytest
 
 from flashmoa import openai_tap
 from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.linking.observed_call import CallObserver, CallResult
+from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.openai import run
 from flashmoa.openai._observed_http import observe_completions
 from tests.unit.openai import fake_server

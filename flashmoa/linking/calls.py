@@ -1,15 +1,21 @@
-"""Notify observers (:class:`CallObserver`) of one request of a model client."""
+"""Notify observers (:class:`CallObserver`) of one request of a model client, and remember how long
+answers have been (:class:`OutputLengths`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Self
 
 from flashmoa.completions import WatchedBody
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.calls import CallReporter
+
+# Older answers of an agent say little about its next one.
+_REMEMBERED_LENGTHS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,10 @@ class CallResult:
 
 
 class CallObserver:
-    """Base class of the observers of one request. Its methods do nothing.
+    """Hears one request of a model client; by itself, it only passes what it hears to a report.
+
+    Args:
+        report: reports the request to a listener.
 
     Attributes:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
@@ -59,18 +68,30 @@ class CallObserver:
 
     prompt_stream_id: str | None = None
     expected_output_tokens: int | None = None
+    report: CallReporter | None = None
+
+    def __init__(self, report: CallReporter | None = None) -> None:
+        self.report = report
 
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         """Receive the body of the chat completion, as it is about to be sent."""
+        if self.report is not None:
+            self.report.prompt_sent(body)
 
     def on_text(self, text: str) -> None:
         """Receive the next piece of the answer's text."""
+        if self.report is not None:
+            self.report.text_arrived()
 
     def on_finish(self, result: CallResult) -> None:
         """Receive the complete answer."""
+        if self.report is not None:
+            self.report.finished(result.text, result.usage, result.finish_reason)
 
     def on_failure(self, error: BaseException) -> None:
         """Note that the request failed with ``error``, or was cancelled."""
+        if self.report is not None:
+            self.report.failed(error)
 
     def release_stream(self) -> None:
         """Release the offered prompt stream: the request uses another one, or failed."""
@@ -86,25 +107,6 @@ class LinkedTeam(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End every link of the team."""
-
-
-class ReportedCall(CallObserver):
-    """Reports a request that no linked team observes."""
-
-    def __init__(self, report: CallReporter) -> None:
-        self._report = report
-
-    def on_prompt(self, body: Mapping[str, Any]) -> None:
-        self._report.prompt_sent(body)
-
-    def on_text(self, text: str) -> None:
-        self._report.text_arrived()
-
-    def on_finish(self, result: CallResult) -> None:
-        self._report.finished(result.text, result.usage, result.finish_reason)
-
-    def on_failure(self, error: BaseException) -> None:
-        self._report.failed(error)
 
 
 class ObservedCall:
@@ -175,3 +177,20 @@ class ObservedCall:
     def _on_text(self, text: str) -> None:
         for observer in self._observers:
             observer.on_text(text)
+
+
+class OutputLengths:
+    """The lengths of the agents' last answers in tokens, from which the next one is expected."""
+
+    def __init__(self) -> None:
+        self._lengths: defaultdict[str, deque[int]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED_LENGTHS)
+        )
+
+    def add(self, agent: str, tokens: int) -> None:
+        self._lengths[agent].append(tokens)
+
+    def expect(self, agent: str) -> int | None:
+        """Return the median of the last answers; ``None`` for an agent that has not answered."""
+        lengths = self._lengths.get(agent)
+        return round(median(lengths)) if lengths else None

@@ -8,11 +8,10 @@ import anyio
 import pytest
 
 from flashmoa import EngineClient
+from flashmoa.linking.calls import CallRequest, CallResult
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link
-from flashmoa.linking.observed_call import CallRequest, CallResult
-from flashmoa.linking.own_turn import OwnTurn
 from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.planned_links import Forecast, Turn
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import CallStarted, Event
 
@@ -30,7 +29,7 @@ class Team(LinkPlanner):
     def __init__(self, engine: EngineClient) -> None:
         self.events: list[Event] = []
         super().__init__(self.events.append)
-        self.own = OwnTurn("writer", engine, (LOOK, WALK), self.render)
+        self.own = RequestAfterTools("writer", engine, (LOOK, WALK), self.render)
         self.renders = 0
         self.may_render = anyio.Event()
         self.may_render.set()
@@ -55,12 +54,12 @@ class Team(LinkPlanner):
 
         return Forecast(turn, self._engine, placeholders, [render])
 
-    def own_turn(self, agent: str, answer: object) -> OwnTurn:
-        assert isinstance(answer, OwnTurn)
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools:
+        assert isinstance(answer, RequestAfterTools)
         return answer
 
     def link_to(self, agent: str) -> Link | None:
-        return next((link for link in self._links.all() if link.agent == agent), None)
+        return next((link for link in self.links if link.agent == agent), None)
 
     async def linked(self, agent: str, prompt: str) -> Link:
         """Wait until there is a link to an agent with that certain text."""
@@ -95,7 +94,7 @@ async def team(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Team]:
 
 def call_tools(team: Team, text: str = "") -> None:
     """Let the writer answer with calls of its tools, and a text before them."""
-    writer = team.begin("writer", REQUEST, rewrite_reason=None)
+    writer = team.begin("writer", REQUEST)
     if text:
         writer.on_text(text)
     result = CallResult("", None, "function_calls", is_forwarded=False, tool_calls=team.own)
@@ -113,14 +112,14 @@ async def test_the_next_request_is_linked_up_to_the_first_missing_result(team: T
 async def test_results_are_added_in_the_order_of_the_calls(team: Team) -> None:
     call_tools(team)
     link = await team.linked("writer", "Go.\nlook() '")
-    team.own_turns.add_result(team.own, LOOK, "Lakes & more")
+    team.add_result(team.own, LOOK, "Lakes & more")
     assert await team.linked("writer", "Go.\nlook() 'Lakes &amp; more'\nwalk() '") is link
 
 
 async def test_a_result_waits_for_those_before_it(team: Team) -> None:
     call_tools(team)
     link = await team.linked("writer", "Go.\nlook() '")
-    team.own_turns.add_result(team.own, WALK, "2 h")
+    team.add_result(team.own, WALK, "2 h")
     await team.rendered(2)
     assert team.link_to("writer") is link and link.prompt.stable() == "Go.\nlook() '"
     assert [slot.name for slot in link.prompt.slots] == [LOOK]
@@ -131,22 +130,22 @@ async def test_the_last_result_is_left_to_the_request(team: Team) -> None:
     call_tools(team)
     link = await team.linked("writer", "Go.\nlook() '")
     for tool in (LOOK, WALK):
-        team.own_turns.add_result(team.own, tool, "")
+        team.add_result(team.own, tool, "")
     await team.rendered(1)
     assert team.link_to("writer") is link and not link.is_over
-    team.begin("writer", REQUEST, rewrite_reason=None)
+    team.begin("writer", REQUEST)
     assert team.link_to("writer") is None and link.is_over
 
 
 async def test_tools_that_end_at_once_make_no_link_and_no_late_call(team: Team) -> None:
     call_tools(team)
     for tool in (LOOK, WALK):
-        team.own_turns.add_result(team.own, tool, "")
+        team.add_result(team.own, tool, "")
     await team.linked("reader", "Read: ")
     team.plan()
     await team.rendered(0)
     assert team.link_to("writer") is None and not team.renders
-    team.begin("writer", REQUEST, rewrite_reason=None)
+    team.begin("writer", REQUEST)
     assert not any(event.late for event in team.events if isinstance(event, CallStarted))
 
 
@@ -163,22 +162,22 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
     else:
         call_tools(team)
         await team.linked("writer", "Go.\nlook() '")
-    team.own_turns.give_up(team.own)
+    team.give_up(team.own)
     team.may_render.set()
     await team.rendered(1)
     assert team.link_to("writer") is None
     # What is not held any more changes nothing.
-    team.own_turns.add_result(team.own, LOOK, "")
-    team.own_turns.give_up(team.own)
+    team.add_result(team.own, LOOK, "")
+    team.give_up(team.own)
     await team.rendered(1)
     assert team.link_to("writer") is None
 
 
 async def test_a_request_is_not_held_for_ever(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmoa.linking.own_turn._LONGEST_SECONDS", 0.05)
+    monkeypatch.setattr("flashmoa.linking.planner._LONGEST_TOOL_SECONDS", 0.05)
     call_tools(team)
     with anyio.fail_after(5):
-        while team.own in team.own_turns:  # noqa: ASYNC110
+        while team.holds(team.own):  # noqa: ASYNC110
             await anyio.sleep(0.001)
     await team.rendered(1)
     assert team.link_to("writer") is None
@@ -188,20 +187,20 @@ async def test_the_end_of_a_run_ends_what_is_held(team: Team) -> None:
     call_tools(team)
     link = await team.linked("writer", "Go.\nlook() '")
     team.end_all("closed")
-    assert link.is_over and team.own not in team.own_turns
-    team.own_turns.add_result(team.own, LOOK, "")
+    assert link.is_over and not team.holds(team.own)
+    team.add_result(team.own, LOOK, "")
     team.plan()
     await team.rendered(1)
     assert team.link_to("writer") is None
 
 
 async def test_links_that_were_fed_the_text_before_a_tool_call_are_made_again(team: Team) -> None:
-    writer = team.begin("writer", REQUEST, rewrite_reason=None)
+    writer = team.begin("writer", REQUEST)
     link = await team.linked("reader", "Read: ")
     writer.on_text("Let me look.")
     assert link.prompt.stable() == "Read: Let me look."
     writer.on_finish(CallResult("", None, "function_calls", is_forwarded=False))
     assert link.is_over
     again = await team.linked("reader", "Read: ")
-    team.begin("writer", REQUEST, rewrite_reason=None).on_text("A fine lake.")
+    team.begin("writer", REQUEST).on_text("A fine lake.")
     assert again.prompt.stable() == "Read: A fine lake."

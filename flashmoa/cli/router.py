@@ -20,14 +20,13 @@ from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine import engine_url
 from flashmoa.router.dispatcher import MAX_WAITING
 from flashmoa.router.policies import SATURATION_MARGIN
+from flashmoa.router.prefix_aware import PATIENCE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from flashmoa.router.application import RouterOptions
+    from flashmoa.router.engines import RouterOptions
     from flashmoa.router.shell.application import ShellOptions
-
-POLICIES = ("prefix_aware", "cache_aware", "round_robin", "random")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,7 +76,7 @@ def _find_unused_option(parsed: argparse.Namespace, parser: argparse.ArgumentPar
     """Return which option is for the other mode, ``None`` if there is none."""
     others = ("agent_seconds",)
     if parsed.prefill:
-        others = ("api_key", "model_config", "tokenize", "policy", "patience", "saturation")
+        others = ("api_key", "model_config", "tokenize", "patience", "saturation")
         others = (*others, "max_waiting")
     for name in others:
         if getattr(parsed, name) != parser.get_default(name):
@@ -157,15 +156,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--policy",
-        choices=POLICIES,
-        default=POLICIES[0],
-        help="how engines are chosen (%(default)s)",
-    )
-    group.add_argument(
         "--patience",
         type=float,
-        default=8.0,
+        default=PATIENCE,
         help="wait for the engine that has the prefix while the work before the request is less "
         "than this many times the work that the engine saves (%(default)g); 0: never wait",
     )
@@ -201,20 +194,13 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
 
 
 def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:
-    from flashmoa.router.application import RouterOptions
-    from flashmoa.router.policies import CacheAware, Random, RoundRobin
+    from flashmoa.router.engines import RouterOptions
     from flashmoa.router.prefix_aware import PrefixAware
 
-    policies = {
-        "prefix_aware": lambda: PrefixAware(patience=parsed.patience),
-        "cache_aware": CacheAware,
-        "round_robin": RoundRobin,
-        "random": Random,
-    }
     config: Path | None = parsed.model_config
     return RouterOptions(
         engines=[engine_url(url) for url in parsed.engine],
-        policy=policies[parsed.policy](),
+        policy=PrefixAware(patience=parsed.patience),
         api_key=parsed.api_key,
         model_config=_read_config(config) if config else None,
         saturation_margin=parsed.saturation,

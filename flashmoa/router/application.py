@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.engine.connections import CONNECTIONS
 from flashmoa.router.client_requests import (
     ANY_ENGINE_ROUTES,
     POLICY_ROUTES,
@@ -26,55 +24,20 @@ from flashmoa.router.client_requests import (
     make_endpoint,
     make_error_response,
     make_json_response,
-    parse_body,
     parse_object,
 )
-from flashmoa.router.connections import open_connections
-from flashmoa.router.dispatcher import MAX_WAITING, Dispatcher
-from flashmoa.router.engine_pool import EnginePool, merge_info
-from flashmoa.router.engines import EngineMonitor, RoutedEngine, split_place
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.engines import EnginePool, RouterOptions, merge_info, split_place
 from flashmoa.router.errors import EngineLost, NoEngine
-from flashmoa.router.forwarding import PlacementObserver, forward
+from flashmoa.router.forwarding import forward, open_connections
 from flashmoa.router.kv_events import EventFollower
-from flashmoa.router.metrics import RouterMetrics
-from flashmoa.router.policies import SATURATION_MARGIN, Policy
+from flashmoa.router.metrics import PlacementObserver, RouterMetrics
 from flashmoa.router.prefix_aware import PrefixAware
-from flashmoa.router.prompts import PromptHasher, count_samples
+from flashmoa.router.prompts import PromptHasher
 
 # An engine that shuts down finishes requests, and even takes new ones, but answers these with 503.
 _REFUSED_WHILE_DRAINING = (STREAMS, "/prefill_only")
 _MODEL_INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
-
-
-@dataclass(frozen=True, slots=True)
-class RouterOptions:
-    """Configures a router.
-
-    Attributes:
-        engines: URLs of the engines.
-        policy: decides to which engine each request is sent; by default :class:`PrefixAware`.
-        api_key: for the router's own requests to the engines. A client's requests carry the
-            client's key.
-        model_config: the model's ``config.json``, if the router cannot read it at the path that the
-            engines report.
-        saturation_margin: how many forwards' tokens wait at an engine before others get requests;
-            if it is 0, engines take every request.
-        tokenize: whether engines are asked for the tokens of prompts, which takes milliseconds for
-            each new prompt; by default, if an engine publishes KV events, which contain tokens.
-        max_body_bytes: the largest body of a request.
-        max_waiting: the most requests in the queue.
-        watch_seconds: time between two probes of an engine.
-    """
-
-    engines: Sequence[str]
-    policy: Policy | None = None
-    api_key: str | None = None
-    model_config: Mapping[str, Any] | None = None
-    saturation_margin: float = SATURATION_MARGIN
-    tokenize: bool | None = None
-    max_body_bytes: int = 32 << 20
-    max_waiting: int = MAX_WAITING
-    watch_seconds: float = 2.0
 
 
 def application(options: RouterOptions) -> Starlette:
@@ -106,47 +69,35 @@ def application(options: RouterOptions) -> Starlette:
 class _Router:
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
-        policy = options.policy or PrefixAware()
-        self._dispatcher = Dispatcher(policy, options.max_waiting)
-        self._engines = {url: RoutedEngine(url) for url in options.engines}
-        self._metrics = RouterMetrics(self._dispatcher, self._engines.values(), policy)
+        self._dispatcher = Dispatcher(options.policy or PrefixAware(), options.max_waiting)
+        self._metrics = RouterMetrics(self._dispatcher)
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
         """Probe and follow the engines while the server runs."""
-        options, key = self._options, self._options.api_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(None, connect=10.0)
         async with (
             open_connections() as self._connections,
-            # As the requests themselves, these do not go through the environment's proxy.
-            httpx.AsyncClient(timeout=timeout, limits=CONNECTIONS, trust_env=False) as http,
-            httpx.AsyncClient(
-                timeout=10.0, headers=headers, limits=CONNECTIONS, trust_env=False
-            ) as probing,
+            anyio.create_task_group() as group,
         ):
-            self._prompts = PromptHasher(http, self._tokenizes)
-            self._pool = EnginePool(self._connections, self._engines)
-            async with anyio.create_task_group() as group:
-                followers = {url: EventFollower(self._dispatcher, group) for url in self._engines}
-                self._monitor = EngineMonitor(
-                    probing,
-                    self._dispatcher,
-                    config=options.model_config,
-                    saturation_margin=options.saturation_margin,
-                    interval=options.watch_seconds,
-                    on_join=lambda engine: followers[engine.url].follow(
-                        engine.places, engine.events
-                    ),
-                )
-                # The server accepts requests only after every engine was probed.
-                async with anyio.create_task_group() as first_probes:
-                    for engine in self._engines.values():
-                        first_probes.start_soon(self._monitor.probe, engine)
+            followers: defaultdict[str, EventFollower] = defaultdict(
+                lambda: EventFollower(self._dispatcher, group)
+            )
+            self._prompts = PromptHasher(self._connections, self._tokenizes)
+            self._pool = EnginePool(
+                self._connections,
+                self._dispatcher,
+                self._options,
+                on_join=lambda engine: followers[engine.url].follow(engine.places, engine.events),
+            )
+            self._engines = self._pool.engines
+            # The server accepts requests only after every engine was probed.
+            async with anyio.create_task_group() as first_probes:
                 for engine in self._engines.values():
-                    group.start_soon(self._monitor.run, engine)
-                yield
-                group.cancel_scope.cancel()
+                    first_probes.start_soon(self._pool.probe, engine)
+            for engine in self._engines.values():
+                group.start_soon(self._pool.watch, engine)
+            yield
+            group.cancel_scope.cancel()
 
     def _tokenizes(self) -> bool:
         if self._options.tokenize is None:
@@ -159,7 +110,7 @@ class _Router:
         Otherwise, or if that engine is lost before it answers, the policy chooses the engine. A
         prompt stream is only a hint, because the request contains its whole prompt.
         """
-        body = parse_body(call.body)
+        body = parse_object(call.body)
         stream_place = None
         if isinstance(stream := body.get("prompt_stream_id"), str):
             with suppress(NoEngine):  # The request itself may wait for an engine.
@@ -203,22 +154,17 @@ class _Router:
             else:
                 blocks = await self._prompts.blocks(body, self._pool.next_engine(), call.api_key)
                 placement = await stack.enter_async_context(self._dispatcher.place(blocks))
-            self._metrics.count_prompt(placement.engine, blocks.length)
-            observer = PlacementObserver(
-                self._metrics, placement.engine, placement, count_samples(body)
-            )
+            self._metrics.prompt_tokens.labels(placement.engine).inc(blocks.length)
+            observer = PlacementObserver(self._metrics, placement.engine, placement)
             answer = await self._send(call, placement.engine, observer, stack.pop_all())
         if call.path in _REFUSED_WHILE_DRAINING and answer.status_code == 503:
-            engine = self._engine_at(placement.engine)
-            await self._monitor.recheck(engine)
+            engine = self._engines[split_place(placement.engine)[0]]
+            await self._pool.recheck(engine)
             if not engine.is_up:
                 raise EngineLost(f"{placement.engine}: it is shutting down", reached=False)
         if call.path == STREAMS:
             self._pool.remember_stream(parse_object(answer.body).get("id"), placement.engine)
         return answer
-
-    def _engine_at(self, place: str) -> RoutedEngine:
-        return self._engines[split_place(place)[0]]
 
     async def _send(
         self,
@@ -238,7 +184,7 @@ class _Router:
                 return await forward(self._connections, call.on_rank(rank), url, observer, stack)
             except EngineLost:
                 # The engine may still answer, if only this connection has broken.
-                await self._monitor.recheck(self._engines[url])
+                await self._pool.recheck(self._engines[url])
                 self._prompts.forget(url)
                 raise
 
@@ -256,14 +202,19 @@ class _Router:
 
     async def count_streams(self, call: ForwardedRequest) -> Response:
         """Answer how many prompt streams are open."""
-        return make_json_response({"open": await self._pool.count_streams(call.api_key)})
+        counts = [
+            state.get("open") for state in await self._pool.get_objects(STREAMS, call.api_key)
+        ]
+        return make_json_response(
+            {"open": sum(count for count in counts if isinstance(count, int))}
+        )
 
     async def flush_caches(self, call: ForwardedRequest) -> Response:
         """Empty every engine's cache."""
         replies = await self._pool.ask_all("POST", call.target, call.api_key)
         for engine, reply in replies.items():
             for place in self._engines[engine].places if reply.status_code == 200 else ():
-                self._dispatcher.clear_blocks(place)
+                self._dispatcher.policy.clear_blocks(place)
         return max(replies.values(), key=lambda reply: reply.status_code)
 
     async def describe(self, call: ForwardedRequest) -> Response:
@@ -278,4 +229,5 @@ class _Router:
         return Response(status_code=200 if self._dispatcher.engines else 503)
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
+        page = self._metrics.page({url: engine.is_up for url, engine in self._engines.items()})
+        return Response(page, media_type="text/plain; version=0.0.4")

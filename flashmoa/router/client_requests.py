@@ -21,30 +21,15 @@ from starlette.routing import Route
 from starlette.types import Lifespan
 
 from flashmoa._starlette import while_connected
-from flashmoa.router.errors import (
-    AllEnginesRefused,
-    BadRequest,
-    BodyTooLarge,
-    EngineLost,
-    RouterError,
-)
+from flashmoa.router.errors import AllEnginesRefused, BodyTooLarge, EngineLost, RouterError
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/generate"
 STREAMS = "/prompt_streams"
 # The policy decides to which engine these requests are sent, because they have a prompt.
 POLICY_ROUTES = (
-    CHAT,
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/classify",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-    GENERATE,
-    "/prefill_only",
-    STREAMS,
+    *(CHAT, GENERATE, STREAMS, "/prefill_only", "/v1/completions", "/v1/embeddings"),
+    *("/v1/classify", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 # Any engine can answer these requests.
 ANY_ENGINE_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
@@ -55,33 +40,19 @@ _IDEMPOTENT_POSTS = re.compile(r"/prompt_streams/[^/]+/(append|keep_alive)")
 _COMPUTING_POSTS = frozenset({*POLICY_ROUTES, *ANY_ENGINE_ROUTES})
 # Both loggers write the path of each request.
 _REQUEST_LOGGERS = ("httpx", "uvicorn.access")
-# Python parses this much nesting without overflowing its stack, wherever on the stack it starts.
-_MAX_NESTING = 200
-_TOO_DEEP = f"a body may nest lists and objects at most {_MAX_NESTING} levels deep; flatten it"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_VISIBLE_ASCII = re.compile(rb"[^\x21-\x7e]")
 # SGLang's own name; the plugin reads it on every route.
 _RANK_HEADER = "x-data-parallel-rank"
+# These concern one connection.
+_CONNECTION_HEADERS = {
+    *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+    *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
+}
 _UNFORWARDED_HEADERS = {
-    # These headers concern one connection.
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    # The router has read the whole body before it forwards the request.
-    "expect",
+    *_CONNECTION_HEADERS,
+    "expect",  # The router has read the whole body before it forwards the request.
     # The HTTP client and server write these themselves.
-    "host",
-    "content-length",
-    "content-encoding",
-    "accept-encoding",
-    "date",
-    "server",
+    *("host", "content-length", "content-encoding", "accept-encoding", "date", "server"),
 }
 
 
@@ -162,16 +133,14 @@ def make_application(routes: Sequence[Route], lifespan: Lifespan[Starlette]) -> 
 
     Like SGLang, it lets web pages of every origin send requests: a key is needed all the same.
     """
-    anyone = Middleware(
-        CORSMiddleware,
-        allow_origins=["*"],
-        allow_credentials=True,
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    anyone: dict[str, Any] = {
+        "allow_origins": ["*"],
+        "allow_methods": ["*"],
+        "allow_headers": ["*"],
+    }
     return Starlette(
         routes=routes,
-        middleware=[anyone],
+        middleware=[Middleware(CORSMiddleware, allow_credentials=True, **anyone)],
         exception_handlers={HTTPException: _answer_unrouted},
         lifespan=lifespan,
     )
@@ -206,6 +175,9 @@ def make_endpoint(
             return make_error_response(error.status, message)
         except RouterError as error:
             return make_error_response(error.status, str(error))
+        except RecursionError:
+            message = "the body nests lists and objects too deeply for the router; flatten it"
+            return make_error_response(400, message)
         except ClientDisconnect:
             pass
         return Response(status_code=499)  # The client has disconnected and reads no answer.
@@ -223,57 +195,15 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object in ``text``, or an empty one if there is none."""
+    """Return the JSON object in ``text``, or an empty one if there is none.
+
+    A malformed body of a request is not an error here, because the engine that gets it reports it.
+    """
     try:
         value = json.loads(text if isinstance(text, str) else bytes(text).decode())
     except (ValueError, RecursionError):
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def parse_body(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a request's body, or an empty one if there is none.
-
-    A malformed body is not an error here, because the engine that gets it reports it. Raises:
-    BadRequest if a string in it cannot be encoded, or values are nested too deeply.
-    """
-    try:
-        value: object = json.loads(body.decode())
-    except ValueError:
-        return {}
-    except RecursionError:
-        raise BadRequest(_TOO_DEEP) from None
-    if body.count(b"[") + body.count(b"{") > _MAX_NESTING and _is_too_deep(value):
-        raise BadRequest(_TOO_DEEP)
-    if _SURROGATE.search(body) and _has_lone_surrogate(value):
-        raise BadRequest(
-            "a string in the body has one half of a surrogate pair, which no text can contain; "
-            "send valid Unicode"
-        )
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _is_too_deep(value: object) -> bool:
-    level = [value]
-    for _ in range(_MAX_NESTING):
-        level = [inner for outer in level for inner in _inner_containers(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inner_containers(value: Any) -> list[object]:
-    """Return the lists and objects directly within a list or object."""
-    items: Any = cast("dict[str, Any]", value).values() if isinstance(value, dict) else value
-    return [item for item in items if isinstance(item, dict | list)]
-
-
-def _has_lone_surrogate(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def make_json_response(value: object, status: int = 200) -> Response:

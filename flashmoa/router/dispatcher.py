@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Collection, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -23,13 +23,11 @@ class Placement:
 
     Attributes:
         items_left: number of its prompts that are not reported to be computed.
-        is_list: whether it has several prompts.
     """
 
     request: str
     engine: str
     items_left: int
-    is_list: bool
     _dispatcher: Dispatcher
 
     def finish_prefill(self, items: int | None = None) -> None:
@@ -37,9 +35,12 @@ class Placement:
 
         Args: items: of a request with a list, how many more of its prompts; by default, all.
         """
-        if self.items_left > 0:
-            self.items_left -= self.items_left if items is None else items
-            self._dispatcher.finish_prefill(self.request, items)
+        computed = self.items_left if items is None else min(items, self.items_left)
+        # Most pieces of an answer complete no prompt; a round of routing would be lost on them.
+        if computed:
+            self.items_left -= computed
+            self._dispatcher.policy.finish_prefill(self.request, computed)
+            self._dispatcher.reconsider()
 
 
 @dataclass(slots=True)
@@ -54,12 +55,16 @@ class Dispatcher:
 
     Args:
         max_waiting: the most requests in the queue.
+
+    Attributes:
+        policy: who tells it of changes calls :meth:`reconsider` afterwards.
+        engines: the engines that have joined.
     """
 
     def __init__(self, policy: Policy, max_waiting: int = MAX_WAITING) -> None:
-        self._policy = policy
+        self.policy = policy
+        self.engines: set[str] = set()
         self._max_waiting = max_waiting
-        self._engines: set[str] = set()
         self._queue: dict[str, _QueueEntry] = {}
         self._names = itertools.count()
 
@@ -68,38 +73,16 @@ class Dispatcher:
         """Return the number of requests in the queue."""
         return len(self._queue)
 
-    @property
-    def engines(self) -> Collection[str]:
-        """Return the engines that have joined."""
-        return self._engines
-
     def join(self, engine: str, traits: EngineTraits) -> None:
-        self._policy.join(engine, traits)
-        self._engines.add(engine)
-        self._route()
+        self.policy.join(engine, traits)
+        self.engines.add(engine)
+        self.reconsider()
 
     def leave(self, engine: str) -> None:
         """Remove an engine. If no engine is left, every request in the queue fails."""
-        self._policy.leave(engine)
-        self._engines.discard(engine)
-        self._route()
-
-    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
-        self._policy.add_blocks(engine, hashes)
-
-    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
-        self._policy.remove_blocks(engine, hashes)
-
-    def clear_blocks(self, engine: str) -> None:
-        self._policy.clear_blocks(engine)
-
-    def reconsider(self) -> None:
-        """Place requests again, after the blocks of one or more reports were added and removed."""
-        self._route()
-
-    def finish_prefill(self, request: str, items: int | None = None) -> None:
-        self._policy.finish_prefill(request, items)
-        self._route()
+        self.policy.leave(engine)
+        self.engines.discard(engine)
+        self.reconsider()
 
     @asynccontextmanager
     async def place(self, blocks: Blocks) -> AsyncGenerator[Placement]:
@@ -112,10 +95,11 @@ class Dispatcher:
         request = str(next(self._names))
         try:
             engine = await self._wait(request, blocks)
-            yield Placement(request, engine, blocks.items, blocks.items > 1, self)
+            yield Placement(request, engine, blocks.items, self)
         finally:
             self._queue.pop(request, None)
-            self._end(request)
+            self.policy.end(request)
+            self.reconsider()
 
     @contextmanager
     def place_at(self, engine: str, blocks: Blocks) -> Generator[Placement]:
@@ -124,17 +108,18 @@ class Dispatcher:
         The request ends when the context is left.
         """
         request = str(next(self._names))
-        if engine in self._engines:
-            self._policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
+        if engine in self.engines:
+            self.policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
         try:
-            yield Placement(request, engine, blocks.items, blocks.items > 1, self)
+            yield Placement(request, engine, blocks.items, self)
         finally:
-            self._end(request)
+            self.policy.end(request)
+            self.reconsider()
 
     async def _wait(self, request: str, blocks: Blocks) -> str:
         entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
         # Even if all engines are full, one may take this request, but none of the others.
-        self._route(None if self._policy.takes_requests() else entry)
+        self.reconsider(None if self.policy.takes_requests() else entry)
         if request in self._queue and len(self._queue) > self._max_waiting:
             raise QueueFull(self._max_waiting)
         await entry.decided.wait()
@@ -142,21 +127,17 @@ class Dispatcher:
             raise NoEngine
         return entry.engine
 
-    def _end(self, request: str) -> None:
-        self._policy.end(request)
-        self._route()
-
-    def _route(self, only: _QueueEntry | None = None) -> None:
+    def reconsider(self, only: _QueueEntry | None = None) -> None:
         """Wake the requests whose engine is decided, or all of them if no engine is left.
 
         Args: only: the only request for which an engine may be found.
         """
-        if not self._queue or (self._engines and not only and not self._policy.takes_requests()):
+        if not self._queue or (self.engines and not only and not self.policy.takes_requests()):
             return
         decided: Mapping[str, str | None] = dict.fromkeys(self._queue)
-        if self._engines:
+        if self.engines:
             entries = self._queue.values() if only is None else [only]
-            decided = self._policy.route([entry.waiting for entry in entries])
+            decided = self.policy.route([entry.waiting for entry in entries])
         for request, engine in decided.items():
             entry = self._queue.pop(request)
             entry.engine = engine

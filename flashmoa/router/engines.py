@@ -1,23 +1,27 @@
-"""Monitor engines and their data-parallel ranks (`EngineMonitor`)."""
+"""Watch engines and their data-parallel ranks, and ask all of them (`EnginePool`)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
-import httpx
+from starlette.responses import Response
 
 from flashmoa.router.blocks import BLOCK_TOKENS
-from flashmoa.router.client_requests import parse_object
-from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.event_sources import EventSource, parse_event_sources
-from flashmoa.router.flops import Measure, TokenCount, UnknownShape, true_flops
-from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits
+from flashmoa.router.client_requests import STREAMS, parse_object
+from flashmoa.router.dispatcher import MAX_WAITING, Dispatcher
+from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
+from flashmoa.router.flops import TOKENS, Measure, UnknownShape, true_flops
+from flashmoa.router.forwarding import Connections
+from flashmoa.router.kv_events import EventSource, parse_event_sources
+from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,43 @@ _PROBE_SECONDS = 5.0
 _BATCH_TOKENS, _CACHE_TOKENS = 8192, 1 << 20
 # An engine's URL has no fragment, so this separates it from the number of a rank.
 _RANK_MARK = "#"
+_MAX_REMEMBERED_STREAMS = 100_000
+# The status of a stream that the engine had and no longer has.
+_GONE = 410
+# How long a request waits to learn which engine has its prompt stream. It runs without, too.
+_LOOKUP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """Configures a router.
+
+    Attributes:
+        engines: URLs of the engines.
+        policy: decides to which engine each request is sent; by default
+            :class:`~flashmoa.router.prefix_aware.PrefixAware`.
+        api_key: for the router's own requests to the engines. A client's requests carry the
+            client's key.
+        model_config: the model's ``config.json``, if the router cannot read it at the path that the
+            engines report.
+        saturation_margin: how many forwards' tokens wait at an engine before others get requests;
+            if it is 0, engines take every request.
+        tokenize: whether engines are asked for the tokens of prompts, which takes milliseconds for
+            each new prompt; by default, if an engine publishes KV events, which contain tokens.
+        max_body_bytes: the largest body of a request.
+        max_waiting: the most requests in the queue.
+        watch_seconds: time between two probes of an engine.
+    """
+
+    engines: Sequence[str]
+    policy: Policy | None = None
+    api_key: str | None = None
+    model_config: Mapping[str, Any] | None = None
+    saturation_margin: float = SATURATION_MARGIN
+    tokenize: bool | None = None
+    max_body_bytes: int = 32 << 20
+    max_waiting: int = MAX_WAITING
+    watch_seconds: float = 2.0
 
 
 @dataclass(slots=True)
@@ -38,7 +79,7 @@ class RoutedEngine:
         saturation: the threshold ``T`` of each place in tokens; ``None`` if it takes every request.
         ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
             chooses itself, or has one.
-        events: the publishers of its KV events, one for each data-parallel rank.
+        events: the publishers of its KV events, one for each place.
         absence_logged: whether the log says already that it is not up.
         checked: when the last probe after a broken connection began.
     """
@@ -51,9 +92,8 @@ class RoutedEngine:
     events: tuple[EventSource, ...] = ()
     absence_logged: bool = False
     checked: float = -math.inf
-    # Held while it joins, so that its ranks do not change meanwhile.
-    joining: anyio.Lock = field(default_factory=anyio.Lock)
-    checking: anyio.Lock = field(default_factory=anyio.Lock)
+    # Held while it joins, so that its ranks do not change meanwhile, and while it is checked.
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
     def places(self) -> list[str]:
@@ -69,51 +109,57 @@ def split_place(place: str) -> tuple[str, int | None]:
     return url, int(rank) if rank else None
 
 
-class EngineMonitor:
+class EnginePool:
     """Probes engines; those that are ready join the dispatcher, and the others leave it.
 
     The work of all engines is counted in one measure, that of the first one that joins, since loads
     in FLOPs and in tokens cannot be compared. It is chosen anew if no engine is left.
 
-    Args:
-        config: the model's configuration.
-        interval: seconds between two probes of an engine.
-        on_join: called with each engine that has joined, also when it joins again.
+    It remembers which engine has a prompt stream, and asks every engine for a stream that it does
+    not remember, for example after a restart.
 
-    The other arguments are those of :class:`~flashmoa.router.application.RouterOptions`.
+    Args:
+        on_join: called with each engine that has joined, also when it joins again.
     """
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        connections: Connections,
         dispatcher: Dispatcher,
-        *,
-        config: Mapping[str, Any] | None = None,
-        saturation_margin: float = SATURATION_MARGIN,
-        interval: float = 2.0,
+        options: RouterOptions,
         on_join: Callable[[RoutedEngine], None] = lambda _: None,
     ) -> None:
-        self._http = http
+        self.engines = {url: RoutedEngine(url) for url in options.engines}
+        self._connections = connections
         self._dispatcher = dispatcher
-        self._config = config
-        self._margin = saturation_margin
-        self._interval = interval
+        self._options = options
         self._on_join = on_join
-        self._measure: Measure = TokenCount()
+        key = options.api_key
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._measure = TOKENS
+        self._stream_places: OrderedDict[str, str] = OrderedDict()
+        self._turn = itertools.count()
 
-    async def run(self, engine: RoutedEngine) -> None:
+    async def watch(self, engine: RoutedEngine) -> None:
         """Probe an engine at intervals, until cancelled."""
         while True:
             await self.probe(engine)
-            await anyio.sleep(self._interval)
+            await anyio.sleep(self._options.watch_seconds)
 
     async def probe(self, engine: RoutedEngine) -> None:
         """Ask once whether an engine answers, and let it join or leave.
 
         A silent engine stays as it is: it may be busy. That it hangs is for others to find out.
         """
-        if (answers := await self._answers(engine)) is not None:
-            await self._update(engine, answers)
+        answers = await self._answers(engine)
+        if answers and not engine.is_up:
+            async with engine.lock:
+                # Another probe may have let it join.
+                traits = None if engine.is_up else await self._ask_traits(engine)
+                if traits is not None:
+                    self._let_in(engine, traits)
+        elif answers is False and engine.is_up:
+            self._leave(engine)
         if not engine.is_up and not engine.absence_logged:
             engine.absence_logged = True
             logger.warning("%s is not ready; it gets no requests until it is", engine.url)
@@ -124,28 +170,16 @@ class EngineMonitor:
         Requests whose connections broke before a probe began share its result.
         """
         broken = anyio.current_time()
-        async with engine.checking:
+        if not engine.is_up:
+            return
+        async with engine.lock:
             if engine.is_up and engine.checked < broken:
                 engine.checked = anyio.current_time()
-                await self._update(engine, bool(await self._answers(engine)))
-
-    async def _update(self, engine: RoutedEngine, answers: bool) -> None:
-        if answers and not engine.is_up:
-            await self._join(engine)
-        elif engine.is_up and not answers:
-            self._leave(engine)
-
-    async def _join(self, engine: RoutedEngine) -> None:
-        async with engine.joining:
-            # Another probe may have let it join.
-            traits = None if engine.is_up else await self._ask_traits(engine)
-            if traits is not None:
-                self._let_in(engine, traits)
+                if not await self._answers(engine) and engine.is_up:
+                    self._leave(engine)
 
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
-        if not self._dispatcher.engines:
-            self._measure = traits.measure
-        traits = replace(traits, measure=self._measure)
+        self._measure = traits.measure
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
         engine.is_up, engine.absence_logged = True, False
         for place in engine.places:
@@ -175,42 +209,49 @@ class EngineMonitor:
         # ``/health`` would not do, because SGLang generates a token to answer it. An engine without
         # the plugin answers 404.
         try:
-            answer = await self._http.get(f"{engine.url}/health/ready", timeout=_PROBE_SECONDS)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            return False  # The engine has ended, or its host has.
-        except httpx.RequestError:
-            return None
-        return answer.status_code < 500
+            answer = await self._ask(engine, "/health/ready")
+        except EngineLost as error:
+            # An engine that was not reached has ended, or its host has.
+            return None if error.reached else False
+        return None if answer is None else answer.status_code < 500
+
+    async def _ask(self, engine: RoutedEngine, path: str) -> Response | None:
+        url = engine.url + path
+        return await self._connections.ask("GET", url, self._headers, seconds=_PROBE_SECONDS)
 
     async def _ask_traits(self, engine: RoutedEngine) -> EngineTraits | None:
         """Ask an engine for its settings. Return ``None`` if it is too busy to report them."""
         try:
-            settings = await self._http.get(f"{engine.url}/server_info", timeout=_PROBE_SECONDS)
-            own = await self._http.get(f"{engine.url}/flashmoa/info", timeout=_PROBE_SECONDS)
-        except httpx.HTTPError:
+            answers = [await self._ask(engine, path) for path in ("/server_info", "/flashmoa/info")]
+        except EngineLost:
             return None
-        if max(own.status_code, settings.status_code) >= 500:
+        if any(answer is None or answer.status_code >= 500 for answer in answers):
             return None  # Its ranks, or its forwards and its cache, are not known yet.
-        if settings.status_code in (401, 403):
+        if answers[0] and answers[0].status_code in (401, 403):
             text = (
                 "%s does not tell its settings without its API key, so defaults are used; "
                 "start the router with --api-key KEY"
             )
             logger.warning(text, engine.url)
-        info, plugin = (
-            parse_object(answer.content) if answer.is_success else {} for answer in (settings, own)
+        settings, plugin = (
+            parse_object(answer.body) if answer and answer.status_code == 200 else {}
+            for answer in answers
         )
-        engine.events = _find_event_sources(engine.url, info)
         # The settings are those of one data-parallel rank.
-        unnamed_ranks = self._divide(engine, info, plugin)
-        forward = _positive(info, "chunked_prefill_size", _BATCH_TOKENS)
+        unnamed_ranks = self._divide(engine, settings, plugin)
+        forward = _positive(settings, "chunked_prefill_size", _BATCH_TOKENS)
         batch = unnamed_ranks * _positive(plugin, "largest_forward", forward)
-        tokens = unnamed_ranks * _positive(info, "max_total_num_tokens", _CACHE_TOKENS)
-        limit = int(self._margin * batch) if self._margin > 0 else None
-        return EngineTraits(await self._choose_measure(info), limit, tokens // BLOCK_TOKENS)
+        tokens = unnamed_ranks * _positive(settings, "max_total_num_tokens", _CACHE_TOKENS)
+        margin = self._options.saturation_margin
+        measure = await self._choose_measure(settings)
+        if self._dispatcher.engines:
+            measure = self._measure
+        return EngineTraits(
+            measure, int(margin * batch) if margin > 0 else None, tokens // BLOCK_TOKENS
+        )
 
     def _divide(
-        self, engine: RoutedEngine, info: Mapping[str, Any], plugin: Mapping[str, Any]
+        self, engine: RoutedEngine, settings: Mapping[str, Any], plugin: Mapping[str, Any]
     ) -> int:
         """Make each data-parallel rank a place if requests can name it.
 
@@ -219,23 +260,30 @@ class EngineMonitor:
 
         Return the number of ranks at each place.
         """
+        try:
+            engine.events = parse_event_sources(engine.url, settings)
+        except ValueError as error:
+            logger.warning("KV events of %s are not followed: %s", engine.url, error)
+            engine.events = ()
         told = _positive(plugin, "data_parallel_ranks", 0)
-        ranks = told or _positive(info, "dp_size", 1)
+        ranks = told or _positive(settings, "dp_size", 1)
         # Without events by rank it would be unknown which rank has a block.
         can_name = told > 0 and len(engine.events) in (0, ranks)
         engine.ranks = ranks if can_name else 1
         if engine.ranks < ranks:
+            engine.events = ()
             text = (
                 "%s chooses itself among its %d data-parallel ranks, so prompts may be computed on "
-                "several of them; requests name the rank on engines with this version's plugin"
+                "several of them, and their KV events are not followed; requests name the rank on "
+                "engines with this version's plugin"
             )
             logger.warning(text, engine.url, ranks)
         return ranks // engine.ranks
 
-    async def _choose_measure(self, info: Mapping[str, Any]) -> Measure:
+    async def _choose_measure(self, settings: Mapping[str, Any]) -> Measure:
         try:
-            if (config := self._config) is None:
-                if not (path := info.get("model_path")):
+            if (config := self._options.model_config) is None:
+                if not (path := settings.get("model_path")):
                     raise ValueError("the engine does not tell its model_path")
                 config = json.loads(await (anyio.Path(path) / "config.json").read_text())
             return true_flops(config)
@@ -243,17 +291,141 @@ class EngineMonitor:
             unread = f"{error}; give the model's config.json with --model-config"
             reason = error if isinstance(error, UnknownShape) else unread
             logger.info("Work is counted in tokens: %s", reason)
-            return TokenCount()
+            return TOKENS
 
+    def _urls_up(self) -> list[str]:
+        return [url for url, engine in self.engines.items() if engine.is_up]
 
-def _find_event_sources(url: str, info: Mapping[str, Any]) -> tuple[EventSource, ...]:
-    try:
-        return parse_event_sources(url, info)
-    except ValueError as error:
-        logger.warning("KV events of %s are not followed: %s", url, error)
-        return ()
+    def next_engine(self) -> str:
+        """Return the URL of an engine, each in turn. Raises: NoEngine if none is up."""
+        if not (urls := self._urls_up()):
+            raise NoEngine
+        return urls[next(self._turn) % len(urls)]
+
+    def remember_stream(self, stream: object, place: str) -> None:
+        """Remember the place of a prompt stream; ignore a ``stream`` that is not a string."""
+        if isinstance(stream, str):
+            self._stream_places[stream] = place
+        while len(self._stream_places) > _MAX_REMEMBERED_STREAMS:
+            self._stream_places.popitem(last=False)
+
+    def forget_stream(self, stream: str) -> None:
+        self._stream_places.pop(stream, None)
+
+    async def place_of_stream(self, stream: str, headers: Mapping[str, str]) -> str | None:
+        """Return the place of a prompt stream, or ``None`` if no engine has it.
+
+        It is the engine's URL if the router does not know the stream's rank.
+
+        Args:
+            headers: the client's API key.
+
+        Raises:
+            NoEngine: if no engine answers.
+            AllEnginesRefused: if every engine refuses the API key.
+        """
+        if (place := self._stream_places.get(stream)) is not None:
+            engine = self.engines[split_place(place)[0]]
+            # After a restart it may have fewer data-parallel ranks.
+            if engine.is_up and place in engine.places:
+                return place
+            self.forget_stream(stream)
+        if not (stream.isascii() and stream.isalnum()):
+            return None
+        replies = await self.ask_all(
+            "GET",
+            f"{STREAMS}/{stream}",
+            headers,
+            seconds=_LOOKUP_SECONDS,
+            enough=lambda reply: reply.status_code in (200, _GONE),
+        )
+        for engine, reply in replies.items():
+            if reply.status_code in (200, _GONE):
+                self.remember_stream(stream, engine)
+                return engine
+        refusals = [reply for reply in replies.values() if reply.status_code in (401, 403)]
+        if len(refusals) == len(replies):
+            raise AllEnginesRefused(refusals[0])
+        return None
+
+    async def get_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the JSON objects at a path from those engines that answer with 200.
+
+        Engines without the plugin, which answer 404, have empty ones.
+
+        Raises:
+            NoEngine: if no engine answers.
+            AllEnginesRefused: if no engine answers with 200.
+        """
+        replies = list((await self.ask_all("GET", target, headers)).values())
+        if not any(reply.status_code == 200 for reply in replies):
+            raise AllEnginesRefused(replies[0])
+        return [
+            parse_object(reply.body) if reply.status_code == 200 else {}
+            for reply in replies
+            if reply.status_code in (200, 404)
+        ]
+
+    async def ask_all(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        *,
+        seconds: float = 60.0,
+        enough: Callable[[Response], bool] = lambda _: False,
+    ) -> dict[str, Response]:
+        """Send a request to all engines that are up. Return the replies by engine.
+
+        Args:
+            seconds: how long to wait for each.
+            enough: returns whether a reply is all that is wanted, so that no other is waited for.
+
+        Raises: NoEngine if no engine replies.
+        """
+        replies: dict[str, Response] = {}
+
+        async def ask(engine: str) -> None:
+            try:
+                url = engine + target
+                reply = await self._connections.ask(method, url, headers, seconds=seconds)
+            except EngineLost:
+                return
+            if reply is not None:
+                replies[engine] = reply
+                if enough(reply):
+                    group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for engine in self._urls_up():
+                group.start_soon(ask, engine)
+        if not replies:
+            raise NoEngine
+        return replies
 
 
 def _positive(info: Mapping[str, Any], name: str, default: int) -> int:
     value = info.get(name)
     return value if isinstance(value, int) and value > 0 else default
+
+
+def merge_info(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge engines' ``/flashmoa/info`` into that of one engine with the abilities they share.
+
+    Args: infos: an engine without the plugin has an empty one, and no abilities.
+    """
+    capabilities = set(infos[0].get("capabilities", []))
+    capabilities.intersection_update(*(info.get("capabilities", []) for info in infos))
+    limits = {
+        name: min(info[name] for info in infos if info.get(name) is not None)
+        for name in ("context_length", "max_prompt_tokens")
+        if any(info.get(name) is not None for info in infos)
+    }
+    return {
+        **max(infos, key=len),
+        **limits,
+        "data_parallel_ranks": 1,  # The router chooses among them itself.
+        "capabilities": sorted(capabilities),
+        "prompt_streams": sum(info.get("prompt_streams", 0) for info in infos),
+        "kv": [rank for info in infos for rank in info.get("kv", [])],
+    }

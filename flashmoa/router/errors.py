@@ -8,9 +8,12 @@ from flashmoa.errors import FlashMoAError
 
 
 class RouterError(FlashMoAError):
-    """Raised when a router cannot serve a request; the base of all its errors."""
+    """Raised when a router cannot serve a request; the base of all its errors.
 
-    # The HTTP status of the answer that the client gets.
+    Attributes:
+        status: the HTTP status of the answer that the client gets.
+    """
+
     status = 500
 
 
@@ -79,5 +82,4 @@ class AllEnginesRefused(RouterError):
 
     def __init__(self, response: Response) -> None:
         super().__init__(f"every engine refused; one answered {response.status_code}")
-        self.status = response.status_code
         self.response = response

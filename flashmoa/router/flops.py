@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 from flashmoa.errors import FlashMoAError
 
@@ -17,53 +17,30 @@ _UNGATED = {"gpt_neox", "nemotron", "phi", "starcoder2"}
 # Kinds in a config's ``layer_types``: layers that attend to the whole prompt, and to a window.
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention"}
-
-
-class Measure(Protocol):
-    """Measures prefill work; ``unit`` is the name of its unit."""
-
-    @property
-    def unit(self) -> str: ...
-
-    def work(self, start: int, end: int) -> int:
-        """Return the cost of tokens ``start`` to ``end`` when the first ``start`` are cached."""
-        ...
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCount:
-    """Measures work in tokens, for a model whose shape is unknown (MoE-Prefill §B.4)."""
-
-    @property
-    def unit(self) -> str:
-        return "tokens"
-
-    def work(self, start: int, end: int) -> int:
-        return max(0, end - start)
-
-
-@dataclass(frozen=True, slots=True)
-class TrueFlops:
-    """Measures work in FLOPs: those of each token, and those of each pair of a query and a key.
+class Measure:
+    """Measures work by what each token costs, and each pair of a query and a key.
 
     The vocabulary's matrix is left out, because prefill applies it to only one token of a prompt.
 
     Attributes:
-        linear: FLOPs per token in the matrices of all layers.
-        pair: FLOPs per pair in all layers that attend to the whole prompt.
-        window_pair: FLOPs per pair in all layers that attend to the last ``window`` tokens only.
+        linear: cost per token, in the matrices of all layers.
+        pair: cost per pair in all layers that attend to the whole prompt.
+        window_pair: cost per pair in all layers that attend to the last ``window`` tokens only.
+        unit: the name of the unit.
     """
 
     linear: int
-    pair: int
+    pair: int = 0
     window_pair: int = 0
     window: int = 0
-
-    @property
-    def unit(self) -> str:
-        return "FLOPs"
+    unit: str = "FLOPs"
 
     def work(self, start: int, end: int) -> int:
+        """Return the cost of tokens ``start`` to ``end`` when the first ``start`` are cached."""
         if end <= start:
             return 0
         work = self.linear * (end - start) + self.pair * (_pairs(end) - _pairs(start))
@@ -71,6 +48,10 @@ class TrueFlops:
             near = _pairs_within(end, self.window) - _pairs_within(start, self.window)
             work += self.window_pair * near
         return work
+
+
+# For a model whose shape is unknown (MoE-Prefill §B.4).
+TOKENS = Measure(1, unit="tokens")
 
 
 def _pairs(length: int) -> int:
@@ -88,14 +69,16 @@ class UnknownShape(FlashMoAError, ValueError):
     """Raised when a model's config does not determine what a token costs; count tokens instead."""
 
 
-def true_flops(config: Mapping[str, Any]) -> TrueFlops:
+def true_flops(config: Mapping[str, Any]) -> Measure:
     """Return a model's FLOPs from its ``config.json``, in the format of Hugging Face.
 
     Supports decoder-only transformers: dense or mixture of experts, with grouped-query or latent
     (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, if the config
     describes another model; ValueError if it is not an object.
     """
-    values = config.get("text_config") or config if _is_object(config) else config
+    values: object = config
+    if _is_object(values):
+        values = values.get("text_config") or values
     if not _is_object(values):
         raise ValueError(f"a model's config must be an object, not {values!r}")
     fields = _Config(values)
@@ -105,7 +88,7 @@ def true_flops(config: Mapping[str, Any]) -> TrueFlops:
     parameters, pair = attention(fields)
     active = layers * parameters + sum(_mlp_parameters(fields, layer) for layer in range(layers))
     window = fields.number("sliding_window") if windowed else 0
-    return TrueFlops(2 * active, full * pair, windowed * pair, window)
+    return Measure(2 * active, full * pair, windowed * pair, window)
 
 
 def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -121,12 +104,17 @@ class _Config:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def number(self, *names: str) -> int:
-        """Return the first of these fields that is a number. Raises: UnknownShape if none is."""
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Return the first of these fields that is a number.
+
+        Raises: UnknownShape if none is, unless all are missing and there is a default.
+        """
         given = [self.values.get(name) for name in names]
         for value in given:
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
+        if default is not None and not any(map(self.has, names)):
+            return default
         raise UnknownShape(
             f"{' or '.join(names)} in the model's config must be a whole number of at least 0, not "
             f"{' or '.join(map(repr, given))}"
@@ -138,9 +126,6 @@ class _Config:
         if value is None or isinstance(value, list):
             return cast("list[Any]", value or [])
         raise UnknownShape(f"{name} in the model's config must be a list, not {value!r}")
-
-    def optional(self, name: str, default: int) -> int:
-        return self.number(name) if self.has(name) else default
 
 
 def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
@@ -154,9 +139,8 @@ def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
                 f"of {layers} layers, but has {full + windowed} of these among {len(kinds)}"
             )
         return full, windowed
-    if config.has("sliding_window") and config.values.get("use_sliding_window", True):
-        return 0, layers
-    return layers, 0
+    is_windowed = config.has("sliding_window") and config.values.get("use_sliding_window", True)
+    return (0, layers) if is_windowed else (layers, 0)
 
 
 def _grouped_attention(config: _Config) -> tuple[int, int]:
@@ -165,8 +149,9 @@ def _grouped_attention(config: _Config) -> tuple[int, int]:
     A pair costs two products in every head: query by key, and weight by value.
     """
     hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
-    query_width = heads * config.optional("head_dim", hidden // max(1, heads))
-    key_width = query_width // max(1, heads) * config.optional("num_key_value_heads", heads)
+    query_width = heads * config.number("head_dim", default=hidden // max(1, heads))
+    key_heads = config.number("num_key_value_heads", default=heads)
+    key_width = query_width // max(1, heads) * key_heads
     return 2 * hidden * (query_width + key_width), 4 * query_width
 
 
@@ -179,11 +164,9 @@ def _latent_attention(config: _Config) -> tuple[int, int]:
     nope, rope = config.number("qk_nope_head_dim"), config.number("qk_rope_head_dim")
     value, latent = config.number("v_head_dim"), config.number("kv_lora_rank")
     key = nope + rope
+    queries = hidden * heads * key
     if config.has("q_lora_rank"):
-        rank = config.number("q_lora_rank")
-        queries = rank * (hidden + heads * key)
-    else:
-        queries = hidden * heads * key
+        queries = config.number("q_lora_rank") * (hidden + heads * key)
     parameters = queries + hidden * (latent + rope) + latent * heads * (nope + value)
     return parameters + heads * value * hidden, 2 * heads * (key + value)
 
@@ -191,26 +174,19 @@ def _latent_attention(config: _Config) -> tuple[int, int]:
 def _mlp_parameters(config: _Config, layer: int) -> int:
     """Return the number of parameters that a token uses in this layer's MLP."""
     hidden = config.number("hidden_size")
-    if not _is_sparse(config, layer):
+    experts = max(config.number(name, default=0) for name in _EXPERTS)
+    is_dense = (
+        experts < 2
+        or layer < config.number("first_k_dense_replace", default=0)
+        or layer in config.entries("mlp_only_layers")
+        or (layer + 1) % max(1, config.number("decoder_sparse_step", default=1)) != 0
+    )
+    if is_dense:
         matrices = 2 if config.values.get("model_type") in _UNGATED else 3
         return matrices * hidden * config.number("intermediate_size")
     width = config.number("moe_intermediate_size", "intermediate_size")
     used = config.number("num_experts_per_tok", "experts_per_token")
-    shared = config.optional("n_shared_experts", 0) * width
-    shared += config.optional("shared_expert_intermediate_size", 0)
+    shared = config.number("n_shared_experts", default=0) * width
+    shared += config.number("shared_expert_intermediate_size", default=0)
     # The layer's gate, which chooses the experts, has a column for each of them.
-    return hidden * (3 * (used * width + shared) + _expert_count(config))
-
-
-def _expert_count(config: _Config) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max((config.number(name) for name in names if config.has(name)), default=0)
-
-
-def _is_sparse(config: _Config, layer: int) -> bool:
-    if _expert_count(config) < 2 or layer < config.optional("first_k_dense_replace", 0):
-        return False
-    if layer in config.entries("mlp_only_layers"):
-        return False
-    step = config.optional("decoder_sparse_step", 1)
-    return (layer + 1) % max(1, step) == 0
+    return hidden * (3 * (used * width + shared) + experts)

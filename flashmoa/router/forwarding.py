@@ -1,32 +1,201 @@
-"""Forward a request to an engine (`forward`), and relay its answer, which observers can read."""
+"""Forward requests to engines (`Connections`, `forward`), and relay their answers."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
 
 import aiohttp
 import anyio
+from aiohttp.connector import Connection
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from flashmoa._starlette import while_connected
-from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
-from flashmoa.router.connections import Connections, describe_error
-from flashmoa.router.dispatcher import Placement
+from flashmoa.engine.connections import KEPT_SECONDS
+from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
 from flashmoa.router.errors import EngineLost
-from flashmoa.router.metrics import RouterMetrics
 
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
-# The number of an answer, of those to a list. A quotation mark in a text would be escaped.
-_INDEX = re.compile(rb'"index"\s*:\s*(\d+)')
-_EVENT_END = b"\n\n"
-# The usage of a streamed answer is within this many bytes of its end.
-_USAGE_BYTES = 4096
+EVENT_END = b"\n\n"
+# An answer may take any time, because the router's clients decide how long they wait for it.
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+# TCP shows within half a minute that a host has vanished without closing its connections: probes,
+# while the router waits for a long answer, and a limit, while a request is not acknowledged.
+_PROBES = {
+    "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000
+}  # fmt: skip
+# Headers that aiohttp would add to the client's.
+_ADDED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+_NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# Errors of a connection that was closed before the answer's first byte; if it is closed later,
+# aiohttp raises a ClientPayloadError.
+_CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """Records whether a request was sent over a connection that had been used before."""
+
+    reused: bool = False
+
+    def may_repeat(self, rule: RetryRule, error: BaseException | None) -> bool:
+        if rule is RetryRule.ON_REUSED_CONNECTION:
+            return self.reused and isinstance(error, _CLOSED)
+        return rule is RetryRule.ALWAYS
+
+
+class Connections:
+    """Sends requests to engines with aiohttp; httpx would take most of the router's own time.
+
+    Args:
+        kept: a session that keeps its connections for later requests.
+        fresh: a session that opens a new connection for each request.
+    """
+
+    def __init__(self, kept: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
+        self._kept = kept
+        self._fresh = fresh
+
+    async def exchange(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, rule: RetryRule
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Send a request, and once more if its connection breaks and ``rule`` allows that.
+
+        Return the answer, which the caller closes, and its content. If the answer is a stream, the
+        content is ``None``, and the caller reads it.
+
+        Raises: EngineLost if there is no answer.
+        """
+        request = (method, url, headers, body)
+        attempt = _Attempt()
+        try:
+            return await _send(self._kept, *request, attempt)
+        except EngineLost as lost:
+            if not (lost.reached and attempt.may_repeat(rule, lost.__cause__)):
+                raise
+        try:
+            return await _send(self._fresh, *request, _Attempt())
+        except EngineLost as lost:
+            lost.reached = True  # The first attempt may have reached the engine.
+            raise
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        seconds: float,
+    ) -> Response | None:
+        """Send a small request that can be repeated. Return ``None`` if no answer comes in time.
+
+        Raises: EngineLost as :meth:`exchange`.
+        """
+        with anyio.move_on_after(seconds):
+            answer, content = await self.exchange(method, url, headers, body, RetryRule.ALWAYS)
+            answer.close()
+            return Response(content, answer.status, media_type=answer.content_type)
+        return None
+
+
+async def _send(
+    http: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    attempt: _Attempt,
+) -> tuple[aiohttp.ClientResponse, bytes | None]:
+    try:
+        answer = await http.request(
+            method,
+            URL(url, encoded=True),
+            headers=headers,
+            data=body or None,
+            allow_redirects=False,
+            trace_request_ctx=attempt,
+        )
+        if answer.content_type == "text/event-stream":
+            return answer, None
+        return answer, await answer.read()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reached = not isinstance(error, _NOT_REACHED)
+        raise EngineLost(_describe_error(error), reached=reached) from error
+
+
+def _describe_error(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+class _EngineResponse(aiohttp.ClientResponse):
+    """Closes its connection if its status is 5xx.
+
+    Stock SGLang's web server closes the connection milliseconds after such an answer without saying
+    so in the answer, and a request that is sent in between would be lost.
+    """
+
+    async def start(self, connection: Connection) -> Self:
+        protocol = connection.protocol
+        await super().start(connection)
+        if self.status >= 500 and protocol is not None:
+            protocol.force_close()
+            if self.connection is None:
+                # The whole answer arrived at once, so aiohttp has released its connection already.
+                protocol.close()
+        return self
+
+
+@asynccontextmanager
+async def open_connections() -> AsyncGenerator[Connections]:
+    """Open the sessions, and close their connections when the context is left."""
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_record_reuse)
+    # SGLang closes a connection that was idle for 5 s. A request that is sent just then would be
+    # lost, so the router closes its idle connections earlier.
+    kept = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_make_probed_socket
+    )
+    fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
+    async with _make_session(kept, trace) as kept_session, _make_session(fresh) as fresh_session:
+        yield Connections(kept_session, fresh_session)
+
+
+def _make_session(
+    connector: aiohttp.TCPConnector, *traces: aiohttp.TraceConfig
+) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=_TIMEOUT,
+        auto_decompress=False,
+        skip_auto_headers=_ADDED_HEADERS,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        response_class=_EngineResponse,
+        trace_configs=list(traces),
+    )
+
+
+async def _record_reuse(
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: object
+) -> None:
+    context.trace_request_ctx.reused = True
+
+
+def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for aiohttp that probes its peer. ``address``: see ``getaddrinfo``."""
+    probed = socket.socket(*address[:3])
+    probed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if (option := getattr(socket, name, None)) is not None:
+            probed.setsockopt(socket.IPPROTO_TCP, option, value)
+    return probed
 
 
 class AnswerObserver:
@@ -37,67 +206,6 @@ class AnswerObserver:
 
     def end(self, ending: str) -> None:
         """Process the end of the answer: ``answered``, ``refused``, ``left`` or ``lost``."""
-
-
-class PlacementObserver(AnswerObserver):
-    """Learns from an answer that its prompt is computed, and how much of it was cached.
-
-    The first piece of an answer shows that a prompt is computed. Of a streamed list of prompts,
-    each is computed when its first event comes.
-
-    Args:
-        placement: the request's placement, if it has one.
-        samples: number of answers to each prompt, which are numbered consecutively.
-    """
-
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        engine: str,
-        placement: Placement | None = None,
-        samples: int = 1,
-    ) -> None:
-        self._metrics = metrics
-        self._engine = engine
-        self._placement = placement
-        self._samples = samples
-        # The prompts of a list whose first events have come, and the beginning of the next event.
-        self._begun: set[int] = set()
-        self._partial = b""
-        self._tail = b""
-
-    def receive(self, content: bytes) -> None:
-        placement = self._placement
-        if placement is not None and placement.items_left > 0:
-            # Most pieces of a list's answer complete no prompt; a round of routing would be lost.
-            computed = self._count_computed(content, placement.is_list)
-            if computed > 0:
-                placement.finish_prefill(computed)
-        # An answer without streaming is a single piece, and its usage may be anywhere in it.
-        self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
-
-    def _count_computed(self, content: bytes, is_list: bool) -> int:
-        """Return how many prompts the next piece of an answer shows to be computed."""
-        if not is_list:
-            return 1
-        before = len(self._begun)
-        *events, self._partial = (self._partial + content).split(_EVENT_END)
-        found = (_INDEX.search(event) for event in events)
-        self._begun.update(int(index[1]) // self._samples for index in found if index)
-        return len(self._begun) - before
-
-    def end(self, ending: str) -> None:
-        if ending == "answered" and self._placement is not None:
-            self._placement.finish_prefill()
-        if ending == "answered" and (cached := self._usage(_CACHED_TOKENS)):
-            self._metrics.count_cached(self._engine, cached=cached, of=self._usage(_PROMPT_TOKENS))
-        self._metrics.count_ending(self._engine, ending)
-
-    def _usage(self, field: re.Pattern[bytes]) -> list[int]:
-        """Return a field of the usage: of each prompt of a whole answer, or a stream's last one."""
-        found = [int(number) for number in field.findall(self._tail)]
-        is_whole = self._tail.startswith((b"{", b"["))
-        return found if is_whole else found[-1:]
 
 
 async def forward(
@@ -175,7 +283,7 @@ class RelayedStream(StreamingResponse):
             await self._stack.aclose()
 
     async def _read(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-        piece = _EVENT_END
+        piece = EVENT_END
         try:
             async for piece in answer.content.iter_any():
                 self._observer.receive(piece)
@@ -184,9 +292,9 @@ class RelayedStream(StreamingResponse):
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
             # The engine may have sent only the beginning of an event.
-            if not piece.endswith(_EVENT_END):
-                yield _EVENT_END
-            yield _make_error_event(describe_error(error))
+            if not piece.endswith(EVENT_END):
+                yield EVENT_END
+            yield _make_error_event(_describe_error(error))
 
 
 def _make_error_event(reason: str) -> bytes:

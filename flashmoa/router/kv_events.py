@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import httpx
 import msgspec
 import zmq
 import zmq.asyncio
 from anyio.abc import TaskGroup
 
-from flashmoa.router.blocks import PageMirror
+from flashmoa.router.blocks import BLOCK_TOKENS, first_hash, next_hash
+from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.event_sources import EventSource
 
 logger = logging.getLogger(__name__)
 
@@ -25,61 +26,146 @@ logger = logging.getLogger(__name__)
 _REPLAY_SECONDS = 5.0
 # The sequence number that ends a replay.
 _REPLAY_END = (1 << 64) - 1
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError)
 
 
-class EngineBlocks:
-    """Merges the blocks of an engine's data-parallel ranks, and reports them to the dispatcher.
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Gives the ZMQ addresses at which one data-parallel rank publishes its events.
 
-    A block counts as cached as long as at least one rank has it.
+    Attributes:
+        address: where events are published.
+        replay: where missed events can be requested; ``None`` if they cannot.
+        topic: the topic that every message begins with.
     """
 
-    def __init__(self, dispatcher: Dispatcher, engine: str, ranks: int = 1) -> None:
-        self._dispatcher = dispatcher
-        self.engine = engine
-        self._ranks = ranks
-        # The number of ranks that have each block.
-        self._counts = Counter[int]()
+    address: str
+    replay: str | None = None
+    topic: str = ""
 
-    def add(self, blocks: Collection[int]) -> None:
-        """Add blocks that a rank has cached."""
-        self._counts.update(blocks)
-        self._dispatcher.add_blocks(self.engine, blocks)
 
-    def remove(self, blocks: Collection[int]) -> None:
-        """Remove blocks that a rank has evicted."""
-        self._counts.subtract(blocks)
-        evicted = [block for block in blocks if self._counts[block] <= 0]
-        for block in evicted:
-            del self._counts[block]
-        self._dispatcher.remove_blocks(self.engine, evicted)
+def parse_event_sources(url: str, settings: Mapping[str, Any]) -> tuple[EventSource, ...]:
+    """Return one source for each rank of an engine, or none if the engine publishes no events.
 
-    def reconsider(self) -> None:
-        """Place waiting requests, after all events of a message were applied."""
-        self._dispatcher.reconsider()
+    The ranks have consecutive ports. Raises: ValueError if it cannot be read where they publish.
 
-    def report_all(self) -> None:
-        """Report all blocks again, to a dispatcher that has forgotten the engine meanwhile."""
-        self._dispatcher.add_blocks(self.engine, tuple(self._counts))
-        self.reconsider()
+    Args:
+        url: the engine's URL, which has the host.
+        settings: the engine's ``/server_info``.
+    """
+    config = parse_object(str(settings.get("kv_events_config")))
+    if config.get("publisher") != "zmq":
+        return ()
+    try:
+        host = httpx.URL(url).host
+        host = f"[{host}]" if ":" in host else host
+        topic, replay = str(config.get("topic") or ""), config.get("replay_endpoint")
+        ports = [_parse_port(config.get("endpoint", "tcp://*:5557"))]
+        ports += [_parse_port(replay)] if replay else []
+        return tuple(
+            EventSource(*(f"tcp://{host}:{port + rank}" for port in ports), topic=topic)
+            for rank in range(int(settings.get("dp_size") or 1))
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"they need a port, which {config!r} does not have; start the engine with "
+            """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'"""
+        ) from error
 
-    def clear(self, blocks: Collection[int]) -> None:
-        """Remove all blocks of a rank that has emptied its cache."""
-        self.remove(blocks)
-        if self._ranks == 1:
-            # This also removes blocks that were only guessed to be cached.
-            self._dispatcher.clear_blocks(self.engine)
+
+def _parse_port(endpoint: object) -> int:
+    return int(str(endpoint).rpartition(":")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """The state of a prompt at the end of one page.
+
+    Attributes:
+        block: hash of the last whole block.
+        rest: tokens after that block.
+        completed: hashes of the blocks that end in this page.
+    """
+
+    block: int
+    rest: tuple[int, ...] = ()
+    completed: tuple[int, ...] = ()
+
+    def next_page(self, tokens: Sequence[int], block_size: int) -> _Page:
+        """Return the state at the end of the next page, which has these tokens."""
+        rest = (*self.rest, *tokens)
+        block, completed = self.block, list[int]()
+        while len(rest) >= block_size:
+            block = next_hash(block, array("I", rest[:block_size]).tobytes())
+            rest = rest[block_size:]
+            completed.append(block)
+        return _Page(block, rest, tuple(completed))
+
+
+class PageMirror:
+    """Translates the pages in one engine's cache into the router's block hashes.
+
+    An engine's KV events identify a page by a hash that only the engine can compute, and give its
+    tokens and the page before it. Pages may be shorter than the router's blocks, down to one token.
+
+    Args:
+        size: number of tokens in a block.
+    """
+
+    def __init__(self, size: int = BLOCK_TOKENS) -> None:
+        self._size = size
+        self._pages: dict[int, _Page] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def add(
+        self,
+        pages: Sequence[int],
+        parent: int | None,
+        tokens: Sequence[int],
+        page_size: int,
+        salt: str = "",
+    ) -> list[int]:
+        """Record consecutive pages, and return the blocks that end in those that are new.
+
+        Pages are ignored if their parent is unknown, because the event with the parent was lost.
+        """
+        last = _Page(first_hash(salt)) if parent is None else self._pages.get(parent)
+        if last is None:
+            return []
+        completed: list[int] = []
+        for index, page in enumerate(pages):
+            last = last.next_page(tokens[index * page_size : (index + 1) * page_size], self._size)
+            if page not in self._pages:
+                completed += last.completed
+            self._pages[page] = last
+        return completed
+
+    def remove(self, pages: Sequence[int]) -> list[int]:
+        """Forget pages, and return the blocks that ended in them."""
+        removed = [self._pages.pop(page) for page in pages if page in self._pages]
+        return [block for page in removed for block in page.completed]
+
+    def blocks(self) -> list[int]:
+        """Return the blocks that end in all pages."""
+        return [block for page in self._pages.values() for block in page.completed]
+
+    def clear(self) -> None:
+        self._pages.clear()
 
 
 class KvEventSubscriber:
-    """Follows the events of one rank.
+    """Follows the events of one engine, or of one of its ranks, and tells the policy of them.
 
     It requests events that were published before the subscription or got lost, if the engine
     replays events. Otherwise a gap in the events empties the table of the engine's blocks, because
     they may have been evicted.
     """
 
-    def __init__(self, blocks: EngineBlocks, source: EventSource) -> None:
-        self._blocks = blocks
+    def __init__(self, dispatcher: Dispatcher, engine: str, source: EventSource) -> None:
+        self._dispatcher = dispatcher
+        self._engine = engine
         self._source = source
         self._mirror = PageMirror()
         # The expected sequence number; ``None`` before the first message.
@@ -106,7 +192,7 @@ class KvEventSubscriber:
                 "The router no longer follows the KV events of %s: %s. Check the "
                 "engine's --kv-events-config and restart the router"
             )
-            logger.warning(text, self._blocks.engine, error)
+            logger.warning(text, self._engine, error)
             self._clear()
 
     async def _receive_live(self, sequence: int, payload: bytes) -> None:
@@ -142,7 +228,7 @@ class KvEventSubscriber:
             "%s did not replay its KV events at %s within %g s, so some may be missing; check "
             "replay_endpoint in its --kv-events-config"
         )
-        logger.info(text, self._blocks.engine, self._source.replay, _REPLAY_SECONDS)
+        logger.info(text, self._engine, self._source.replay, _REPLAY_SECONDS)
 
     def receive(self, sequence: int, payload: bytes) -> None:
         """Apply the events of a message, in msgpack, unless it was received before."""
@@ -156,28 +242,37 @@ class KvEventSubscriber:
             self._newest = max(self._newest, float(written))
             for event in events:
                 self._apply(*event)
-        except (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        except _UNREADABLE as error:
             text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
-            logger.warning(text, self._blocks.engine, error)
+            logger.warning(text, self._engine, error)
             self._clear()
-        self._blocks.reconsider()
+        self._dispatcher.reconsider()
+
+    def report_all(self) -> None:
+        """Report all blocks again, to a policy that has forgotten the engine meanwhile."""
+        self._dispatcher.policy.add_blocks(self._engine, self._mirror.blocks())
+        self._dispatcher.reconsider()
 
     def _clear(self) -> None:
-        self._blocks.clear(self._mirror.clear())
+        self._mirror.clear()
+        # This also removes blocks that were only guessed to be cached.
+        self._dispatcher.policy.clear_blocks(self._engine)
 
     def _apply(self, kind: str, *values: Any) -> None:
         if kind == "AllBlocksCleared":
             self._clear()
         elif kind == "BlockRemoved":
             if _is_on_device(values, 1):
-                self._blocks.remove(self._mirror.remove(values[0]))
+                removed = self._mirror.remove(values[0])
+                self._dispatcher.policy.remove_blocks(self._engine, removed)
         elif kind == "BlockStored" and _is_on_device(values, 5):
             pages, parent, tokens, size = values[:4]
             if tokens and not isinstance(tokens[0], int):
                 # With speculative decoding a page has pairs of each token and the next one.
                 tokens = [token for token, _ in tokens]
             salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
-            self._blocks.add(self._mirror.add(pages, parent, tokens, size, salt))
+            added = self._mirror.add(pages, parent, tokens, size, salt)
+            self._dispatcher.policy.add_blocks(self._engine, added)
 
 
 class EventFollower:
@@ -190,8 +285,8 @@ class EventFollower:
     def __init__(self, dispatcher: Dispatcher, tasks: TaskGroup) -> None:
         self._dispatcher = dispatcher
         self._tasks = tasks
-        self._advertised: tuple[Sequence[str], Sequence[EventSource]] = ((), ())
-        self._tables: list[EngineBlocks] = []
+        self._advertised: dict[str, EventSource] = {}
+        self._subscribers: list[KvEventSubscriber] = []
         self._scope = anyio.CancelScope()
 
     def follow(self, places: Sequence[str], sources: Sequence[EventSource]) -> None:
@@ -203,20 +298,20 @@ class EventFollower:
 
         Args:
             places: the names of the engine's places, which it joined as.
-            sources: one for each of its ranks, which belong to the places in turns.
+            sources: one for each place; none if the engine publishes no events.
         """
-        if (places, sources) == self._advertised:
-            for table in self._tables:
-                table.report_all()
+        advertised = dict(zip(places, sources, strict=False))
+        if advertised == self._advertised:
+            for subscriber in self._subscribers:
+                subscriber.report_all()
             return
-        self._advertised = (places, sources)
+        self._advertised = advertised
         self._scope.cancel()
-        ranks_each = len(sources) // len(places)
-        self._tables = [EngineBlocks(self._dispatcher, place, ranks_each) for place in places]
-        tables = itertools.cycle(self._tables)
-        subscribers = [KvEventSubscriber(next(tables), source) for source in sources]
         self._scope = anyio.CancelScope()
-        self._tasks.start_soon(self._receive, self._scope, subscribers)
+        self._subscribers = [
+            KvEventSubscriber(self._dispatcher, *each) for each in advertised.items()
+        ]
+        self._tasks.start_soon(self._receive, self._scope, self._subscribers)
 
     async def _receive(
         self, scope: anyio.CancelScope, subscribers: Sequence[KvEventSubscriber]
@@ -242,7 +337,7 @@ async def _socket(kind: int) -> AsyncGenerator[zmq.asyncio.Socket]:
 def _time_written(payload: bytes) -> float:
     try:
         return float(msgspec.msgpack.decode(payload)[0])
-    except (msgspec.DecodeError, ValueError, TypeError, IndexError):
+    except _UNREADABLE:
         return 0.0
 
 

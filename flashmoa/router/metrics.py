@@ -1,63 +1,43 @@
-"""Count what the routers do, for ``/metrics`` (`RouterMetrics`, `ShellMetrics`)."""
+"""Count what the router does, for ``/metrics`` (`RouterMetrics`), and what its engines answer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from flashmoa.engine import Prefilled
-from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engines import RoutedEngine
-from flashmoa.router.policies import Policy
+from flashmoa.router.dispatcher import Dispatcher, Placement
+from flashmoa.router.forwarding import EVENT_END, AnswerObserver
 from flashmoa.router.prefix_aware import PrefixAware
 
-
-class _Metrics:
-    """Registers one router's metrics, whose names begin with ``prefix``."""
-
-    prefix = ""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-
-    def _counter(self, name: str, description: str, *labels: str) -> Counter:
-        return Counter(f"{self.prefix}_{name}", description, labels, registry=self._registry)
-
-    def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
-        return Gauge(f"{self.prefix}_{name}", description, labels, registry=self._registry)
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+# The usage of a streamed answer is within this many bytes of its end.
+_USAGE_BYTES = 4096
 
 
-class RouterMetrics(_Metrics):
+class RouterMetrics:
     """Counts the requests and tokens of the router in front of several engines.
 
     The label ``engine`` is an engine's URL, with the number of a data-parallel rank if the router
     chooses one.
 
-    Args:
-        policy: the loads of its engines are exported if it is a :class:`PrefixAware` policy.
+    Attributes:
+        requests: by engine and ending, see :class:`~flashmoa.router.forwarding.AnswerObserver`.
+        prompt_tokens, cached_tokens, reported_tokens: prompt tokens as sent; of the answers that
+            report how many were cached, those that were, and all.
     """
 
-    prefix = "flashmoa_router"
-
-    def __init__(
-        self, dispatcher: Dispatcher, engines: Collection[RoutedEngine], policy: Policy
-    ) -> None:
-        super().__init__()
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._engines = engines
-        self._policy = policy if isinstance(policy, PrefixAware) else None
-        self._requests = self._counter(
-            "requests", "Requests by engine and ending", "engine", "ending"
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by engine and ending", "ending")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent")
+        self.cached_tokens = self._counter(
+            "cached_tokens", "Prompt tokens that engines report as cached"
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens sent", "engine")
-        self._cached_tokens = self._counter(
-            "cached_tokens", "Prompt tokens that engines report as cached", "engine"
-        )
-        self._reported_tokens = self._counter(
-            "cache_reported_tokens",
-            "Prompt tokens of answers that report how many were cached",
-            "engine",
+        self.reported_tokens = self._counter(
+            "cache_reported_tokens", "Prompt tokens of answers that report how many were cached"
         )
         self._waiting = self._gauge("waiting", "Requests without an engine")
         self._up = self._gauge("engine_up", "Whether requests are sent to it", "engine")
@@ -67,60 +47,68 @@ class RouterMetrics(_Metrics):
         )
         self._blocks = self._gauge("engine_blocks", "Blocks believed to be in its cache", "engine")
 
-    def count_prompt(self, engine: str, tokens: int) -> None:
-        self._prompt_tokens.labels(engine).inc(tokens)
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        labels = ("engine", *labels)
+        return Counter(f"flashmoa_router_{name}", about, labels, registry=self._registry)
 
-    def count_cached(self, engine: str, *, cached: Iterable[int], of: Iterable[int]) -> None:
-        """Count what an answer reports of each of its prompts: tokens cached, and in all."""
-        self._cached_tokens.labels(engine).inc(sum(cached))
-        self._reported_tokens.labels(engine).inc(sum(of))
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"flashmoa_router_{name}", about, labels, registry=self._registry)
 
-    def count_ending(self, engine: str, ending: str) -> None:
-        """Count a request that ended ``answered``, ``refused``, ``left`` or ``lost``."""
-        self._requests.labels(engine, ending).inc()
+    def page(self, up: dict[str, bool]) -> bytes:
+        """Return the metrics in Prometheus's text format.
 
-    def page(self) -> bytes:
-        """Return the metrics in Prometheus's text format."""
+        Args: up: whether requests are sent to each engine, by URL.
+        """
         self._waiting.set(self._dispatcher.waiting)
+        for url, is_up in up.items():
+            self._up.labels(url).set(is_up)
         for gauge in (self._load, self._saturated, self._blocks):
             gauge.clear()  # An engine that is down, or a rank that is gone, has none of these.
-        for engine in self._engines:
-            self._up.labels(engine.url).set(engine.is_up)
-            if self._policy is None or not engine.is_up:
-                continue
-            for place in engine.places:
-                self._load.labels(place).set(self._policy.load(place))
-                self._saturated.labels(place).set(self._policy.is_saturated(place))
-                self._blocks.labels(place).set(self._policy.cached_blocks(place))
+        if isinstance(policy := self._dispatcher.policy, PrefixAware):
+            for place, tables in policy.engines.items():
+                self._load.labels(place).set(tables.load.total)
+                self._saturated.labels(place).set(tables.is_saturated)
+                self._blocks.labels(place).set(len(tables.blocks))
         return generate_latest(self._registry)
 
 
-class ShellMetrics(_Metrics):
-    """Counts the requests and tokens of the shell router."""
+class PlacementObserver(AnswerObserver):
+    """Learns from an answer that its prompt is computed, and how much of it was cached.
 
-    prefix = "flashmoa_shell"
+    The first piece of an answer shows that a prompt is computed. Of a streamed list of prompts,
+    each event shows that of one more; lists that generate several tokens are few.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._requests = self._counter("requests", "Requests by ending", "ending")
-        self._ahead_tokens = self._counter(
-            "ahead_tokens", "Prompt tokens that were cached when their last answer was complete"
-        )
-        self._late_tokens = self._counter(
-            "late_tokens", "Prompt tokens computed after that, before the request was sent"
-        )
-        self._agents = self._gauge("agents", "Answers in the agent prompt cache")
+    Args:
+        placement: the request's placement, if it has one.
+    """
 
-    def count_ending(self, ending: str) -> None:
-        """Count a request that ended ``answered``, ``refused``, ``left`` or ``lost``."""
-        self._requests.labels(ending).inc()
+    def __init__(
+        self, metrics: RouterMetrics, engine: str, placement: Placement | None = None
+    ) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._placement = placement
+        self._is_list = placement is not None and placement.items_left > 1
+        self._tail = b""
 
-    def count_completed_prompt(self, prefilled: Prefilled) -> None:
-        """Count the tokens of a prompt that was prefilled after its last answer was complete."""
-        self._ahead_tokens.inc(prefilled.cached_tokens)
-        self._late_tokens.inc(prefilled.prefilled_tokens)
+    def receive(self, content: bytes) -> None:
+        if self._placement is not None:
+            self._placement.finish_prefill(content.count(EVENT_END) if self._is_list else 1)
+        # An answer without streaming is a single piece, and its usage may be anywhere in it.
+        self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 
-    def page(self, agents: int) -> bytes:
-        """Return the metrics in Prometheus's text format, given the number of cached answers."""
-        self._agents.set(agents)
-        return generate_latest(self._registry)
+    def end(self, ending: str) -> None:
+        if ending == "answered":
+            if self._placement is not None:
+                self._placement.finish_prefill()
+            if cached := self._usage(_CACHED_TOKENS):
+                self._metrics.cached_tokens.labels(self._engine).inc(sum(cached))
+                of = sum(self._usage(_PROMPT_TOKENS))
+                self._metrics.reported_tokens.labels(self._engine).inc(of)
+        self._metrics.requests.labels(self._engine, ending).inc()
+
+    def _usage(self, field: re.Pattern[bytes]) -> list[int]:
+        """Return a field of the usage: of each prompt of a whole answer, or a stream's last one."""
+        found = [int(number) for number in field.findall(self._tail)]
+        is_whole = self._tail.startswith((b"{", b"["))
+        return found if is_whole else found[-1:]

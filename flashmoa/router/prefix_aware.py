@@ -3,14 +3,102 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
-from flashmoa.router.choice import EngineCandidate, choose_engine
-from flashmoa.router.engine_record import EngineRecord, PlacedRequest
-from flashmoa.router.engine_state import BlockTable
+from flashmoa.router.cache_tables import EngineTables, PrefixIndex
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
-from flashmoa.router.prefix_index import PrefixIndex
+
+# How much delay a request accepts for work that is saved, by default.
+PATIENCE = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCandidate:
+    """Describes an engine from the point of view of one request.
+
+    Attributes:
+        engine: the engine's name.
+        matched: number of the request's tokens that the engine need not compute.
+        cost: work to compute the rest of the request on the engine.
+        load: the engine's outstanding work ``W``, with what it is computing.
+        saturated: whether the engine has as many tokens to compute as it should have at most.
+        running: number of requests on the engine; decides between engines that are otherwise equal.
+        prefix_load: the part of ``load`` that computes the matched tokens.
+        queued: work of the requests that wait for the engine already.
+        is_popular: whether its requests with the matched prefix are more work than the prefix.
+        takes_sibling: whether the request need not wait for it although it is saturated.
+    """
+
+    engine: str
+    matched: int
+    cost: int
+    load: int
+    saturated: bool
+    running: int = 0
+    prefix_load: int = 0
+    queued: int = 0
+    is_popular: bool = False
+    takes_sibling: bool = False
+
+    @property
+    def delay(self) -> int:
+        """Return the work that precedes the request and does not compute its prefix."""
+        return self.load + self.queued - self.prefix_load
+
+
+def choose_engine(
+    candidates: Iterable[EngineCandidate], patience: float = 0.0
+) -> EngineCandidate | None:
+    """Choose the engine with the least delay plus ``patience`` times the work on it.
+
+    So a match is worth a longer queue as long as the work that it saves, times ``patience``, is
+    more than the additional delay. Return ``None`` if the request should wait: either every engine
+    is saturated, or a saturated one has a longer match that is worth it. A saturated engine that
+    takes siblings is chosen instead. Of equal engines, the one with the longest match is chosen,
+    then the one with the least load.
+
+    A popular prefix is worth no patience: another engine that computes it once more relieves the
+    first one of more work than that. So such a request goes where it is finished first.
+
+    With ``patience`` 0 this is the paper's rule: the longest match of those that are not saturated,
+    and of equal matches the least load. If requests queue, that scatters every prefix, because the
+    first engine with room takes the head of the queue, and computing a prefix twice delays every
+    later request; so a patience greater than 1 pays. If all prompts begin with a few equal tokens,
+    that rule sends them to the engines that have these, and others get nothing.
+    """
+    ordered = sorted(candidates, key=lambda c: (-c.matched, c.saturated, c.load, c.running))
+    free = [candidate for candidate in ordered if not candidate.saturated]
+    if not patience:
+        return free[0] if free else None
+    if any(one.is_popular for one in ordered if one.matched == ordered[0].matched):
+        patience = min(patience, 1.0)
+
+    def price(candidate: EngineCandidate) -> float:
+        return candidate.delay + patience * candidate.cost
+
+    best = min(free, key=price, default=None)
+    worth = [
+        one
+        for one in ordered
+        if one.saturated
+        and (best is None or (one.matched > best.matched and price(one) < price(best)))
+    ]
+    if not worth:
+        return best
+    nearest = min(worth, key=price)
+    return nearest if nearest.takes_sibling else None
+
+
+@dataclass(slots=True)
+class _PlacedRequest:
+    """A request on an engine: its first token to compute, and its prompts yet to be computed."""
+
+    engine: EngineTables
+    blocks: Blocks
+    start: int
+    items_left: int
 
 
 class PrefixAware(Policy):
@@ -23,11 +111,13 @@ class PrefixAware(Policy):
 
     Args:
         patience: how much delay a request accepts for work that is saved, see
-            :func:`~flashmoa.router.choice.choose_engine`; 0 is the paper's rule.
-        window: how many waiting requests are considered in each round: half of them at the head
-            of the queue, the others anywhere in it, in turns. Later ones may overtake earlier ones.
+            :func:`choose_engine`; 0 is the paper's rule.
+        window: how many waiting requests are considered in each round, so that a long queue does
+            not take the router's time: half of them at the head of the queue, the others anywhere
+            in it, in turns. Later ones may overtake earlier ones.
         ageing: after how many placements of others a request that is held for its prefix has half
-            the patience left; after twice as many, a third, and so on.
+            the patience left; after twice as many, a third, and so on. Without it, short siblings
+            that keep an engine full could hold a request for ever.
         short: a request with at most so many tokens of its own after a prefix does not wait for the
             engine that has, or will compute, the prefix: it is little more work there, and in the
             engine's queue it shares what else it has in common with others.
@@ -38,7 +128,7 @@ class PrefixAware(Policy):
     def __init__(
         self,
         *,
-        patience: float = 8.0,
+        patience: float = PATIENCE,
         window: int = 256,
         ageing: int = 1000,
         short: int = 128,
@@ -55,52 +145,32 @@ class PrefixAware(Policy):
         self._placements = 0
         self._held_since: dict[str, int] = {}
         self._block_tokens = block_tokens
-        self._engines: dict[str, EngineRecord] = {}
-        self._placed: dict[str, PlacedRequest] = {}
+        self.engines: dict[str, EngineTables] = {}
+        self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
-        if (state := self._engines.get(engine)) is None:
-            table = BlockTable(traits.cache_blocks, self._index)
-            self._engines[engine] = EngineRecord(traits, table)
-        elif state.traits.measure != traits.measure:
+        if (tables := self.engines.get(engine)) is None:
+            self.engines[engine] = EngineTables(traits, self._index)
+        elif tables.traits.measure != traits.measure:
             raise ValueError(
                 f"engine {engine!r} has joined with another measure; let it leave before it joins"
             )
         else:
-            state.traits = traits
-            state.table.capacity = traits.cache_blocks
+            tables.traits = traits
+            tables.blocks.capacity = traits.cache_blocks
 
     def leave(self, engine: str) -> None:
-        if (state := self._engines.pop(engine, None)) is not None:
-            state.table.withdraw()
-            for request in state.requests:
+        if (tables := self.engines.pop(engine, None)) is not None:
+            tables.blocks.withdraw()
+            for request in tables.requests:
                 del self._placed[request]
-
-    def load(self, engine: str) -> int:
-        """Return an engine's load ``W``, in its measure."""
-        return self._engines[engine].load.total
-
-    def backlog(self, engine: str) -> int:
-        """Return the load with what the engine is computing, which balances engines."""
-        return self._engines[engine].backlog
-
-    def waiting_tokens(self, engine: str) -> int:
-        """Return how many tokens an engine has yet to compute."""
-        return self._engines[engine].load.tokens
 
     def matched_tokens(self, engine: str, blocks: Blocks) -> int:
         """Return the number of a prompt's tokens that an engine need not compute."""
-        return blocks.cached_tokens(self._engines[engine].table.match(blocks.hashes))
-
-    def cached_blocks(self, engine: str) -> int:
-        """Return the number of blocks that an engine has cached."""
-        return len(self._engines[engine].table)
-
-    def is_saturated(self, engine: str) -> bool:
-        return self._engines[engine].is_saturated
+        return blocks.cached_tokens(self.engines[engine].blocks.match(blocks.hashes))
 
     def takes_requests(self) -> bool:
-        return not all(engine.is_saturated for engine in self._engines.values())
+        return not all(engine.is_saturated for engine in self.engines.values())
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
         placed: dict[str, str] = {}
@@ -112,7 +182,6 @@ class PrefixAware(Policy):
         return placed
 
     def _considered(self, queue: Sequence[WaitingRequest]) -> Sequence[WaitingRequest]:
-        """Return the head of the queue, and a part of the rest, another one in each round."""
         if len(queue) <= self._window:
             return queue
         half = self._window // 2
@@ -144,11 +213,11 @@ class PrefixAware(Policy):
 
     def _place_on_idle_engine(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
         """Place one held request that an idle engine would finish sooner. Return whether it did."""
-        if all(engine.load.total for engine in self._engines.values()):
+        if all(engine.load.total for engine in self.engines.values()):
             return False
         for waiting in held:
             chosen = choose_engine(self._candidates(waiting.blocks, {}), patience=1.0)
-            if chosen is not None and not self._engines[chosen.engine].load.total:
+            if chosen is not None and not self.engines[chosen.engine].load.total:
                 placed[waiting.request] = chosen.engine
                 self.admit(waiting, chosen.engine)
                 return True
@@ -163,23 +232,23 @@ class PrefixAware(Policy):
         found = self._index.match(blocks.hashes)
         strangers = [
             # Between idle engines, the emptier cache decides, so that all caches are used.
-            (engine.backlog, len(engine.requests), len(engine.table), name)
-            for name, engine in self._engines.items()
-            if engine.table.engine not in found and not engine.is_saturated
+            (engine.backlog, len(engine.requests), len(engine.blocks), name)
+            for name, engine in self.engines.items()
+            if engine.blocks.engine not in found and not engine.is_saturated
         ]
         least = min(strangers, key=lambda stranger: stranger[:3])[3] if strangers else None
         return [
-            self._candidate(name, blocks, found.get(engine.table.engine, 0), queued)
-            for name, engine in self._engines.items()
-            if engine.table.engine in found or name == least
+            self._candidate(name, blocks, found.get(engine.blocks.engine, 0), queued)
+            for name, engine in self.engines.items()
+            if engine.blocks.engine in found or name == least
         ]
 
     def _candidate(
         self, name: str, blocks: Blocks, found: int, queued: Mapping[str, int]
     ) -> EngineCandidate:
         """Return an engine that has the first ``found`` blocks of a prompt, or will have them."""
-        engine = self._engines[name]
-        table, work = engine.table, engine.traits.measure.work
+        engine = self.engines[name]
+        table, work = engine.blocks, engine.traits.measure.work
         matched = blocks.cached_tokens(found)
         committed = table.match_committed(blocks.hashes, found)
         cost = work(matched, blocks.length)
@@ -203,11 +272,10 @@ class PrefixAware(Policy):
             raise ValueError(f"request {waiting.request!r} has an engine already; end it first")
         self._placements += 1
         self._held_since.pop(waiting.request, None)
-        state, blocks = self._engines[engine], waiting.blocks
+        tables, blocks = self.engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
-        state.table.promise(blocks.hashes)
-        state.add(waiting.request, start, blocks)
-        self._placed[waiting.request] = PlacedRequest(state, blocks, start, blocks.items)
+        tables.add(waiting.request, start, blocks)
+        self._placed[waiting.request] = _PlacedRequest(tables, blocks, start, blocks.items)
 
     def finish_prefill(self, request: str, items: int | None = None) -> None:
         placed = self._placed.get(request)
@@ -218,29 +286,31 @@ class PrefixAware(Policy):
         left = (blocks.length - placed.start) * items // blocks.items
         placed.engine.answer(request, blocks.length - left)
         if not items:
-            placed.engine.table.commit(blocks.hashes)
-            placed.engine.table.release(blocks.hashes)
+            placed.engine.blocks.commit(blocks.hashes)
+            placed.engine.blocks.release(blocks.hashes)
 
     def end(self, request: str) -> None:
         self._held_since.pop(request, None)
         if (placed := self._placed.pop(request, None)) is None:
             return
-        placed.engine.end(request, placed.blocks)
+        placed.engine.requests.discard(request)
+        # However much of it was answered, nothing of it is left to do.
+        placed.engine.answer(request, placed.blocks.length)
         if placed.items_left > 0:
-            placed.engine.table.release(placed.blocks.hashes)
+            placed.engine.blocks.release(placed.blocks.hashes)
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
-        if (state := self._engines.get(engine)) is not None:
-            fulfilled, unknown = state.table.commit(tuple(hashes))
-            state.load.subtract_computed(fulfilled * self._block_tokens)
+        if (tables := self.engines.get(engine)) is not None:
+            fulfilled, unknown = tables.blocks.commit(tuple(hashes))
+            tables.load.subtract_computed(fulfilled * self._block_tokens)
             # Of a list only the beginning is known. Unknown blocks may also be answers, or prompts
             # of other clients, so the load of single prompts does not fall by them.
-            state.load.subtract_computed(unknown * self._block_tokens, of_lists=True)
+            tables.load.subtract_computed(unknown * self._block_tokens, of_lists=True)
 
     def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
-        if (state := self._engines.get(engine)) is not None:
-            state.table.evict(hashes)
+        if (tables := self.engines.get(engine)) is not None:
+            tables.blocks.evict(hashes)
 
     def clear_blocks(self, engine: str) -> None:
-        if (state := self._engines.get(engine)) is not None:
-            state.table.clear()
+        if (tables := self.engines.get(engine)) is not None:
+            tables.blocks.clear()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, TypeGuard, cast
 
-import httpx
-
 from flashmoa.engine import prompt_fields
-from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
+from flashmoa.router.blocks import Blocks, text_blocks, token_blocks, token_count
+from flashmoa.router.client_requests import parse_object
+from flashmoa.router.errors import EngineLost
+from flashmoa.router.forwarding import Connections
 
 _TOKENIZE = "/v1/tokenize"
 _TOKENIZE_SECONDS = 5.0
@@ -35,9 +38,9 @@ class PromptHasher:
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, tokenize: Callable[[], bool], max_remembered: int = 1 << 20
+        self, connections: Connections, tokenize: Callable[[], bool], max_remembered: int = 1 << 20
     ) -> None:
-        self._http = http
+        self._connections = connections
         self._max_remembered = max_remembered
         self._tokenize = tokenize
         # The keys are digests of the prompts, because prompts are long.
@@ -56,25 +59,18 @@ class PromptHasher:
             engine: URL of the engine that is asked to tokenise the prompt.
             headers: the client's API key.
         """
-        blocks = await self._find_blocks(body, engine, headers)
-        return replace(blocks, items=count) if (count := _count_prompts(body)) > 1 else blocks
-
-    async def _find_blocks(
-        self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
-    ) -> Blocks:
-        salt = _salt(body)
-        if (prompts := _token_ids(body)) is not None:
-            return _list_blocks(prompts, salt)
-        question, rest = _tokenize_body(body)
-        key = blake2b(json.dumps([question, salt]).encode(), digest_size=16).digest()
+        prompt = _read_prompt(body)
+        if prompt.tokens is not None or not prompt.question or not self._tokenize():
+            return prompt.blocks()
+        key = blake2b(json.dumps([prompt.question, prompt.salt]).encode(), digest_size=16).digest()
         if (remembered := self._remembered.get(key)) is not None:
             self._remembered.move_to_end(key)
-            return remembered.with_further_text(rest)
-        asks = self._tokenize() and not _RENDERED & body.keys()
-        tokens = await self._ask_tokens(question, engine, headers) if asks else None
+            return prompt.extend(remembered)
+        asks = engine not in self._untokenizing and not _RENDERED & body.keys()
+        tokens = await self._ask_tokens(prompt.question, engine, headers) if asks else None
         if tokens is None:
-            return text_blocks(_text(question), salt=salt).with_further_text(rest)
-        return self._remember(key, token_blocks(tokens, salt=salt)).with_further_text(rest)
+            return prompt.blocks()
+        return prompt.extend(self._remember(key, token_blocks(tokens, salt=prompt.salt)))
 
     def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
         """Return the blocks of a prompt without asking an engine.
@@ -82,12 +78,9 @@ class PromptHasher:
         They have only the prompt's length if other prompts' blocks come from engines' tokens, since
         hashes of text would match none of those.
         """
-        salt = _salt(body)
-        if (prompts := _token_ids(body)) is not None:
-            return _list_blocks(prompts, salt)
-        question, rest = _tokenize_body(body)
-        blocks = text_blocks(_text(question), salt=salt).with_further_text(rest)
-        return Blocks((), blocks.length) if self._tokenize() else blocks
+        prompt = _read_prompt(body)
+        blocks = prompt.blocks()
+        return replace(blocks, hashes=()) if prompt.tokens is None and self._tokenize() else blocks
 
     def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
         if key not in self._remembered:  # Another request may have asked for the same prompt.
@@ -105,54 +98,99 @@ class PromptHasher:
     async def _ask_tokens(
         self, question: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> list[int] | None:
-        if not question or engine in self._untokenizing:
-            return None
-        try:
-            answer = await self._http.post(
-                engine + _TOKENIZE, json=question, headers=dict(headers), timeout=_TOKENIZE_SECONDS
+        with suppress(EngineLost):
+            sent = {**headers, "content-type": "application/json"}
+            answer = await self._connections.ask(
+                "POST",
+                engine + _TOKENIZE,
+                sent,
+                json.dumps(question).encode(),
+                seconds=_TOKENIZE_SECONDS,
             )
-            if answer.status_code in (404, 405):
+            if answer is not None and answer.status_code in (404, 405):
                 self._untokenizing.add(engine)
-            tokens: Any = answer.json()["tokens"] if answer.is_success else None
-            return tokens if _are_token_ids(tokens) else None
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return None
+            if answer is not None and answer.status_code == 200:
+                tokens = parse_object(answer.body).get("tokens")
+                return tokens if _are_token_ids(tokens) else None
+        return None
 
 
-def _tokenize_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the body of a request to ``/v1/tokenize``, and the number of characters not in it.
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What a request says of its prompt, or of its list of prompts.
 
-    The body is empty if a request has no prompt of text. Of a list's items it has only the first
-    ones; the engine computes what they share only once, so the list is about as much work as one
-    prompt with all items.
+    Attributes:
+        salt: prompts share blocks only if they have the same.
+        items: the number of prompts.
+        tokens: if the request contains the tokens, those of the first prompt.
+        token_length: the number of all of them.
+        question: the body of a request to ``/v1/tokenize``; empty if there is no text. Of a list's
+            items it has only the first ones; the engine computes what they share only once, so the
+            list is about as much work as one prompt with all items.
+        rest: number of characters that are not in it.
     """
-    shared, items = _scoring_list(body)
-    texts = [_item_text(item) for item in items]
+
+    salt: str
+    items: int
+    tokens: list[int] | None = None
+    token_length: int = 0
+    question: dict[str, Any] = field(default_factory=dict[str, Any])
+    rest: int = 0
+
+    def blocks(self) -> Blocks:
+        """Return the blocks of the tokens, or else of the text."""
+        if self.tokens is not None:
+            blocks = token_blocks(self.tokens, salt=self.salt)
+            return replace(blocks, length=self.token_length, items=self.items)
+        text = self.question.get("prompt", "")
+        if "messages" in self.question:
+            # Chat templates render tools and messages roughly in this order.
+            text = json.dumps([self.question.get("tools"), self.question["messages"]])
+        return self.extend(text_blocks(text, salt=self.salt))
+
+    def extend(self, beginning: Blocks) -> Blocks:
+        """Return the blocks of all, given those of the question's text."""
+        length = beginning.length + token_count(self.rest)
+        return replace(beginning, length=length, items=self.items)
+
+
+def _read_prompt(body: Mapping[str, Any]) -> _Prompt:
+    salt: Any = body.get("cache_salt", body.get("extra_key"))
+    salt = salt if isinstance(salt, str) else ""
     if body.get("messages") is not None:
-        fields = {name: body[name] for name in ("model", "messages") if body.get(name) is not None}
-        fields |= prompt_fields(body)
-        return fields, sum(len(text or "") for text in texts)
-    prompt = body.get("prompt") if body.get("text") is None else body["text"]
-    if prompt is not None:
-        shared, texts = _as_list(prompt), []
-    parts = [*map(_item_text, shared), *texts]
-    if None in parts:
-        return {}, 0
-    text = "".join(part or "" for part in parts)
-    sampled = len(text) - max(0, sum(len(text or "") for text in texts) - _SAMPLE)
-    question: dict[str, Any] = {"prompt": text[:sampled]}
+        given = {name: body.get(name) for name in ("model", "messages")}
+        question = {name: value for name, value in given.items() if value is not None}
+        # The documents of a chat are part of its one prompt.
+        texts = map(_item_text, _as_list(body.get("documents", [])))
+        rest = sum(len(text or "") for text in texts)
+        return _Prompt(salt, 1, question=question | prompt_fields(body), rest=rest)
+    shared, items = _prompt_parts(body)
+    count = max(1, len(items))
+    if _are_lists_of_token_ids(parts := [*shared, *items]):
+        first = list(chain.from_iterable(parts[: len(shared) + 1]))
+        return _Prompt(salt, count, tokens=first, token_length=sum(map(len, parts)))
+    texts = [text for part in parts if (text := _item_text(part)) is not None]
+    if len(texts) < len(parts):
+        return _Prompt(salt, count)
+    text = "".join(texts)
+    head = sum(map(len, texts[: len(shared)]))
+    sampled = head + max(_SAMPLE, len(texts[len(shared)]) if items else 0)
+    question = {"prompt": text[:sampled]}
     if isinstance(body.get("add_special_tokens"), bool):
         question["add_special_tokens"] = body["add_special_tokens"]
-    return question, len(text) - sampled
+    return _Prompt(salt, count, question=question, rest=max(0, len(text) - sampled))
 
 
-def _scoring_list(body: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return what the prompts of a list share, a query or labels, and its items.
+def _prompt_parts(body: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return what the prompts of a list share, a query or labels, and what each adds to it.
 
-    The texts of /v1/embeddings are items that share nothing.
+    The prompts of ``/generate`` and the texts of ``/v1/embeddings`` share nothing.
     """
-    if "input" in body:
-        return _as_list(body.get("labels", [])), _as_list(body["input"])
+    for name in ("input_ids", "text", "prompt", "input"):
+        if (value := body.get(name)) is not None:
+            labels: object = body.get("labels") if name == "input" else None
+            shared = [] if labels is None else _as_list(labels)
+            return shared, [value] if _are_token_ids(value) else _as_list(value)
     items = body.get("items", body.get("documents"))
     return [body.get("query")], _as_list(items if items is not None else [])
 
@@ -173,66 +211,8 @@ def _item_text(item: object) -> str | None:
     return item if isinstance(item, str) else None
 
 
-def _text(question: Mapping[str, Any]) -> str:
-    if isinstance(question.get("prompt"), str):
-        return str(question["prompt"])
-    # Chat templates render tools and messages roughly in this order.
-    return json.dumps([question.get("tools"), question.get("messages")]) if question else ""
-
-
-def _token_ids(body: Mapping[str, Any]) -> list[list[int]] | None:
-    """Return the token ids of the prompt if the request contains them.
-
-    Of a list, they are those of the first prompt, and then those of each other one without what it
-    shares with the first.
-    """
-    for name in ("input_ids", "prompt", "input"):
-        if _are_token_ids(value := body.get(name)):
-            return [value]
-        if _are_lists_of_token_ids(value):
-            return value
-    shared, items = _scoring_list(body)
-    if _are_lists_of_token_ids(parts := [*shared, *items]):
-        first = [token for part in parts[: len(shared) + 1] for token in part]
-        return [first, *parts[len(shared) + 1 :]]
-    return None
-
-
-def _list_blocks(prompts: Sequence[Sequence[int]], salt: str) -> Blocks:
-    """Return the blocks of a list's first prompt, and the length of all of them."""
-    return replace(token_blocks(prompts[0], salt=salt), length=sum(map(len, prompts)))
-
-
-def _count_prompts(body: Mapping[str, Any]) -> int:
-    """Return the number of prompts in a request's list; 1 if it has no list.
-
-    The documents of a chat are part of its one prompt.
-    """
-    if body.get("messages") is not None:
-        return 1
-    for name in ("items", "documents", "input", "input_ids", "text", "prompt"):
-        value: object = body.get(name)
-        if isinstance(value, list):
-            prompts = cast("list[Any]", value)
-            return 1 if _are_token_ids(prompts) else len(prompts)
-    return 1
-
-
-def count_samples(body: Mapping[str, Any]) -> int:
-    """Return how many answers a request asks for to each of its prompts."""
-    parameters: Any = body.get("sampling_params")
-    count: object = body.get("n")
-    if count is None and isinstance(parameters, dict):
-        count = cast("dict[str, Any]", parameters).get("n")
-    return count if isinstance(count, int) and count > 0 else 1
-
-
-def _are_lists_of_token_ids(value: object) -> TypeGuard[list[list[int]]]:
-    return (
-        isinstance(value, list)
-        and bool(cast("list[Any]", value))
-        and all(map(_are_token_ids, cast("list[Any]", value)))
-    )
+def _are_lists_of_token_ids(values: list[Any]) -> TypeGuard[list[list[int]]]:
+    return bool(values) and all(map(_are_token_ids, values))
 
 
 def _are_token_ids(value: object) -> TypeGuard[list[int]]:
@@ -242,8 +222,3 @@ def _are_token_ids(value: object) -> TypeGuard[list[int]]:
     ids = cast("list[Any]", value)
     # This is in the path of every request; a loop would take longer than hashing the prompt.
     return set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < 1 << 32))
-
-
-def _salt(body: Mapping[str, Any]) -> str:
-    salt = body.get("cache_salt", body.get("extra_key"))
-    return salt if isinstance(salt, str) else ""

@@ -32,7 +32,8 @@ _DYNAMO = (
     _END_WITH_PARENT
     + """
 import json, sys, uvicorn
-from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.application import application
+from flashmoa.router.engines import RouterOptions
 from flashmoa_bench.routing.rivals import Dynamo
 port, *engines = sys.argv[1:]
 options = RouterOptions(engines, policy=Dynamo())

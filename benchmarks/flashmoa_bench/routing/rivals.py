@@ -7,9 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashmoa.router.blocks import Blocks
-from flashmoa.router.engine_state import BlockTable
+from flashmoa.router.cache_tables import BlockTable, PrefixIndex
 from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
-from flashmoa.router.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True)

@@ -9,10 +9,12 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from flashmoa.engine import Prefilled
 from flashmoa.linking.streamed_text import Text
 from flashmoa.router.errors import AgentFailed, BadRequest
 from flashmoa.router.forwarding import AnswerObserver
-from flashmoa.router.metrics import ShellMetrics
 
 
 class AgentKey(NamedTuple):
@@ -133,6 +135,43 @@ class AgentPromptCache:
         return False
 
 
+class ShellMetrics:
+    """Counts the requests and tokens of the shell router, for ``/metrics``.
+
+    Attributes:
+        requests: by ending, see :class:`~flashmoa.router.forwarding.AnswerObserver`.
+    """
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "flashmoa_shell_requests", "Requests by ending", ["ending"], registry=registry
+        )
+        self._ahead = Counter(
+            "flashmoa_shell_ahead_tokens",
+            "Prompt tokens that were cached when their last answer was complete",
+            registry=registry,
+        )
+        self._late = Counter(
+            "flashmoa_shell_late_tokens",
+            "Prompt tokens computed after that, before the request was sent",
+            registry=registry,
+        )
+        self._agents = Gauge(
+            "flashmoa_shell_agents", "Answers in the agent prompt cache", registry=registry
+        )
+
+    def count_completed_prompt(self, prefilled: Prefilled) -> None:
+        """Count the tokens of a prompt that was prefilled after its last answer was complete."""
+        self._ahead.inc(prefilled.cached_tokens)
+        self._late.inc(prefilled.prefilled_tokens)
+
+    def page(self, agents: int) -> bytes:
+        """Return the metrics in Prometheus's text format, given the number of cached answers."""
+        self._agents.set(agents)
+        return generate_latest(self._registry)
+
+
 # How a request ended, if not by its answer, as the end of a sentence.
 _ENDINGS = {
     "refused": "refused by its engine",
@@ -177,7 +216,7 @@ class AnswerRecorder(AnswerObserver):
 
     def end(self, ending: str) -> None:
         self.ending = ending
-        self._metrics.count_ending(ending)
+        self._metrics.requests.labels(ending).inc()
         if self._answer is None or self._answer.is_over:
             return
         if ending == "answered":

@@ -21,22 +21,20 @@ from flashmoa.router.client_requests import (
     GENERATE,
     STREAMS,
     ForwardedRequest,
-    RetryRule,
     hide_stream_ids,
     make_application,
     make_endpoint,
     make_json_response,
-    parse_body,
+    parse_object,
 )
-from flashmoa.router.connections import open_connections
 from flashmoa.router.errors import AgentFailed, EngineLost
-from flashmoa.router.forwarding import RelayedStream, forward
-from flashmoa.router.metrics import ShellMetrics
+from flashmoa.router.forwarding import RelayedStream, forward, open_connections
 from flashmoa.router.shell.agent_answers import (
     AgentKey,
     AgentPromptCache,
     AnswerRecorder,
     GrowingAnswer,
+    ShellMetrics,
 )
 from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
 from flashmoa.router.shell.early_prefill import EarlyPrefill
@@ -45,6 +43,7 @@ from flashmoa.router.shell.early_prefill import EarlyPrefill
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
 # An engine answers this at once to any client with the right API key.
 _KEY_CHECK = "/model_info"
+_CHECK_SECONDS = 60.0
 _DELETE_SECONDS = 5.0
 _METHODS = ["GET", "POST", "PUT", "DELETE"]
 
@@ -133,7 +132,7 @@ class _Shell:
 
     async def answer(self, call: ForwardedRequest) -> Response:
         """Answer a request with a prompt, which may read agents' answers or write one."""
-        request = parse_request(call.path, body := parse_body(call.body))
+        request = parse_request(call.path, body := parse_object(call.body))
         if request.is_ordinary:
             try:
                 return await self.pass_on(call)
@@ -162,16 +161,11 @@ class _Shell:
         A client whose key it refuses must not wait here for answers.
         """
         url = self._options.prefill + _KEY_CHECK
-        try:
-            answer, content = await self._connections.exchange(
-                "GET", url, call.api_key, b"", RetryRule.ALWAYS
-            )
-        except EngineLost:
-            return None  # The engine may answer again when the request itself is sent.
-        answer.close()
-        if answer.status not in (401, 403):
-            return None
-        return Response(content, answer.status, media_type=answer.content_type)
+        with suppress(EngineLost):  # The engine may answer again when the request itself is sent.
+            answer = await self._connections.ask("GET", url, call.api_key, seconds=_CHECK_SECONDS)
+            if answer is not None and answer.status_code in (401, 403):
+                return answer
+        return None
 
     async def _read(
         self, request: AgentRequest, answers: Mapping[str, GrowingAnswer], call: ForwardedRequest

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from flashmoa.engine.local import LocalEngine
-from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.application import application
+from flashmoa.router.engines import RouterOptions
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 

@@ -1,7 +1,8 @@
-"""Serve applications on real sockets in the process of the tests."""
+"""Serve applications on real sockets in the process of the tests, and send requests in turn."""
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -9,6 +10,9 @@ from contextlib import ExitStack, asynccontextmanager
 import anyio
 import uvicorn
 from starlette.applications import Starlette
+
+from flashmoa.router.policies import WaitingRequest
+from flashmoa.router.prefix_aware import PrefixAware
 
 
 @asynccontextmanager
@@ -38,3 +42,21 @@ async def serve_at(app: Starlette, ports: Sequence[int]) -> AsyncGenerator[list[
                 yield [f"http://127.0.0.1:{each.getsockname()[1]}" for each in sockets]
             finally:
                 server.should_exit = True
+
+
+class InTurn(PrefixAware):
+    """Sends requests to engines in turn, so that a test knows which engine gets which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = itertools.count()
+
+    def takes_requests(self) -> bool:
+        return True
+
+    def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
+        names = list(self.engines)
+        placed = {one.request: names[next(self._number) % len(names)] for one in queue}
+        for one in queue:
+            self.admit(one, placed[one.request])
+        return placed

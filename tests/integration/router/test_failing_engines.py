@@ -13,10 +13,10 @@ from anyio.abc import SocketAttribute, SocketStream
 from anyio.streams.stapled import MultiListener
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.application import RouterOptions
-from flashmoa.router.policies import RoundRobin
+from flashmoa.router.engines import RouterOptions
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric, wait_for_metric
+from tests.integration.router.serving import InTurn
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -26,13 +26,13 @@ async def test_other_engine_serves_when_one_dies(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:
     async with serve_router(
-        make_options(engine, LocalEngine(0, 9, model), policy=RoundRobin())
+        make_options(engine, LocalEngine(0, 9, model), policy=InTurn())
     ) as router:
         # The second engine never existed.
         await generated(router, words(20, 990))
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     try:
-        async with serve_router(make_options(mortal, engine, policy=RoundRobin())) as router:
+        async with serve_router(make_options(mortal, engine, policy=InTurn())) as router:
             answers: list[dict[str, Any]] = []
 
             async def ask(number: int) -> None:
@@ -103,7 +103,7 @@ async def test_engine_that_is_ending_gets_no_further_requests(
     engine: LocalEngine, words: Words, dropped: int
 ) -> None:
     async with EndingServer(dropped).listening() as url:
-        several = RouterOptions([url, engine.url], policy=RoundRobin(), watch_seconds=60)
+        several = RouterOptions([url, engine.url], policy=InTurn(), watch_seconds=60)
         async with serve_router(several) as router:
             for number in range(2):
                 await generated(router, words(10, 1090 + number))

@@ -16,9 +16,9 @@ import pytest
 
 from flashmoa import EngineClient, Workflow
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.policies import RoundRobin
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import metric, wait_for_metric
+from tests.integration.router.serving import InTurn
 from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(400)]
@@ -83,7 +83,7 @@ async def test_a_rolling_restart_under_linked_load_loses_nothing(
     try:
         async with (
             # So that a new engine gets requests at once, although its cache is empty.
-            serve_router(make_options(*running, policy=RoundRobin())) as router,
+            serve_router(make_options(*running, policy=InTurn())) as router,
             EngineClient(str(router.base_url), timeout=60) as client,
         ):
             load = Load(client, words)

@@ -12,7 +12,6 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.policies import RoundRobin
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import (
     generated,
@@ -20,6 +19,7 @@ from tests.integration.router.http_calls import (
     metric,
     post_json,
 )
+from tests.integration.router.serving import InTurn
 from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -83,7 +83,7 @@ async def test_stream_and_its_request_stay_on_one_engine(
     engine: LocalEngine, downstream: LocalEngine, words: Words
 ) -> None:
     text, more = words(100, 970), " " + words(50, 971)
-    async with serve_router(make_options(engine, downstream, policy=RoundRobin())) as router:
+    async with serve_router(make_options(engine, downstream, policy=InTurn())) as router:
         async with EngineClient(str(router.base_url)) as client:
             # The router looks like an engine to an engine's client.
             assert "prompt_streams" in (await client.info()).capabilities

@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.router.application import RouterOptions, application
+from flashmoa.router.application import application
 from flashmoa.router.client_requests import STREAMS, make_json_response
-from flashmoa.router.event_sources import EventSource
+from flashmoa.router.engines import RouterOptions
+from flashmoa.router.kv_events import EventSource
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
 

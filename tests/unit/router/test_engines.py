@@ -1,59 +1,78 @@
-"""Test how the router watches engines, by what fake ones answer to its probes."""
+"""Test how the router watches engines and their data-parallel ranks, and what it asks of all."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engines import EngineMonitor, RoutedEngine
+from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions, merge_info, split_place
+from flashmoa.router.errors import EngineLost
+from flashmoa.router.flops import TOKENS
+from flashmoa.router.kv_events import EventSource
+from flashmoa.router.policies import EngineTraits
 from flashmoa.router.prefix_aware import PrefixAware
+from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, routing
+from tests.unit.router.support import FakeConnections
 
 pytestmark = pytest.mark.anyio
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128
 }  # fmt: skip
+EVENTS = json.dumps({"publisher": "zmq", "endpoint": "tcp://*:7"})
+RANKS = {"dp_size": 2, "chunked_prefill_size": 100, "max_total_num_tokens": 1600}
+URL = "http://one"
 
 
-class Engines:
-    """Answers probes of several engines, each with its own settings.
+class RecordingPolicy(PrefixAware):
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[str, EngineTraits] = {}
+
+    def join(self, engine: str, traits: EngineTraits) -> None:
+        self.joined[engine] = traits
+        super().join(engine, traits)
+
+
+class Rig:
+    """A pool of fake engines.
 
     Attributes:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
-        settings_status: the status of these answers.
-        probes: the number of probes of each host.
+        plugin: what their ``/flashmoa/info`` answers.
+        failures: what they answer instead at a path, or the error that is raised.
     """
 
     def __init__(self, **settings: dict[str, Any]) -> None:
-        self.settings = settings
-        self.settings_status = 200
-        self.probes: dict[str, int] = {}
-        self.engines = {host: RoutedEngine(f"http://{host}") for host in settings}
-        self.dispatcher = Dispatcher(PrefixAware())
+        self.settings: Mapping[str, Any] = settings
+        self.plugin: object = {}
+        self.failures: dict[str, object] = {}
+        self.probes = 0
+        self.policy = RecordingPolicy()
+        self.dispatcher = Dispatcher(self.policy)
+        options = RouterOptions([f"http://{host}" for host in settings])
+        self.pool = EnginePool(FakeConnections(self._answer), self.dispatcher, options)
+        self.engines = {host: self.pool.engines[f"http://{host}"] for host in settings}
 
-    @asynccontextmanager
-    async def monitored(self) -> AsyncGenerator[EngineMonitor]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(self._answer)) as http:
-            yield EngineMonitor(http, self.dispatcher)
-
-    async def _answer(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        await anyio.lowlevel.checkpoint()
+    def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
-            raise httpx.ConnectError("refused")
-        if request.url.path == "/health/ready":
-            self.probes[host] = self.probes.get(host, 0) + 1
-        if request.url.path == "/server_info":
-            return httpx.Response(self.settings_status, json=self.settings[host])
-        return httpx.Response(200, json={})
+            raise EngineLost("refused", reached=False)
+        self.probes += path == "/health/ready"
+        if path in self.failures:
+            if isinstance(failure := self.failures[path], EngineLost):
+                raise failure
+            return failure
+        return {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}.get(path, {})
+
+    async def probe(self, host: str = "one") -> RoutedEngine:
+        await self.pool.probe(self.engines[host])
+        return self.engines[host]
 
 
 def config_at(folder: Path, config: object) -> dict[str, Any]:
@@ -64,20 +83,17 @@ def config_at(folder: Path, config: object) -> dict[str, Any]:
 
 
 async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_path: Path) -> None:
-    rig = Engines(first=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
-    first, unreadable = rig.engines.values()
-    async with rig.monitored() as monitor:
-        await monitor.probe(first)
-        await monitor.probe(unreadable)
-        assert (first.unit, unreadable.unit) == ("FLOPs", "FLOPs")
-        # If nothing is left to be compared with, the next one decides.
-        settings, rig.settings = rig.settings, {}
-        await monitor.probe(first)
-        await monitor.probe(unreadable)
-        rig.settings = settings
-        await monitor.probe(unreadable)
-        await monitor.probe(first)
-    assert (first.unit, unreadable.unit) == ("tokens", "tokens")
+    rig = Rig(first=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
+    engines = [await rig.probe(host) for host in ("first", "unreadable")]
+    assert [engine.unit for engine in engines] == ["FLOPs", "FLOPs"]
+    # If nothing is left to be compared with, the next one decides.
+    settings, rig.settings = rig.settings, {}
+    for host in ("first", "unreadable"):
+        await rig.probe(host)
+    rig.settings = settings
+    for host in ("unreadable", "first"):
+        await rig.probe(host)
+    assert [engine.unit for engine in engines] == ["tokens", "tokens"]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +102,8 @@ async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_pa
 async def test_engine_with_an_odd_config_joins_and_counts_tokens(
     tmp_path: Path, config: object
 ) -> None:
-    rig = Engines(odd=config_at(tmp_path, config))
-    async with rig.monitored() as monitor:
-        await monitor.probe(rig.engines["odd"])
-    assert rig.engines["odd"].is_up and rig.engines["odd"].unit == "tokens"
+    engine = await Rig(one=config_at(tmp_path, config)).probe()
+    assert engine.is_up and engine.unit == "tokens"
 
 
 async def test_config_of_the_working_folder_is_not_an_engines(
@@ -97,53 +111,193 @@ async def test_config_of_the_working_folder_is_not_an_engines(
 ) -> None:
     config_at(tmp_path, SHAPE)
     monkeypatch.chdir(tmp_path)
-    rig = Engines(silent={})
-    async with rig.monitored() as monitor:
-        await monitor.probe(rig.engines["silent"])
-    assert rig.engines["silent"].unit == "tokens"
+    assert (await Rig(one={}).probe()).unit == "tokens"
 
 
-async def test_engine_that_fails_to_tell_its_settings_is_asked_again() -> None:
-    rig = Engines(one={"chunked_prefill_size": 100})
-    engine, rig.settings_status = rig.engines["one"], 500
-    async with rig.monitored() as monitor:
-        await monitor.probe(engine)
-        assert not engine.is_up
-        rig.settings_status = 200
-        await monitor.probe(engine)
+@pytest.mark.parametrize("failure", [(500, {}), None, EngineLost("closed")])
+async def test_engine_that_fails_to_tell_its_settings_is_asked_again(failure: object) -> None:
+    rig = Rig(one={"chunked_prefill_size": 100, "kv_events_config": EVENTS})
+    rig.failures["/server_info"] = failure
+    assert not (await rig.probe()).is_up and not rig.dispatcher.engines
+    rig.failures.clear()
+    engine = await rig.probe()
     assert engine.is_up and engine.saturation == 120
+    assert engine.events == (EventSource("tcp://one:7"),)
 
 
 async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Engines(gone={})
-    rig.settings.clear()
+    rig = Rig(one={})
+    rig.settings = {}
     with caplog.at_level(logging.WARNING):
-        async with rig.monitored() as monitor:
-            for _ in range(3):
-                await monitor.probe(rig.engines["gone"])
+        for _ in range(3):
+            await rig.probe()
     assert [record.getMessage() for record in caplog.records] == [
-        "http://gone is not ready; it gets no requests until it is"
+        "http://one is not ready; it gets no requests until it is"
     ]
 
 
 async def test_connections_that_break_together_cause_two_probes_at_most() -> None:
-    rig = Engines(one={})
-    engine = rig.engines["one"]
-    async with rig.monitored() as monitor:
-        await monitor.probe(engine)
-        rig.probes.clear()
-        async with anyio.create_task_group() as group:
-            for _ in range(20):
-                group.start_soon(monitor.recheck, engine)
-    assert engine.is_up and 1 <= rig.probes["one"] <= 2
+    rig = Rig(one={})
+    engine = await rig.probe()
+    rig.probes = 0
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(rig.pool.recheck, engine)
+    assert engine.is_up and 1 <= rig.probes <= 2
+
+
+async def test_draining_engine_gets_no_requests() -> None:
+    rig = Rig(one={})
+    engine = await rig.probe()
+    for status in (503, 404, 503):  # A stock engine has no such route.
+        rig.failures["/health/ready"] = (status, {})
+        await rig.probe()
+        assert engine.is_up == (status == 404) == bool(rig.dispatcher.engines)
+
+
+@pytest.mark.parametrize(
+    ("failure", "stays", "stays_after_a_loss"),
+    [
+        (None, True, False),
+        (EngineLost("closed"), True, False),
+        (EngineLost("refused", reached=False), False, False),
+        ({}, True, True),
+    ],
+)
+async def test_silent_engine_leaves_only_if_it_also_lost_a_connection(
+    failure: object, stays: bool, stays_after_a_loss: bool
+) -> None:
+    rig = Rig(one={})
+    for check, expected in ((rig.pool.probe, stays), (rig.pool.recheck, stays_after_a_loss)):
+        rig.failures.clear()
+        engine = await rig.probe()
+        rig.failures["/health/ready"] = failure
+        await check(engine)
+        assert engine.is_up == bool(rig.dispatcher.engines) == expected
+
+
+@pytest.mark.parametrize(
+    ("info", "saturation", "blocks"),
+    [
+        (RANKS, 240, 200),
+        ({"dp_size": 1, "chunked_prefill_size": -1}, 9830, 1 << 16),
+        ({}, 9830, 1 << 16),
+    ],
+)
+@pytest.mark.parametrize("told", [None, 50])
+async def test_settings_of_one_rank_are_multiplied_by_ranks_that_cannot_be_named(
+    info: dict[str, int], saturation: int, blocks: int, told: int | None
+) -> None:
+    """An engine with the plugin tells its largest forward, which may be smaller than its chunks."""
+    rig = Rig(one=info)
+    rig.plugin = {"largest_forward": told} if told else (404, {"detail": "Not Found"})
+    await rig.probe()
+    if told is not None:
+        saturation = int(1.2 * told) * info.get("dp_size", 1)
+    assert rig.policy.joined == {URL: EngineTraits(TOKENS, saturation, blocks)}
 
 
 async def test_events_at_no_port_are_not_followed_and_the_log_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     published = {"publisher": "zmq", "endpoint": "ipc:///tmp/events"}
-    rig = Engines(one={"kv_events_config": json.dumps(published)})
-    async with rig.monitored() as monitor:
-        await monitor.probe(rig.engines["one"])
-    assert rig.engines["one"].is_up and not rig.engines["one"].events
+    engine = await Rig(one={"kv_events_config": json.dumps(published)}).probe()
+    assert engine.is_up and not engine.events
     assert "ipc:///tmp/events" in caplog.text and '"endpoint": "tcp://*:5557"' in caplog.text
+
+
+async def test_each_rank_joins_with_the_settings_of_one_and_leaves_with_its_engine() -> None:
+    rig = Rig(one=RANKS | {"kv_events_config": EVENTS})
+    rig.plugin = {"data_parallel_ranks": 2}
+    engine = await rig.probe()
+    traits = EngineTraits(TOKENS, 120, 100)
+    assert rig.policy.joined == {f"{URL}#0": traits, f"{URL}#1": traits}
+    assert [split_place(place) for place in engine.places] == [(URL, 0), (URL, 1)]
+    assert len(engine.events) == 2 == len(rig.dispatcher.engines)
+    rig.failures["/health/ready"] = (503, {})
+    await rig.probe()
+    assert not rig.dispatcher.engines
+
+
+@pytest.mark.parametrize("plugin", [(404, {}), {}, {"data_parallel_ranks": 3}])
+async def test_engine_whose_ranks_cannot_be_named_or_told_apart_joins_as_one(
+    plugin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third one publishes the events of two ranks and has three."""
+    rig = Rig(one=RANKS | {"kv_events_config": EVENTS})
+    rig.plugin = plugin
+    assert not (await rig.probe()).events
+    assert list(rig.policy.joined) == [URL]
+    ranks = 3 if "data_parallel_ranks" in plugin else 2
+    messages = [record.message for record in caplog.records if "ranks" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{URL} chooses itself among its {ranks} data-parallel ranks")
+
+
+async def ask(router: RouterClient, text: str, path: str = "/generate", **more: Any) -> None:
+    status, _ = await router("POST", path, json.dumps({"text": text, **more}).encode(), KEY)
+    assert status == 200
+
+
+async def test_prefixes_spread_over_ranks_and_siblings_name_the_rank_of_theirs() -> None:
+    engine = FakeEngine(ranks=2)
+    async with routing(engine) as router:
+        for text in ("a" * 400, "b" * 400, "b" * 400 + "c", "a" * 400 + "d"):
+            await ask(router, text)
+    assert engine.named_ranks == ["0", "1", "1", "0"]
+
+
+async def test_stream_and_all_about_it_name_one_rank() -> None:
+    engine = FakeEngine("s", ranks=2)
+    async with routing(engine) as router:
+        await ask(router, "a" * 400)
+        await ask(router, "b" * 400, "/prompt_streams")
+        await ask(router, "more", "/prompt_streams/s/append")
+        await ask(router, "b" * 400, prompt_stream_id="s")
+    assert engine.named_ranks == ["0", "1", "1", "1"]
+    # A router that has restarted knows the engine of a stream only, which knows the rank.
+    async with routing(engine) as router:
+        await ask(router, "b" * 400, prompt_stream_id="s")
+    assert engine.named_ranks[-1] is None
+
+
+async def test_client_may_name_a_rank_of_an_engine_that_chooses_itself() -> None:
+    engine = FakeEngine()
+    async with routing(engine) as router:
+        body = json.dumps({"text": "a"}).encode()
+        await router("POST", "/generate", body, {**KEY, "X-Data-Parallel-Rank": "1"})
+    assert engine.named_ranks == ["1"]
+
+
+class SilentConnections(FakeConnections):
+    """One engine has every stream, and the other one never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _host, _path: {})
+
+    async def ask(self, method: str, url: str, *rest: Any, **more: Any) -> Any:
+        if url.startswith("http://silent"):
+            await anyio.sleep_forever()
+        return await super().ask(method, url, *rest, **more)
+
+
+async def test_a_silent_engine_does_not_delay_the_search_for_a_stream() -> None:
+    options = RouterOptions(["http://silent", URL])
+    pool = EnginePool(SilentConnections(), Dispatcher(PrefixAware()), options)
+    for engine in pool.engines.values():
+        engine.is_up = True
+    with anyio.fail_after(2):
+        assert await pool.place_of_stream("abc", {}) == URL
+        # A stream of a rank that is gone is looked for again.
+        pool.remember_stream("abc", f"{URL}#1")
+        assert await pool.place_of_stream("abc", {}) == URL
+
+
+def test_merged_info_has_the_abilities_of_all_engines() -> None:
+    one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
+    other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
+    expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
+    assert merge_info([one, other]) == expected | {"data_parallel_ranks": 1}
+    # An engine without the plugin has no abilities, and others cannot lend it theirs.
+    assert merge_info([{}, one])["capabilities"] == []
+    assert merge_info([{}, one])["context_length"] == 100

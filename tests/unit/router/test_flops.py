@@ -51,7 +51,7 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     routing = policy(1, FLOPS, None)
     for number in range(10):
         place(routing, str(number), blocks([1] * 100 + [2 + number] * 20))
-    assert routing.load("e0") == FLOPS.work(0, 100) + 10 * FLOPS.work(100, 120)
+    assert routing.engines["e0"].load.total == FLOPS.work(0, 100) + 10 * FLOPS.work(100, 120)
 
 
 def test_flops_of_known_models_are_twice_their_parameters() -> None:

@@ -1,8 +1,8 @@
-"""Test how the router relays answers, and what it counts of them."""
+"""Test connections to engines, which may break, and how answers are relayed and counted."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
@@ -10,74 +10,264 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from starlette.requests import Request
 
-from flashmoa.router.client_requests import ForwardedRequest
-from flashmoa.router.connections import Connections, open_connections
+from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.forwarding import PlacementObserver, RelayedStream, forward
-from flashmoa.router.metrics import RouterMetrics
+from flashmoa.router.errors import EngineLost
+from flashmoa.router.forwarding import Connections, RelayedStream, forward, open_connections
+from flashmoa.router.metrics import PlacementObserver, RouterMetrics
 from flashmoa.router.prefix_aware import PrefixAware
 
 pytestmark = pytest.mark.anyio
+GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+BAD = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno"
+LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
+HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no"
+CLOSE = b""
+END = b"end"
+# The headers of a stream; the server sends its body when the test sets ``may_send_body``.
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n"
+SILENCE = b"silence"
+EVENTS = b"HTTP/1.1 500 -\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\n"
+
+
+class Server:
+    """Answers the requests of each connection by a script.
+
+    ``CLOSE`` in a script closes the connection, and ``END`` also the server; what begins with
+    ``STREAM`` is the last answer before a connection ends.
+
+    Attributes:
+        seen: the number of the connection over which each request arrived.
+    """
+
+    def __init__(self, *scripts: tuple[bytes, ...]) -> None:
+        self._scripts = list(scripts)
+        self.seen: list[int] = []
+        self.is_asked = anyio.Event()
+        self.may_send_body = anyio.Event()
+        self._opened = 0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncGenerator[str]:
+        async with (
+            await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
+            anyio.create_task_group() as group,
+        ):
+            self._listener = listener
+            group.start_soon(self._serve)
+            yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
+            group.cancel_scope.cancel()
+
+    async def _serve(self) -> None:
+        try:
+            await self._listener.serve(self._answer)
+        except* anyio.ClosedResourceError:
+            pass
+
+    async def _answer(self, client: SocketStream) -> None:
+        number, self._opened = self._opened, self._opened + 1
+        async with client:
+            for answer in self._scripts[number]:
+                request = b""
+                while not request.endswith(b"\r\n\r\nbody"):
+                    request += await client.receive()
+                self.seen.append(number)
+                self.is_asked.set()
+                if answer is END:
+                    await self._listener.aclose()
+                if answer in (CLOSE, END):
+                    return
+                if answer is SILENCE:
+                    break
+                await client.send(answer)
+                if answer is EVENTS:
+                    await self.may_send_body.wait()
+                    await client.send(b"no")
+                if answer is HALF or answer.startswith(STREAM):
+                    return
+            # The connection stays open until the client closes it.
+            with pytest.raises(anyio.EndOfStream):
+                await client.receive()
+
+
+async def send(http: Connections, url: str, rule: RetryRule) -> tuple[int, bytes | None]:
+    answer, content = await http.exchange("POST", url, {}, b"body", rule)
+    answer.close()
+    return answer.status, content
+
+
+async def test_connection_is_reused() -> None:
+    server = Server((GOOD, GOOD))
+    async with server.listening() as url, open_connections() as http:
+        for _ in range(2):
+            assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
+    assert server.seen == [0, 0]
+
+
+@pytest.mark.parametrize("answer", [BAD, LAST])
+async def test_connection_that_will_be_closed_is_not_reused(answer: bytes) -> None:
+    """After a 500, SGLang closes the connection without saying so in the answer."""
+    server = Server((answer,), (GOOD,))
+    async with server.listening() as url, open_connections() as http:
+        assert (await send(http, url, RetryRule.NEVER))[0] == int(answer[9:12])
+        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
+    assert server.seen == [0, 1]
+
+
+async def test_connection_is_not_reused_after_a_streamed_error() -> None:
+    server = Server((EVENTS,), (GOOD,))
+    async with server.listening() as url, open_connections() as http:
+        answer, content = await http.exchange("POST", url, {}, b"body", RetryRule.NEVER)
+        assert (answer.status, content) == (500, None)
+        server.may_send_body.set()
+        assert await answer.read() == b"no"
+        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
+    assert server.seen == [0, 1]
+
+
+@pytest.mark.parametrize("rule", [RetryRule.ALWAYS, RetryRule.ON_REUSED_CONNECTION])
+async def test_request_lost_on_a_reused_connection_is_repeated(rule: RetryRule) -> None:
+    server = Server((GOOD, CLOSE), (GOOD,), (GOOD,))
+    async with server.listening() as url, open_connections() as http:
+        for _ in range(3):
+            assert await send(http, url, rule) == (200, b"ok")
+    # The request is repeated once, on a connection that no other request uses.
+    assert server.seen == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "script"),
+    [
+        (RetryRule.NEVER, (GOOD, CLOSE)),
+        (RetryRule.ON_REUSED_CONNECTION, (GOOD, HALF)),
+        (RetryRule.ON_REUSED_CONNECTION, (CLOSE,)),
+    ],
+)
+async def test_request_that_may_have_been_done_is_not_repeated(
+    rule: RetryRule, script: tuple[bytes, ...]
+) -> None:
+    server = Server(script, (GOOD,))
+    async with server.listening() as url, open_connections() as http:
+        for _ in script[1:]:
+            await send(http, url, rule)
+        with pytest.raises(EngineLost) as lost:
+            await send(http, url, rule)
+    assert lost.value.reached and server.seen == [0] * len(script)
+
+
+@pytest.mark.parametrize("script", [(GOOD, CLOSE), (GOOD, HALF), (CLOSE,), (HALF,)])
+async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) -> None:
+    server = Server(script, (GOOD,), (CLOSE,), (CLOSE,))
+    async with server.listening() as url, open_connections() as http:
+        for _ in script:
+            assert await send(http, url, RetryRule.ALWAYS) == (200, b"ok")
+        with pytest.raises(EngineLost):
+            await send(http, url, RetryRule.ALWAYS)
+    assert server.seen == [*[0] * len(script), 1, 2, 3]
+
+
+async def test_engine_that_dies_before_the_second_attempt_counts_as_reached() -> None:
+    server = Server((GOOD, END))
+    async with server.listening() as url, open_connections() as http:
+        await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+        with pytest.raises(EngineLost) as lost:
+            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+        assert lost.value.reached and server.seen == [0, 0]
+        with pytest.raises(EngineLost) as lost:
+            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+    assert not lost.value.reached
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/prompt_streams/1/append", RetryRule.ALWAYS),
+        ("POST", "/prompt_streams/1/keep_alive", RetryRule.ALWAYS),
+        ("GET", "/prompt_streams/1", RetryRule.ALWAYS),
+        ("DELETE", "/prompt_streams/1", RetryRule.ALWAYS),
+        ("POST", "/prompt_streams", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/generate", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/render", RetryRule.ON_REUSED_CONNECTION),
+        ("POST", "/update_weights_from_disk", RetryRule.NEVER),
+        ("POST", "/prompt_streams/1/append/x", RetryRule.NEVER),
+    ],
+)
+def test_repeat_rule_of_each_route(method: str, path: str, expected: RetryRule) -> None:
+    assert ForwardedRequest(method, path, path, {}, b"").retry_rule is expected
+
+
+def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/tokenize/a b",
+        "raw_path": b"/tokenize/a%20b",
+        "query_string": b"c=%2F",
+        "headers": [(b"host", b"x/flush_cache?")],
+    }
+    call = ForwardedRequest.from_client(Request(scope), b"")
+    assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b?c=%2F")
+    del scope["raw_path"]
+    assert ForwardedRequest.from_client(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
+
+
+async def test_connection_is_probed_while_an_answer_takes_long() -> None:
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        port = listener.extra(SocketAttribute.local_port)
+        timers: list[str] = []
+
+        async def never_answer(client: SocketStream) -> None:
+            async with client:
+                await client.receive()
+                known = await anyio.Path("/proc/net/tcp").read_text()
+                lines = [line.split() for line in known.splitlines()]
+                timers.extend(line[5][:2] for line in lines if line[2].endswith(f":{port:04X}"))
+
+        async with open_connections() as sending, anyio.create_task_group() as group:
+            group.start_soon(listener.serve, never_answer)
+            with pytest.raises(EngineLost):
+                await sending.exchange(
+                    "POST", f"http://127.0.0.1:{port}/", {}, b"", RetryRule.NEVER
+                )
+            group.cancel_scope.cancel()
+    # This is the kernel's name for a keep-alive timer (proc(5)).
+    assert timers == ["02"]
+
+
+def test_headers_of_one_connection_are_not_passed_on() -> None:
+    headers = {"Authorization": "Bearer k", "Expect": "100-continue", "Content-Length": "9"}
+    assert select_forwarded_headers(headers) == {"Authorization": "Bearer k"}
 
 
 def make_metrics() -> RouterMetrics:
-    policy = PrefixAware()
-    return RouterMetrics(Dispatcher(policy), [], policy)
+    return RouterMetrics(Dispatcher(PrefixAware()))
 
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
     """Return a counter's value; 0 if it was never raised."""
     every = ",".join(f'{label}="{text}"' for label, text in sorted(labels.items()))
-    page, line = metrics.page().decode(), f"flashmoa_router_{name}_total{{{every}}} "
+    page, line = metrics.page({}).decode(), f"flashmoa_router_{name}_total{{{every}}} "
     return float(page.partition(line)[2].partition("\n")[0] or 0)
 
 
-@asynccontextmanager
-async def engine(answer: Callable[[SocketStream], Awaitable[None]]) -> AsyncGenerator[str]:
-    """Run a server that reads one request and lets ``answer`` do the rest."""
-
-    async def serve(stream: SocketStream) -> None:
-        async with stream:
-            await stream.receive()
-            await answer(stream)
-
-    async with (
-        await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
-        anyio.create_task_group() as group,
-    ):
-        group.start_soon(listener.serve, serve)
-        yield f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
-        group.cancel_scope.cancel()
-
-
-def ask() -> ForwardedRequest:
-    scope = {
-        "type": "http", "method": "POST", "path": "/generate", "raw_path": b"/generate",
-        "query_string": b"", "headers": [],
-    }  # fmt: skip
-    return ForwardedRequest.from_client(Request(scope), b"{}")
+CALL = ForwardedRequest("POST", "/generate", "/generate", {}, b"body")
 
 
 async def test_request_whose_client_leaves_before_the_answer_is_counted() -> None:
-    metrics, reached = make_metrics(), anyio.Event()
-
-    async def never(_stream: SocketStream) -> None:
-        reached.set()
-        await anyio.sleep_forever()
+    metrics, server = make_metrics(), Server((SILENCE,))
 
     async def send(connections: Connections, url: str) -> None:
         await forward(
-            connections, ask(), url, PlacementObserver(metrics, "engine"), AsyncExitStack()
+            connections, CALL, url, PlacementObserver(metrics, "engine"), AsyncExitStack()
         )
 
     async with (
-        engine(never) as url,
+        server.listening() as url,
         open_connections() as connections,
         anyio.create_task_group() as client,
     ):
         client.start_soon(send, connections, url)
-        await reached.wait()
+        await server.is_asked.wait()
         client.cancel_scope.cancel()
     assert value(metrics, "requests", engine="engine", ending="left") == 1
 
@@ -85,9 +275,6 @@ async def test_request_whose_client_leaves_before_the_answer_is_counted() -> Non
 @pytest.mark.parametrize("sent", [b'data: {"text": "a"}\n\n', b'data: {"text": "a"}\n\ndata: {"te'])
 async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> None:
     metrics, relayed = make_metrics(), b""
-
-    async def die(stream: SocketStream) -> None:
-        await stream.send(STREAM + sent)
 
     async def send(message: dict[str, bytes]) -> None:
         nonlocal relayed
@@ -97,9 +284,10 @@ async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> Non
         await anyio.sleep_forever()
         raise AssertionError
 
-    async with engine(die) as url, open_connections() as connections:
+    server = Server((STREAM + sent,))
+    async with server.listening() as url, open_connections() as connections:
         observer = PlacementObserver(metrics, "engine")
-        answer = await forward(connections, ask(), url, observer, AsyncExitStack())
+        answer = await forward(connections, CALL, url, observer, AsyncExitStack())
         assert isinstance(answer, RelayedStream)
         await answer({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert relayed.startswith(sent)

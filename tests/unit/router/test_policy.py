@@ -1,4 +1,4 @@
-"""Test where the policy sends requests; test_choice.py has the choice for one request."""
+"""Test where the policy sends requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoa.router.blocks import Blocks
-from flashmoa.router.flops import Measure, TokenCount
-from flashmoa.router.policies import EngineTraits, Policy, RoundRobin, WaitingRequest
-from flashmoa.router.prefix_aware import PrefixAware
-from tests.unit.router.support import FLOPS, MEASURES, SIZE, blocks, place, policy
+from flashmoa.router.flops import TOKENS, Measure
+from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
+from flashmoa.router.prefix_aware import EngineCandidate, PrefixAware, choose_engine
+from tests.integration.router.serving import InTurn
+from tests.unit.router.support import FLOPS, MEASURES, SIZE, blocks, load, place, policy
+
+CANDIDATES = st.lists(
+    st.builds(
+        EngineCandidate,
+        engine=st.uuids().map(str),
+        matched=st.integers(0, 3),
+        cost=st.integers(0, 4),
+        load=st.integers(0, 3),
+        saturated=st.booleans(),
+        running=st.integers(0, 2),
+        queued=st.integers(0, 3),
+        is_popular=st.booleans(),
+        takes_sibling=st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(candidates=CANDIDATES)
+def test_without_patience_the_choice_is_the_papers(candidates: list[EngineCandidate]) -> None:
+    chosen = choose_engine(candidates, patience=0)
+    free = [one for one in candidates if not one.saturated]
+    if not free:
+        assert chosen is None
+        return
+    assert chosen in free
+    best = min((-one.matched, one.load, one.running) for one in free)
+    assert (-chosen.matched, chosen.load, chosen.running) == best
+
+
+@given(candidates=CANDIDATES, patience=st.sampled_from([1, 8]))
+def test_choice_weighs_delay_against_the_work_that_a_match_saves(
+    candidates: list[EngineCandidate], patience: int
+) -> None:
+    chosen = choose_engine(candidates, patience)
+    longest = max((one.matched for one in candidates), default=0)
+    if any(one.is_popular for one in candidates if one.matched == longest):
+        patience = 1
+    prices = {one.engine: one.load + one.queued + patience * one.cost for one in candidates}
+    free = [one for one in candidates if not one.saturated]
+    best = min((prices[one.engine] for one in free), default=None)
+    if chosen is not None:
+        assert not chosen.saturated or chosen.takes_sibling
+        assert best is None or prices[chosen.engine] <= best
+    elif free:
+        # A saturated engine with a longer match is cheaper than all that are free.
+        least = max(one.matched for one in free if prices[one.engine] == best)
+        assert any(
+            one.saturated and one.matched > least and prices[one.engine] < (best or 0)
+            for one in candidates
+        )
 
 
 @given(
@@ -33,13 +85,13 @@ def test_round_overfills_each_engine_by_at_most_one_request(
     placed = routing.route(queue)
     # Requests are placed in order of arrival, so no request is overtaken.
     assert list(placed) == [one.request for one in queue[: len(placed)]]
-    waiting = [routing.waiting_tokens(f"e{number}") for number in range(engines)]
+    waiting = [routing.engines[f"e{number}"].load.tokens for number in range(engines)]
     assert all(tokens < limit + most for tokens in waiting)
     assert len(placed) == len(queue) or all(tokens >= limit for tokens in waiting)
     # When all requests have ended, no load is left.
     for one in queue:
         routing.end(one.request)
-    assert not any(routing.load(f"e{number}") for number in range(engines))
+    assert not any(routing.engines[f"e{number}"].load.total for number in range(engines))
 
 
 @given(
@@ -61,31 +113,31 @@ def test_requests_wait_despite_free_engines_only_for_a_saturated_one(
         queue += [WaitingRequest(f"{number}/{n}", blocks(one)) for n, one in enumerate(prompts)]
         placed = routing.route(queue)
         queue = [one for one in queue if one.request not in placed]
-        room = {name for name in names if not routing.is_saturated(name)}
+        room = {name for name in names if not routing.engines[name].is_saturated}
         for one in queue if room else ():
             matched = {name: routing.matched_tokens(name, one.blocks) for name in names}
             # Nothing is computed yet, so each engine has yet to compute even the matched tokens.
             finish = {
-                name: routing.load(name)
+                name: routing.engines[name].load.total
                 - measure.work(0, matched[name])
                 + measure.work(matched[name], one.blocks.length)
                 for name in names
             }
             # An engine stays idle only if it would finish the request later than another one.
-            idle = [name for name in names if routing.load(name) == 0]
+            idle = [name for name in names if routing.engines[name].load.total == 0]
             assert all(finish[name] > min(finish.values()) for name in idle)
             assert any(matched[name] for name in names if name not in room)
 
 
 def test_a_few_tokens_that_all_prompts_share_do_not_leave_engines_idle() -> None:
-    routing = policy(4, TokenCount(), 200, patience=8.0)
+    routing = policy(4, TOKENS, 200, patience=8.0)
     queue = [WaitingRequest(str(n), blocks([9] * 4 + [n] * 60)) for n in range(12)]
     placed = routing.route(queue)
     assert [list(placed.values()).count(f"e{number}") for number in range(4)] == [3] * 4
 
 
 def test_prefix_of_more_work_than_its_own_spreads_over_engines() -> None:
-    routing = policy(4, TokenCount(), 400, patience=8.0)
+    routing = policy(4, TOKENS, 400, patience=8.0)
     hot = [WaitingRequest(str(n), blocks([9] * 40 + [n] * 20)) for n in range(40)]
     placed = routing.route(hot)
     counts = [list(placed.values()).count(f"e{number}") for number in range(4)]
@@ -94,7 +146,7 @@ def test_prefix_of_more_work_than_its_own_spreads_over_engines() -> None:
 
 def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
     """The work that waits for the first engine becomes more than its prefix saves."""
-    routing = policy(2, TokenCount(), 60, patience=2.0)
+    routing = policy(2, TOKENS, 60, patience=2.0)
     document = [9] * 40
     assert routing.route([WaitingRequest("first", blocks([*document, 1] * 2))]) == {"first": "e0"}
     queue = [WaitingRequest(str(n), blocks([*document, *[n] * 30])) for n in range(2, 8)]
@@ -103,7 +155,7 @@ def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
 
 
 def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
-    routing = policy(2, TokenCount(), 10, patience=2.0)
+    routing = policy(2, TOKENS, 10, patience=2.0)
     document = [7] * 16
     queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
@@ -117,12 +169,12 @@ def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     routing.finish_prefill("other")
     assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
     routing.add_blocks("e0", blocks(document).hashes[:2])
-    assert routing.load("e0") == 8
+    assert load(routing, "e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
 def test_short_siblings_do_not_wait_for_a_full_engine_that_has_their_prefix() -> None:
-    routing = policy(2, TokenCount(), 18, patience=8.0, short=3)
+    routing = policy(2, TOKENS, 18, patience=8.0, short=3)
     document = [7] * 16
     assert place(routing, "first", blocks([*document, 1, 1])) == "e0"
     routing.admit(WaitingRequest("stranger", blocks([1] * 20)), "e1")
@@ -133,11 +185,11 @@ def test_short_siblings_do_not_wait_for_a_full_engine_that_has_their_prefix() ->
     siblings = [WaitingRequest(str(number), blocks([*document, 2, number])) for number in range(12)]
     # Each is 2 tokens more, until e0 has twice as many as it should have; the last three wait.
     assert routing.route(siblings) == {str(number): "e0" for number in range(9)}
-    assert routing.waiting_tokens("e0") == 36
+    assert routing.engines["e0"].load.tokens == 36
 
 
 def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
-    routing = policy(2, TokenCount(), 10, patience=9.0)
+    routing = policy(2, TOKENS, 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.add_blocks("e0", blocks(document).hashes)
@@ -150,7 +202,7 @@ def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
 
 
 def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
-    routing = policy(2, TokenCount(), 10, patience=9.0)
+    routing = policy(2, TOKENS, 10, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     # The others wait although e1 is idle, because e1 would not finish them sooner.
@@ -160,7 +212,7 @@ def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
 
 
 def test_siblings_follow_a_prefix_to_an_idle_engine() -> None:
-    routing = policy(2, TokenCount(), 30, patience=9.0)
+    routing = policy(2, TOKENS, 30, patience=9.0)
     document = [7] * 16
     queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
     routing.add_blocks("e0", blocks(document).hashes)
@@ -187,7 +239,7 @@ def test_loads_are_always_those_of_the_work_left(
         if step < 0.5:
             prompt = blocks(dice.choices([0, 1], k=dice.randrange(1, 24)))
             matched = {engine: routing.matched_tokens(engine, prompt) for engine in alive}
-            free = [engine for engine in alive if not routing.is_saturated(engine)]
+            free = [engine for engine in alive if not routing.engines[engine].is_saturated]
             best = max((matched[engine] for engine in free), default=None)
             placed = place(routing, str(number), prompt)
             assert (placed is None) == (best is None)
@@ -214,15 +266,23 @@ def test_loads_are_always_those_of_the_work_left(
             routing.join(joining, EngineTraits(measure, limit))
             alive.add(joining)
         for engine in alive:
-            unanswered = routing._engines[engine].unanswered.total
-            assert 0 <= routing.load(engine) <= routing.backlog(engine) <= unanswered
+            unanswered = routing.engines[engine].unanswered.total
+            assert (
+                0
+                <= routing.engines[engine].load.total
+                <= routing.engines[engine].backlog
+                <= unanswered
+            )
     for name in open_requests:
         routing.end(name)
-    assert all(routing.load(engine) == routing.backlog(engine) == 0 for engine in alive)
+    assert all(
+        routing.engines[engine].load.total == routing.engines[engine].backlog == 0
+        for engine in alive
+    )
 
 
 def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:
-    routing = policy(2, TokenCount(), 30)
+    routing = policy(2, TOKENS, 30)
     document = [7] * 16
     siblings = [blocks([*document, number, number]) for number in range(14)]
     places = [place(routing, str(number), one) for number, one in enumerate(siblings)]
@@ -231,12 +291,12 @@ def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full(
     assert place(routing, "late", siblings[0]) is None
     # The engine reports the document's first half, which is 8 tokens of work.
     routing.add_blocks("e1", siblings[0].hashes[:2])
-    assert routing.load("e1") == 22
+    assert load(routing, "e1") == 22
     assert place(routing, "late", siblings[0]) == "e1"
 
 
 def test_engine_that_left_is_forgotten() -> None:
-    routing = policy(2, TokenCount(), None)
+    routing = policy(2, TOKENS, None)
     prompt = blocks([1] * 17)
     assert place(routing, "a", prompt) == "e0"
     routing.finish_prefill("a")
@@ -244,28 +304,28 @@ def test_engine_that_left_is_forgotten() -> None:
     assert place(routing, "b", prompt) == "e1"
     routing.end("a")
     routing.join("e0", EngineTraits())
-    assert routing.matched_tokens("e0", prompt) == 0 and routing.load("e0") == 0
+    assert routing.matched_tokens("e0", prompt) == 0 and load(routing, "e0") == 0
     routing.leave("e0")
     routing.leave("e1")
     assert place(routing, "c", prompt) is None
 
 
 def test_request_whose_prompt_is_cached_adds_no_load() -> None:
-    routing = policy(2, TokenCount(), 40)
+    routing = policy(2, TOKENS, 40)
     prompt = blocks([1] * 41)
     routing.admit(WaitingRequest("a", prompt), "e1", cached=prompt.length)
-    assert routing.load("e1") == 0 and routing.matched_tokens("e1", prompt) == 40
+    assert load(routing, "e1") == 0 and routing.matched_tokens("e1", prompt) == 40
     with pytest.raises(ValueError, match="has an engine already"):
         routing.admit(WaitingRequest("a", prompt), "e0")
     routing.finish_prefill("a")
     routing.end("a")
     assert place(routing, "b", prompt) == "e1"
     routing.admit(WaitingRequest("c", blocks([2] * 41)), "e1")
-    assert routing.load("e1") == 42
+    assert load(routing, "e1") == 42
 
 
 def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not() -> None:
-    routing = policy(1, TokenCount(), None)
+    routing = policy(1, TOKENS, None)
     prompt = blocks([1] * 17)
     place(routing, "a", prompt)
     assert routing.matched_tokens("e0", prompt) == 16
@@ -274,13 +334,75 @@ def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not(
     place(routing, "b", prompt)
     routing.finish_prefill("b")
     routing.end("b")
-    assert (routing.matched_tokens("e0", prompt), routing.load("e0")) == (16, 0)
+    assert (routing.matched_tokens("e0", prompt), load(routing, "e0")) == (16, 0)
     routing.remove_blocks("e0", prompt.hashes[2:])
     assert routing.matched_tokens("e0", prompt) == 8
     routing.clear_blocks("e0")
     assert routing.matched_tokens("e0", prompt) == 0
     with pytest.raises(ValueError, match="another measure"):
         routing.join("e0", EngineTraits(FLOPS))
+
+
+def test_engine_that_computes_is_not_idle_although_it_has_reported_all_it_has() -> None:
+    routing = policy(2, TOKENS, 40)
+    first = blocks([1] * 20)
+    assert place(routing, "a", first) == "e0"
+    routing.add_blocks("e0", first.hashes)
+    assert (load(routing, "e0"), routing.engines["e0"].backlog) == (0, 20)
+    assert place(routing, "b", blocks([2] * 24)) == "e1"
+    assert place(routing, "c", blocks([3] * 8)) == "e0"
+    routing.finish_prefill("a")
+    assert (load(routing, "e0"), routing.engines["e0"].backlog) == (8, 8)
+
+
+def test_answers_that_take_long_count_as_two_forwards_at_most() -> None:
+    routing = policy(1, TOKENS, 40)
+    prompts = [blocks([number] * 40) for number in range(1, 7)]
+    for number, prompt in enumerate(prompts):
+        routing.admit(WaitingRequest(str(number), prompt), "e0")
+        routing.add_blocks("e0", prompt.hashes)
+        assert load(routing, "e0") == 0
+        assert routing.engines["e0"].backlog == min(40 * (number + 1), 2 * 40)
+    for number in range(len(prompts)):
+        routing.end(str(number))
+    assert routing.engines["e0"].backlog == 0
+
+
+DOCUMENT = [7] * 16
+
+
+def keep_busy(routing: PrefixAware, limit: int, long: int) -> None:
+    """Let two engines join: a saturated one, which has the document, and one with room."""
+    for name in ("hot", "other"):
+        routing.join(name, EngineTraits(TOKENS, limit))
+    routing.add_blocks("hot", blocks(DOCUMENT).hashes)
+    routing.admit(WaitingRequest("long", blocks([1] * long)), "hot")
+    routing.admit(WaitingRequest("short", blocks([2] * 2)), "other")
+
+
+def test_every_waiting_request_is_considered_some_time() -> None:
+    routing = PrefixAware(patience=1000.0, window=4, ageing=1 << 30, short=0, block_tokens=SIZE)
+    keep_busy(routing, limit=20, long=40)
+    # All of these wait for the engine that has their document, and fill the head of the queue.
+    queue = [WaitingRequest(str(number), blocks([*DOCUMENT, number])) for number in range(9)]
+    queue.append(WaitingRequest("stranger", blocks([3] * 4)))
+    rounds = [routing.route(queue) for _ in range(4)]
+    assert [one for one in rounds if one] == [{"stranger": "other"}]
+
+
+def test_request_that_is_overtaken_again_and_again_loses_patience() -> None:
+    routing = PrefixAware(patience=8.0, ageing=5, short=0, block_tokens=SIZE)
+    keep_busy(routing, limit=40, long=100)
+    held = WaitingRequest("held", blocks([*DOCUMENT, 1]))
+    overtaken = 0
+    while "held" not in (placed := routing.route([held])):
+        assert placed == {}
+        overtaken += 1
+        stranger = WaitingRequest(f"stranger {overtaken}", blocks([3] * 4))
+        assert routing.route([held, stranger]) == {stranger.request: "other"}
+        routing.finish_prefill(stranger.request)
+    # It saves 16 tokens, and the engine that has them has 98 more to compute first.
+    assert placed == {"held": "other"} and overtaken == 2
 
 
 def cached_share(
@@ -294,7 +416,7 @@ def cached_share(
     held = {f"e{number}": set[int]() for number in range(engines)}
     free = dict.fromkeys(held, 0)
     for engine in held:
-        routing.join(engine, EngineTraits(TokenCount(), limit))
+        routing.join(engine, EngineTraits(TOKENS, limit))
     coming, waiting = deque(prompts.items()), dict[str, Blocks]()
     ends: list[tuple[int, str]] = []
     now = cached = 0
@@ -326,7 +448,7 @@ def test_prefixes_stay_together_while_requests_queue() -> None:
     policies = {
         "ours": PrefixAware(block_tokens=SIZE),
         "the paper's": PrefixAware(block_tokens=SIZE, patience=0),
-        "in turn": RoundRobin(),
+        "in turn": InTurn(),
     }
     shares = {
         name: cached_share(each, prompts, engines=3, at_once=12, limit=200)

@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa import cli
 from flashmoa.linking.prompt import Slot
 from flashmoa.router.client_requests import CHAT
 from flashmoa.router.errors import AgentFailed
-from flashmoa.router.metrics import ShellMetrics
 from flashmoa.router.shell.agent_answers import (
     AgentKey,
     AgentPromptCache,
     AnswerRecorder,
     GrowingAnswer,
+    ShellMetrics,
 )
 from flashmoa.router.shell.agent_requests import parse_request
 from flashmoa.router.shell.early_prefill import TextPrompt, TokenPrompt
@@ -276,16 +275,3 @@ async def test_a_failed_answer_says_how_its_request_ended() -> None:
     AnswerRecorder(answer, ShellMetrics()).end("left")
     with pytest.raises(AgentFailed, match="a's request was left by its client, which disconn"):
         await answer.complete()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],
-)
-def test_command_accepts_engines_or_a_pair(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["flashmoa", "router", *arguments])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "--prefill and --pd-router" in capsys.readouterr().err

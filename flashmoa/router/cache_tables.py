@@ -1,13 +1,82 @@
-"""Model engines: which blocks they have cached, and how much they have yet to compute; pure."""
+"""Record what engines have cached and have yet to compute (`EngineTables`); pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from flashmoa.router.blocks import Blocks
 from flashmoa.router.flops import Measure
-from flashmoa.router.prefix_index import PrefixIndex
+from flashmoa.router.policies import EngineTraits
+
+# An engine reports blocks when it schedules them, and may have scheduled the forward after the one
+# that it computes. So at most so many times its threshold is reported and not computed.
+_COMPUTING = 2
+# Short siblings may fill an engine up to so many times its threshold.
+_SIBLINGS_FILL = 2
+
+
+class PrefixIndex:
+    """Maps each block to the engines that have it, so that one search matches a prompt with all.
+
+    An engine is one bit, and several engines are the sum of their bits. An engine that has a block
+    has all blocks before it, too, because engines evict a prompt's end before its beginning. So a
+    search of a prompt with ``n`` blocks looks at about ``log2(n)`` of them for each length that
+    engines have of it.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._bits = 0
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def new_engine(self) -> int:
+        """Return the bit of a new engine."""
+        free = ~self._bits & (self._bits + 1)
+        self._bits |= free
+        return free
+
+    def forget_engine(self, engine: int) -> None:
+        """Give back the bit of an engine that has no blocks left."""
+        self._bits &= ~engine
+
+    def add(self, block: int, engine: int) -> None:
+        self._holders[block] = self._holders.get(block, 0) | engine
+
+    def discard(self, block: int, engine: int) -> None:
+        if left := self._holders.get(block, 0) & ~engine:
+            self._holders[block] = left
+        else:
+            self._holders.pop(block, None)
+
+    def match(self, hashes: Sequence[int]) -> dict[int, int]:
+        """Return how many of a prompt's first blocks each engine has, without engines with none."""
+        matched: dict[int, int] = {}
+        if not hashes:
+            return matched
+        holders = self._holders
+        # Each search: engines that have the first ``low`` blocks, and at most ``high``.
+        searches = [(1, len(hashes), holders.get(hashes[0], 0))]
+        while searches:
+            low, high, engines = searches.pop()
+            while engines and low < high:
+                middle = (low + high + 1) // 2
+                further = engines & holders.get(hashes[middle - 1], 0)
+                if further != engines:
+                    searches.append((low, middle - 1, engines & ~further))
+                low, engines = middle, further
+            matched.update(dict.fromkeys(_single_bits(engines), low))
+        return matched
+
+
+def _single_bits(engines: int) -> Iterator[int]:
+    while engines:
+        lowest = engines & -engines
+        yield lowest
+        engines ^= lowest
 
 
 class BlockTable:
@@ -139,12 +208,7 @@ class PrefillLoad:
         return len(self._left)
 
     def add(self, request: str, start: int, end: int, *, is_list: bool = False) -> None:
-        """Add a request whose tokens ``start`` to ``end`` are to be computed.
-
-        Raises: ValueError if the request was added already.
-        """
-        if request in self._left:
-            raise ValueError(f"request {request!r} is counted already; end it first")
+        """Add a request whose tokens ``start`` to ``end`` are to be computed."""
         if start < end:
             self._left[request] = (start, end)
             if is_list:
@@ -178,3 +242,60 @@ class PrefillLoad:
         else:
             del self._left[request]
             self._lists.pop(request, None)
+
+
+class EngineTables:
+    """Holds what is known of one engine.
+
+    Attributes:
+        blocks: the blocks that it has, or will have.
+        load: what it has not reported as computed, or answered.
+        unanswered: what it has not answered.
+        requests: the names of the requests that it has.
+    """
+
+    def __init__(self, traits: EngineTraits, index: PrefixIndex) -> None:
+        self.traits = traits
+        self.blocks = BlockTable(traits.cache_blocks, index)
+        self.load = PrefillLoad(traits.measure)
+        self.unanswered = PrefillLoad(traits.measure)
+        self.requests: set[str] = set()
+
+    def add(self, request: str, start: int, prompt: Blocks) -> None:
+        """Add a request whose tokens from ``start`` on are to be computed."""
+        self.requests.add(request)
+        self.blocks.promise(prompt.hashes)
+        for load in (self.load, self.unanswered):
+            load.add(request, start, prompt.length, is_list=prompt.items > 1)
+
+    def answer(self, request: str, until: int) -> None:
+        """Record that a request's tokens before ``until`` are answered.
+
+        What an engine answers, it has computed, though it may not have reported it.
+        """
+        for load in (self.load, self.unanswered):
+            load.advance(request, until)
+
+    @property
+    def backlog(self) -> int:
+        """Return the work before a new request: the load, and what the engine is computing.
+
+        A request whose answer comes late, because it is long, does not count as work for so long.
+        """
+        limit = self.traits.saturation
+        tokens = self.unanswered.tokens - self.load.tokens
+        if limit is None or not tokens:
+            return self.load.total
+        computing = self.unanswered.total - self.load.total
+        return self.load.total + computing * min(tokens, _COMPUTING * limit) // tokens
+
+    @property
+    def is_saturated(self) -> bool:
+        limit = self.traits.saturation
+        return limit is not None and self.load.tokens >= limit
+
+    @property
+    def takes_siblings(self) -> bool:
+        # So that not all of a burst's work is fixed to one engine while others get idle.
+        limit = self.traits.saturation
+        return limit is not None and self.load.tokens < _SIBLINGS_FILL * limit

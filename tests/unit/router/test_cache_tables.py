@@ -1,4 +1,4 @@
-"""Test the tables of cached blocks and the loads against plain sets and lists."""
+"""Test prompts' blocks, the tables of cached ones, and loads against plain sets and lists."""
 
 from __future__ import annotations
 
@@ -8,9 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from flashmoa.router.engine_state import BlockTable, PrefillLoad
+from flashmoa.router.blocks import text_blocks, token_blocks
+from flashmoa.router.cache_tables import BlockTable, PrefillLoad, PrefixIndex
 from flashmoa.router.flops import Measure
 from tests.unit.router.support import MEASURES, PROMPTS, SIZE, STEPS, blocks, prefixes
+
+
+@given(one=PROMPTS, other=PROMPTS)
+def test_hashes_are_equal_exactly_up_to_the_shared_prefix(one: list[int], other: list[int]) -> None:
+    shared = len(prefixes(one) & prefixes(other))
+    pairs = zip(blocks(one).hashes, blocks(other).hashes, strict=False)
+    assert [a == b for a, b in pairs].count(True) == shared
+    assert blocks(one).hashes[:shared] == blocks(other).hashes[:shared]
+    assert len(blocks(one).hashes) == len(one) // SIZE
+
+
+def test_salted_and_text_prompts_share_no_hashes_with_plain_tokens() -> None:
+    tokens = list(range(8))
+    assert not set(token_blocks(tokens, SIZE, "a").hashes) & set(blocks(tokens).hashes)
+    text = text_blocks("x" * 130)
+    assert (len(text.hashes), text.length) == (2, 33)
+    assert text_blocks("x" * 130 + "\ud800").hashes == text.hashes
+
+
+def test_last_token_is_always_computed() -> None:
+    assert blocks([1] * 8).cached_tokens(2) == 7
+    assert blocks([1] * 9).cached_tokens(2) == 8
+    assert blocks([]).cached_tokens(0) == 0
 
 
 class Tables(RuleBasedStateMachine):
@@ -83,6 +107,41 @@ def test_bounded_table_forgets_ends_before_beginnings(
         table.commit(blocks(prompt).hashes)
         assert len(table) <= capacity
         assert table.match(blocks(prompt).hashes) == min(capacity, len(prompt) // SIZE)
+
+
+@given(
+    cached=st.lists(st.lists(PROMPTS, max_size=4), min_size=1, max_size=5),
+    left=st.sets(st.integers(0, 4)),
+    prompt=PROMPTS,
+)
+def test_each_engine_matches_its_own_longest_prefix(
+    cached: list[list[list[int]]], left: set[int], prompt: list[int]
+) -> None:
+    index = PrefixIndex()
+    tables = [BlockTable(None, index) for _ in cached]
+    for table, prompts in zip(tables, cached, strict=True):
+        for one in prompts:
+            table.promise(blocks(one).hashes)
+            table.commit(blocks(one).hashes)
+    for number in left & set(range(len(tables))):
+        tables[number].withdraw()
+    expected: dict[int, int] = {}
+    for number, prompts in enumerate(cached):
+        known = set().union(*map(prefixes, prompts)) if number not in left else set()
+        found = max((len(one) // SIZE for one in known & prefixes(prompt)), default=0)
+        if found:
+            expected[tables[number].engine] = found
+    assert index.match(blocks(prompt).hashes) == expected
+
+
+def test_bits_of_engines_that_left_are_used_again() -> None:
+    index = PrefixIndex()
+    first, second = BlockTable(None, index), BlockTable(None, index)
+    first.commit(blocks([1] * 8).hashes)
+    first.withdraw()
+    third = BlockTable(None, index)
+    assert (first.engine, second.engine, third.engine) == (1, 2, 1)
+    assert index.match(blocks([1] * 8).hashes) == {} and len(index) == 0
 
 
 class Loads(RuleBasedStateMachine):

@@ -1,0 +1,159 @@
+"""Test the router's queue, and what answers tell it of the prompts that it has placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from flashmoa.router.blocks import token_blocks
+from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.errors import NoEngine, QueueFull
+from flashmoa.router.flops import TOKENS
+from flashmoa.router.metrics import PlacementObserver, RouterMetrics
+from flashmoa.router.policies import EngineTraits
+from flashmoa.router.prefix_aware import PrefixAware
+from tests.unit.router.support import load
+
+pytestmark = pytest.mark.anyio
+SMALL = EngineTraits(TOKENS, saturation=20)
+PROMPT = token_blocks([1] * 32)
+# Ten prompts: 32 tokens of the first one, and 96 of the others that are not shared.
+LIST = replace(PROMPT, length=128, items=10)
+
+
+async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
+    dispatcher = Dispatcher(PrefixAware(), max_waiting=2)
+    dispatcher.join("a", SMALL)
+    served: list[int] = []
+
+    async def ask(number: int) -> None:
+        async with dispatcher.place(token_blocks([number] * 32)) as place:
+            served.append(number)
+            place.finish_prefill()
+
+    async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
+        group.start_soon(ask, 2)
+        await anyio.wait_all_tasks_blocked()
+        with anyio.CancelScope() as leaving:
+            leaving.cancel()
+            await ask(9)
+        group.start_soon(ask, 3)
+        await anyio.wait_all_tasks_blocked()
+        assert served == [] and dispatcher.waiting == 2
+        with pytest.raises(QueueFull):
+            await ask(4)
+    assert served == [2, 3] and dispatcher.waiting == 0
+
+
+async def test_queue_of_no_length_refuses_only_requests_that_would_wait() -> None:
+    dispatcher = Dispatcher(PrefixAware(), max_waiting=0)
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT) as place:
+        assert place.engine == "a"
+        with pytest.raises(QueueFull):
+            async with dispatcher.place(token_blocks([2] * 32)):
+                pass
+    assert dispatcher.waiting == 0
+
+
+async def test_short_sibling_overtakes_the_queue_of_a_full_engine() -> None:
+    dispatcher = Dispatcher(PrefixAware())
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            async with dispatcher.place(token_blocks([2] * 32)):
+                pass
+
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert dispatcher.waiting == 1
+        with anyio.fail_after(5):
+            async with dispatcher.place(token_blocks([1] * 33)) as place:
+                assert place.engine == "a" and dispatcher.waiting == 1
+        group.cancel_scope.cancel()
+
+
+async def test_waiting_request_fails_if_no_engine_is_left() -> None:
+    dispatcher = Dispatcher(PrefixAware())
+    dispatcher.join("a", SMALL)
+    outcomes: list[str] = []
+
+    async def ask() -> None:
+        try:
+            async with dispatcher.place(token_blocks([2] * 32)) as place:
+                outcomes.append(place.engine)
+        except NoEngine:
+            outcomes.append("none")
+
+    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        dispatcher.leave("a")
+    dispatcher.join("b", SMALL)
+    await ask()
+    assert outcomes == ["none", "b"]
+
+
+async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", SMALL)
+    async with dispatcher.place(PROMPT):
+        assert policy.engines["a"].is_saturated
+        with dispatcher.place_at("a", other := token_blocks([2] * 33)) as place:
+            assert place.engine == "a" and policy.engines["a"].load.total == 32
+            place.finish_prefill()
+    assert policy.matched_tokens("a", other) == 32
+    with dispatcher.place_at("gone", PROMPT) as place:
+        place.finish_prefill()
+
+
+def events(count: int) -> bytes:
+    return b'data: {"text": "a", "index": 0}\n\n' * count
+
+
+async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> list[int]:
+    """Return an engine's load before a list's answer, after each piece, and at its end."""
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", EngineTraits())
+    metrics = RouterMetrics(dispatcher)
+    async with dispatcher.place(LIST) as placement:
+        observer = PlacementObserver(metrics, "a", placement)
+        loads = [load(policy, "a")]
+        for piece in pieces:
+            observer.receive(piece)
+            loads.append(load(policy, "a"))
+        observer.end(ending)
+        return [*loads, load(policy, "a")]
+
+
+async def test_load_of_a_list_falls_with_each_event_of_a_streamed_answer() -> None:
+    one = events(1)
+    pieces = [one, events(3), one[:-1], one[-1:] + one, events(6)]
+    # Before, and after 1, 4, 4, 5 and 10 prompts of ten.
+    assert await loads_during(pieces) == [128, 115, 76, 76, 64, 0, 0]
+
+
+async def test_whole_answer_shows_that_all_prompts_are_computed() -> None:
+    assert (await loads_during([b'{"scores": []}']))[-1] == 0
+    assert (await loads_during([b'{"error": {}}'], "refused"))[-1] > 0
+
+
+async def test_blocks_that_no_prompt_announced_are_those_of_a_list() -> None:
+    policy = PrefixAware()
+    dispatcher = Dispatcher(policy)
+    dispatcher.join("a", EngineTraits())
+    async with dispatcher.place(LIST), dispatcher.place(token_blocks([5] * 32)):
+        assert load(policy, "a") == 32 + 128
+        policy.add_blocks("a", LIST.hashes)
+        assert load(policy, "a") == 32 + 96
+        policy.add_blocks("a", token_blocks([2] * 64).hashes)
+        assert load(policy, "a") == 32 + 32
+        # Further ones are answers, or prompts of others; they are no news of the single prompt.
+        policy.add_blocks("a", token_blocks([3] * 640).hashes)
+        assert load(policy, "a") == 32

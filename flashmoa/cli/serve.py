@@ -1,22 +1,32 @@
-"""``flashmoa serve``: start an SGLang server with the plugin."""
+"""``flashmoa serve``: start an SGLang server with the plugin, and leave no process behind.
+
+SGLang runs as ``python -m flashmoa_sglang.serve`` in a process group of its own and writes to the
+same terminal. This process waits until it answers, prints its URL, and forwards signals.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
+
+import httpx
 
 from flashmoa.cli.ports import bind, port_problem
-from flashmoa.cli.server import Server
-from flashmoa.doctor.installation import excludes_plugin, installed
-from flashmoa.doctor.machine import compiler, runs_engines
+from flashmoa.doctor.installation import compiler, excludes_plugin, installed, runs_engines
 
 _DEFAULT_PORT = 30000
+_POLL_SECONDS = 0.2
 _HELP = """\
 usage: flashmoa serve --model-path PATH [--drain-seconds SECONDS] [any SGLang argument]
 
@@ -37,42 +47,32 @@ def main(arguments: Sequence[str]) -> int:
     if problem is not None:
         _print_message(problem)
         return 2
-    options, arguments = _parse_own_options(arguments)
-    problem = (
-        _model_problem(options)
-        or port_problem(options.port)
-        or _drain_problem(options.drain_seconds)
-    )
-    if problem is not None:
-        _print_message(problem)
-        return 2
+    options, of_sglang = _parse_own_options(arguments)
     with socket.socket(socket.AF_UNIX) as lock:
-        problem = _listening_problem(options, lock)
+        problem = (
+            _model_problem(options)
+            or port_problem(options.port)
+            or _drain_problem(options.drain_seconds)
+            or _listening_problem(options, lock)
+        )
         if problem is not None:
             _print_message(problem)
             return 2
-        return _serve(arguments, options)
-
-
-def _serve(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
-        _print_message(
-            f"SGLANG_PLUGINS={allowed} keeps the plugin out, so nothing is linked on this engine; "
-            "unset it, or add flashmoa to it"
-        )
-    if compiler() is None:
-        _print_message("there is no C compiler, and SGLang compiles kernels: apt-get install gcc")
-    scheme = "http" if options.ssl_certfile is None else "https"
-    address = scheme, options.host, options.port
-    problem = Server(arguments, *address, options.drain_seconds).run()
-    if problem is not None:
-        _print_message(problem.text)
-        return problem.status
-    return 0
+        if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
+            _print_message(
+                f"SGLANG_PLUGINS={allowed} keeps the plugin out, so nothing is linked on this "
+                "engine; unset it, or add flashmoa to it"
+            )
+        if compiler() is None:
+            text = "there is no C compiler, and SGLang compiles kernels: apt-get install gcc"
+            _print_message(text)
+        scheme = "http" if options.ssl_certfile is None else "https"
+        command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
+        return Server(command, scheme, options.host, options.port, options.drain_seconds).run()
 
 
 def _print_message(text: str) -> None:
-    print(f"flashmoa serve: {text}", file=sys.stderr)
+    print(f"flashmoa serve: {text}", file=sys.stderr, flush=True)
 
 
 def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -111,8 +111,7 @@ def _installation_problem() -> str | None:
     if find_spec("flashmoa_sglang") is None:
         return "the plugin is not installed here: pip install ./server_patches"
     releases = import_module("flashmoa_sglang.releases")
-    release = installed("sglang") or ""
-    return releases.too_old(release)
+    return releases.too_old(installed("sglang") or "")
 
 
 def _model_problem(options: argparse.Namespace) -> str | None:
@@ -145,3 +144,80 @@ def _listening_problem(options: argparse.Namespace, lock: socket.socket) -> str 
     except OSError:
         return f"port {options.port} is in use; choose another one with --port"
     return None
+
+
+class Server:
+    """Runs a server's process, and ends every process that it has started.
+
+    Args:
+        command: starts the server.
+        scheme, host, port: the address at which it listens; ``http`` or ``https``.
+        drain_seconds: how long requests may still run once the server is asked to stop.
+    """
+
+    def __init__(
+        self, command: Sequence[str], scheme: str, host: str, port: int, drain_seconds: float
+    ) -> None:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        self._command = list(command)
+        self._drain_seconds = drain_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping_since: float | None = None
+
+    def run(self) -> int:
+        """Serve until SIGINT, SIGTERM or SIGHUP arrives, or until the server ends by itself.
+
+        Returns: the exit status, 0 if it was stopped. If it has failed, a message says how it
+            ended, behind the end of its own output.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._handle_signal)
+        environment = {**os.environ, "FLASHMOA_DIE_WITH_PARENT": "1", "PYTHONUNBUFFERED": "1"}
+        print("flashmoa: importing SGLang, which takes a while", file=sys.stderr, flush=True)
+        process = self._process = subprocess.Popen(
+            self._command, start_new_session=True, env=environment
+        )
+        is_ready = False
+        try:
+            while process.poll() is None and not self._is_stop_overdue():
+                if not is_ready and self._answers():
+                    is_ready = True
+                    print(
+                        f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True
+                    )
+                time.sleep(_POLL_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if self._stopping_since is not None or not process.returncode:
+            return 0
+        # SGLang kills itself if one of its processes has failed. Its return code is then negative.
+        code = process.returncode
+        ended = f"with status {code}" if code > 0 else f"by signal {-code}"
+        _print_message(f"SGLang ended {ended}; the lines above say why. Try `flashmoa doctor`.")
+        return max(code, 1)
+
+    def _answers(self) -> bool:
+        try:
+            # No proxy reaches this machine's own addresses, and certificates do not name them.
+            answer = httpx.get(f"{self._url}/model_info", timeout=2, trust_env=False, verify=False)
+        except httpx.TransportError:
+            return False
+        return answer.status_code in (200, 401)
+
+    def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """Ask SGLang to finish its running requests and end. At the second signal, kill it."""
+        if self._process is None:
+            return
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+            # On SIGINT, SGLang would wait for its child processes instead of draining.
+            self._process.send_signal(signal.SIGTERM)
+        else:
+            self._process.kill()
+
+    def _is_stop_overdue(self) -> bool:
+        since = self._stopping_since
+        return since is not None and time.monotonic() - since > self._drain_seconds

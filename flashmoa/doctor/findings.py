@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# "note": it works, but could work better.
+# "note": it works, but could work better. "fix": it does not work.
 Level = Literal["ok", "note", "fix"]
 
 
@@ -26,15 +26,12 @@ class Finding:
 
 
 def ok(about: str, text: str) -> Finding:
-    """Report that something works."""
     return Finding("ok", about, text)
 
 
 def note(about: str, text: str, remedy: str = "") -> Finding:
-    """Report something that works, but could work better."""
     return Finding("note", about, text, remedy)
 
 
 def fix(about: str, text: str, remedy: str) -> Finding:
-    """Report something that does not work."""
     return Finding("fix", about, text, remedy)

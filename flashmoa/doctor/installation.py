@@ -1,4 +1,4 @@
-"""Check the Python packages (``check_installation``): FlashMoA, its plugin, SGLang, AutoGen.
+"""Check the packages and the machine (``check_installation``).
 
 SGLang and torch are not imported, which would take half a minute. The internals of SGLang that the
 plugin uses are looked up in SGLang's source.
@@ -7,17 +7,28 @@ plugin uses are looked up in SGLang's source.
 from __future__ import annotations
 
 import os
+import platform
+import re
+import shutil
+import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import flashmoa
 from flashmoa.doctor.findings import Finding, fix, note, ok
-from flashmoa.doctor.machine import accelerators, check_machine, check_system, runs_engines
 
 _PLUGIN = "flashmoa"
 _INSTALL_PLUGIN = "pip install ./server_patches"
 _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
+_GIB = 2**30
+_DEVICES = Path("/dev")
+# Those of NVIDIA's driver, of WSL 2 and of ROCm.
+_GPUS = ("nvidia[0-9]*", "dxg", "kfd")
+# Bytes that an engine's three processes take together, with a tiny model on a CPU.
+_MIN_MEMORY = 3 * _GIB
 
 
 def check_installation() -> list[Finding]:
@@ -26,7 +37,7 @@ def check_installation() -> list[Finding]:
     if not runs_engines():
         return findings
     if installed("sglang") is not None:
-        findings += check_machine()
+        findings += [_check_compiler(), *_check_accelerator(), _check_memory()]
     return [*findings, *check_plugin(), *check_environment()]
 
 
@@ -59,8 +70,7 @@ def check_plugin() -> list[Finding]:
     if plugin is None:
         text = "SGLang is installed, but flashmoa-sglang is not: engines started here cannot link"
         return [ok("SGLang", sglang), fix("plugin", text, _INSTALL_PLUGIN)]
-    findings = [check_release(sglang), _check_version(plugin), *_check_entry_points()]
-    return [*findings, *check_internals()]
+    return [check_release(sglang), _check_version(plugin), *check_internals()]
 
 
 def _check_version(plugin: str) -> Finding:
@@ -68,19 +78,6 @@ def _check_version(plugin: str) -> Finding:
         return ok("plugin", f"flashmoa-sglang {plugin}")
     text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
     return fix("plugin", text, f"{_INSTALL_PLUGIN} . (both from one checkout)")
-
-
-def _check_entry_points() -> list[Finding]:
-    needed = {"sglang.srt.plugins": _PLUGIN, "sglang.srt.platforms": "flashmoa_cpu"}
-    missing = [
-        f"{group}: {name}"
-        for group, name in needed.items()
-        if name not in {entry.name for entry in entry_points(group=group)}
-    ]
-    if not missing:
-        return []
-    text = f"SGLang will not find the plugin: there is no entry point {' or '.join(missing)}"
-    return [fix("plugin", text, f"{_INSTALL_PLUGIN} --force-reinstall --no-deps")]
 
 
 def check_environment() -> list[Finding]:
@@ -149,3 +146,122 @@ def _install_command() -> str:
 def _plugin(name: str) -> Any:
     """Import a module of the plugin, which is not a dependency and has no types here."""
     return import_module(f"flashmoa_sglang.{name}")
+
+
+def runs_engines() -> bool:
+    """Return whether SGLang runs on this system at all."""
+    return sys.platform.startswith("linux")
+
+
+def check_system() -> list[Finding]:
+    """Check Python and the operating system."""
+    python = ok("Python", platform.python_version())
+    if runs_engines():
+        return [python, ok("system", f"{platform.system()} {platform.machine()}")]
+    text = f"SGLang runs on Linux only; {platform.system()} can run the client library"
+    return [python, note("system", text, "run the engine on a Linux machine, or in WSL or Docker")]
+
+
+def compiler() -> str | None:
+    """Return the path of a C compiler, ``None`` if there is none.
+
+    It is the one that the environment variable ``CC`` names, otherwise cc, gcc or clang.
+    """
+    names = [os.environ["CC"].split()[0]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _check_compiler() -> Finding:
+    path = compiler()
+    if path is not None:
+        return ok("C compiler", path)
+    text = "there is none, and SGLang compiles kernels when they are first used"
+    return fix("C compiler", text, "apt-get install gcc")
+
+
+def accelerators() -> list[str]:
+    """Return the names of the system's GPU devices."""
+    return [path.name for name in _GPUS for path in sorted(_DEVICES.glob(name))]
+
+
+def _check_accelerator() -> list[Finding]:
+    devices = accelerators()
+    build = _torch_build()
+    if build is None:
+        remedy = "make setup (CPU), or install SGLang, which installs torch (GPU)"
+        return [fix("torch", "it is not installed", remedy)]
+    release, runtime = build
+    torch = ok("torch", f"{release}, {runtime or 'without CUDA'}")
+    if not devices:
+        text = "there is none: engines run on the plugin's CPU platform"
+        return [torch, note("GPU", text)]
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
+        return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]
+    if runtime is None:
+        text = f"{', '.join(devices)} found, but this torch is built without CUDA"
+        index = "https://download.pytorch.org/whl/cu128"
+        remedy = f"pip install --force-reinstall torch --index-url {index}"
+        if devices[0].startswith("nvidia"):
+            return [torch, fix("GPU", text, remedy)]
+        # These devices are there with GPUs, too, that SGLang does not support.
+        remedy = f"for an NVIDIA GPU: {remedy}; for AMD's, install SGLang for ROCm"
+        return [torch, note("GPU", f"{text} or ROCm", remedy)]
+    return [torch, ok("GPU", ", ".join(devices))]
+
+
+def _torch_build() -> tuple[str, str | None] | None:
+    """Return the version of torch, and the name and version of its CUDA or ROCm if it has one.
+
+    Returns: ``None`` if torch is not installed.
+
+    They are read from a file, since importing torch takes seconds.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    release = re.search(r"__version__ = '([^']+)'", text)
+    found = re.search(r"^(cuda|hip)\b[^=]*= '([^']+)'", text, re.MULTILINE)
+    runtime = f"{'CUDA' if found[1] == 'cuda' else 'ROCm'} {found[2]}" if found else None
+    return release[1] if release else "?", runtime
+
+
+def _check_memory() -> Finding:
+    free = available_memory()
+    if free is None:
+        return note("memory", "the system does not report how much is free")
+    text = f"{free / _GIB:.1f} GiB free"
+    if free >= _MIN_MEMORY:
+        return ok("memory", text)
+    text += f"; an engine with a tiny model on a CPU needs {_MIN_MEMORY / _GIB:g} GiB"
+    remedy = "end other programs, or limit a CPU engine's KV pool with --max-total-tokens N"
+    return note("memory", text, remedy)
+
+
+def available_memory() -> int | None:
+    """Return how many bytes are available on the machine and within the container's limit.
+
+    Returns: ``None`` if the system reports neither.
+    """
+    meminfo = _read(Path("/proc/meminfo"))
+    available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
+    bounds = [int(available[1]) * 1024] if available else []
+    group = Path("/sys/fs/cgroup")
+    limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+    if used and limit.strip().isdigit():
+        # The page cache counts as used, but gives way to programs.
+        cache = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+        free = int(limit) - int(used) + (int(cache[1]) if cache else 0)
+        bounds.append(max(0, min(int(limit), free)))
+    return min(bounds, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -23,9 +23,8 @@ from flashmoa.doctor import (
     EngineToCheck,
     check_engine,
     check_installation,
+    engine,
     installation,
-    machine,
-    running,
 )
 from flashmoa.engine import EngineUnreachable
 from tests.unit.plugin.renamed import Renamed
@@ -106,7 +105,7 @@ def test_missing_internal_of_an_optional_feature_is_a_note(monkeypatch: pytest.M
 
 
 def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(installation.shutil, "which", lambda _name: None)
     monkeypatch.setenv("SGLANG_PLUGINS", "none")
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     remedies = {
@@ -126,8 +125,8 @@ def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_system_other_than_linux_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.sys, "platform", "darwin")
-    (_, system) = machine.check_system()
+    monkeypatch.setattr(installation.sys, "platform", "darwin")
+    (_, system) = installation.check_system()
     assert system.level == "note" and "Linux only" in system.text
 
 
@@ -161,7 +160,7 @@ async def test_a_certificate_that_is_not_trusted_is_said_so() -> None:
     problem = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
     error = EngineUnreachable(f"https://engine cannot be reached ({problem})")
     error.__cause__ = OSError(problem)
-    finding = await running._explain_failure(error, "https://engine", None)
+    finding = await engine._explain_failure(error, "https://engine", None)
     assert finding.level == "fix" and "SSL_CERT_FILE" in finding.remedy
     assert "the certificate of https://engine is not trusted" in finding.text
     assert "self-signed certificate" in finding.text
@@ -179,11 +178,11 @@ def test_torch_without_cuda_is_to_be_fixed_if_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
-    assert machine._check_accelerator()[-1].level == "fix"
-    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "CUDA 12.8"))
-    assert machine._check_accelerator()[-1].text == "nvidia0"
+    monkeypatch.setattr(installation, "_DEVICES", tmp_path)
+    monkeypatch.setattr(installation, "_torch_build", lambda: ("2.13.0", None))
+    assert installation._check_accelerator()[-1].level == "fix"
+    monkeypatch.setattr(installation, "_torch_build", lambda: ("2.13.0", "CUDA 12.8"))
+    assert installation._check_accelerator()[-1].text == "nvidia0"
 
 
 @pytest.mark.parametrize("device", ["dxg", "kfd"])
@@ -191,12 +190,12 @@ def test_gpus_of_wsl_and_rocm_are_seen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
     (tmp_path / device).touch()
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", None))
-    found = machine._check_accelerator()[-1]
+    monkeypatch.setattr(installation, "_DEVICES", tmp_path)
+    monkeypatch.setattr(installation, "_torch_build", lambda: ("2.13.0", None))
+    found = installation._check_accelerator()[-1]
     assert found.level == "note" and f"{device} found" in found.text and found.remedy
-    monkeypatch.setattr(machine, "_torch_build", lambda: ("2.13.0", "ROCm 6.4"))
-    assert machine._check_accelerator()[-1].text == device
+    monkeypatch.setattr(installation, "_torch_build", lambda: ("2.13.0", "ROCm 6.4"))
+    assert installation._check_accelerator()[-1].text == device
 
 
 @pytest.mark.parametrize(
@@ -212,8 +211,8 @@ def test_what_torch_is_built_for_is_read_from_its_file(
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{lines}\n")
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(machine, "find_spec", lambda _name: spec)
-    assert machine._torch_build() == ("2.13.0", build)
+    monkeypatch.setattr(installation, "find_spec", lambda _name: spec)
+    assert installation._torch_build() == ("2.13.0", build)
 
 
 @pytest.mark.parametrize(("stat", "free"), [("anon 5\ninactive_file 300\n", 500), ("", 200)])
@@ -226,21 +225,21 @@ def test_a_containers_page_cache_is_free_memory(
         "/sys/fs/cgroup/memory.current": "800\n",
         "/sys/fs/cgroup/memory.stat": stat,
     }
-    monkeypatch.setattr(machine, "_read", lambda path: files[str(path)])
-    assert machine.available_memory() == free
+    monkeypatch.setattr(installation, "_read", lambda path: files[str(path)])
+    assert installation.available_memory() == free
 
 
 def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
     def rides(*reasons: str) -> list[tuple[str, str]]:
         ranks = [SimpleNamespace(no_rides=reason) for reason in reasons]
-        found = running._check_rides(SimpleNamespace(kv=ranks))
+        found = engine._check_rides(SimpleNamespace(kv=ranks))
         return [(one.level, one.text.partition(";")[0]) for one in found]
 
     assert rides("", "") == [("ok", "tokens of prompts ride along with decode steps")]
     why = "the engine decodes speculatively"
     assert rides(why, why) == [("note", f"off, because {why}")]
     # An older plugin does not say it.
-    assert running._check_rides(SimpleNamespace(kv=[SimpleNamespace(no_rides=None)])) == []
+    assert engine._check_rides(SimpleNamespace(kv=[SimpleNamespace(no_rides=None)])) == []
 
 
 @pytest.mark.parametrize(
@@ -251,4 +250,4 @@ def test_an_engine_that_knew_few_tokens_of_streamed_text_says_so(
     total: int, ahead: int, level: str | None
 ) -> None:
     info = SimpleNamespace(streamed_tokens=SimpleNamespace(total=total, ahead=ahead))
-    assert [finding.level for finding in running._check_streams(info)] == ([level] if level else [])
+    assert [finding.level for finding in engine._check_streams(info)] == ([level] if level else [])

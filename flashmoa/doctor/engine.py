@@ -1,4 +1,4 @@
-"""Check a running engine through its API (``check_engine``)."""
+"""Check a running engine through its API, and a link on it (``check_engine``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import httpx
 
 import flashmoa
 from flashmoa.doctor.findings import Finding, fix, note, ok
-from flashmoa.doctor.linking import check_link, check_templates
 from flashmoa.engine import (
     BadAnswer,
     EngineClient,
@@ -20,8 +19,12 @@ from flashmoa.engine import (
     EngineUnreachable,
     PluginMissing,
     RequestRefused,
+    StreamUse,
     engine_url,
 )
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.observe import Event, LinkClosed
+from flashmoa.workflow import Workflow
 
 # Of an unfinished text, engines know more of the tokens than this in every script; fewer tokens say
 # little.
@@ -30,6 +33,11 @@ _TIMEOUT_SECONDS = 30.0
 _IN_STEPS = "prefill prompts there in a few steps only, for its own prefix cache"
 _ONE_CHECKOUT = "pip install both from one checkout, and restart the engine"
 _CAPABILITIES = {"prefill_only", "render", "prompt_streams", "prompt_stream_id"}
+# A text with white space that a template may strip.
+_TEXT = "  A plan.\n\n1. Walk.\n"
+_TOKENS_OF_READER = 8
+# Lengths of the text that is read. The next one is tried if no stream opened while it was written.
+_TOKENS_OF_WRITER = (16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +76,11 @@ async def check_engine(target: EngineToCheck) -> list[Finding]:
             *_check_streams(info),
         ]
         try:
-            templates = await check_templates(engine)
+            templates = await _check_templates(engine)
             findings += templates
             # A link needs prompts that can be rendered and predicted.
             if target.calls and not any(finding.level == "fix" for finding in templates):
-                findings.append(await check_link(engine, target.model or info.model["name"]))
+                findings.append(await _check_link(engine, target.model or info.model["name"]))
         except EngineError as error:
             findings.append(fix("engine", f"it stopped answering: {error}", "see the engine's log"))
     return findings
@@ -221,3 +229,88 @@ def _check_settings(server: dict[str, Any]) -> list[Finding]:
     page = server.get("page_size") or 1
     findings.append(ok("settings", f"pages of {page} {'token' if page == 1 else 'tokens'}"))
     return findings
+
+
+def _user_message(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+async def _check_templates(engine: EngineClient) -> list[Finding]:
+    """Check whether the chat template keeps texts unchanged, so that prompts can be predicted.
+
+    Raises: EngineError if the engine stops answering.
+    """
+    try:
+        problem = await _prediction_problem(engine)
+    except RequestRefused as error:
+        return [fix("chat template", str(error), "start the engine with --chat-template FILE")]
+    if problem is not None:
+        text = f"it {problem}, so that prompts cannot be predicted"
+        return [fix("chat template", text, "start the engine with --chat-template FILE")]
+    try:
+        await engine.render([_user_message("Plan a trip."), _user_message("A plan.")])
+    except RequestRefused:
+        text = "it refuses two user messages in a row, which AutoGen's teams send"
+        remedy = "FlashMoAChatCompletionClient(merge_user_messages=True)"
+        return [note("chat template", text, remedy)]
+    return [ok("chat template", "it keeps texts as they are")]
+
+
+async def _prediction_problem(engine: EngineClient) -> str | None:
+    """Return why prompts cannot be predicted, as the end of a sentence; ``None`` if they can."""
+
+    def messages(text: str) -> list[dict[str, str]]:
+        return [_user_message(f"Shorten this:\n{text}\nBriefly.")]
+
+    placeholders = Placeholders(["writer"])
+    try:
+        rendered = await engine.render(messages(placeholders.padded("writer")))
+        prompt = placeholders.build_prompt(rendered)
+    except NotForecastable as error:
+        return str(error).removeprefix("the chat template ")
+    if not prompt.slots:
+        return "leaves texts out"
+    for slot in prompt.slots:
+        slot.append(_TEXT)
+        slot.close()
+    same = prompt.stable() == await engine.render(messages(_TEXT))
+    return None if same else "changes texts, or what is around them"
+
+
+async def _check_link(engine: EngineClient, model: str) -> Finding:
+    """Check whether a call's prompt is prefilled while the text that it reads is written."""
+    use: StreamUse | None = None
+    reason = ""
+    for tokens in _TOKENS_OF_WRITER:
+        try:
+            use, reason = await _make_linked_calls(engine, model, tokens)
+        except EngineError as error:
+            return fix("link", f"a call failed: {error}", "see the engine's log")
+        if use is not None:
+            break
+    if use is None:
+        return fix("link", f"no link was made: {reason}", "see docs/troubleshooting.md")
+    if use.status != "hit":
+        return fix("link", f"a linked call ended as {use.status!r}", "see docs/troubleshooting.md")
+    return ok("link", "hit: a call's prompt was prefilled before the call came")
+
+
+async def _make_linked_calls(
+    engine: EngineClient, model: str, tokens: int
+) -> tuple[StreamUse | None, str]:
+    """Make two calls, of which the second reads the first one's text.
+
+    Returns: how the second call used its stream, ``None`` without one; and why its link ended.
+
+    Raises: EngineError if a call fails.
+    """
+    events: list[Event] = []
+    async with Workflow(engine, listener=events.append) as flow:
+        sampling: dict[str, Any] = {"model": model, "temperature": 0, "ignore_eos": True}
+        plan = flow.ask([_user_message("Plan a trip to Nepal.")], max_tokens=tokens, **sampling)
+        question = [_user_message(f"Shorten this:\n{plan}")]
+        summary = flow.ask(question, max_tokens=_TOKENS_OF_READER, **sampling)
+        await summary
+    reasons = [event.reason for event in events if isinstance(event, LinkClosed)]
+    usage = summary.usage
+    return usage.prompt_stream if usage is not None else None, ", ".join(reasons)

@@ -10,8 +10,8 @@ from typing import Any
 
 import anyio
 from rich.console import Console
+from smollm2 import smollm2_engines
 
-from flashmoa.engine.smollm2 import smollm2_engines
 from flashmoa.engine.tiny_models import tiny_engines
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from flashmoa.engine.smollm2 import smollm2_engines
 from flashmoa.engine.tiny_models import tiny_engines
 
 _EXAMPLES = Path(__file__).parents[1]
+sys.path.append(str(_EXAMPLES))
+
+from smollm2 import smollm2_engines  # noqa: E402
+
 _DOCUMENTS = [_EXAMPLES / "guides" / "nepal.md", _EXAMPLES / "papers" / "handoffs.md"]
 
 

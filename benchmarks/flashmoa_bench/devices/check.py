@@ -23,7 +23,11 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
-from flashmoa.engine.modelled_gpus import (
+from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
+from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.engines import STOCK, make_model
+from flashmoa_bench.harness.modelled_gpus import (
+    SLOWDOWN_OPTION,
     TOLERATED_SHARE,
     MachineTooSlow,
     check_keeps_up,
@@ -31,10 +35,6 @@ from flashmoa.engine.modelled_gpus import (
     overrun_share,
     read_device,
 )
-from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
-from flashmoa_bench.harness.command_line import make_parser, positive
-from flashmoa_bench.harness.engines import STOCK, make_model
-from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 

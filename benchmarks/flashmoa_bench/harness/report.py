@@ -29,10 +29,15 @@ from rich.progress import (
 from rich.table import Table
 
 from flashmoa.engine import EngineClient, PluginMissing
-from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since, read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
-from flashmoa_bench.harness.modelled_gpus import SLOWDOWN_OPTION, common_slowdown
+from flashmoa_bench.harness.modelled_gpus import (
+    SLOWDOWN_OPTION,
+    check_keeps_up,
+    common_slowdown,
+    counted_since,
+    read_device,
+)
 
 # The settings of SGLang that explain a result.
 _SETTINGS = (

@@ -16,10 +16,10 @@ import anyio
 from rich.console import Console
 
 from flashmoa.engine import BadAnswer, EngineClient
-from flashmoa.engine.modelled_gpus import counted_since, read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import counted_since, read_device
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer

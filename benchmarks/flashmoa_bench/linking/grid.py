@@ -10,9 +10,9 @@ from statistics import median
 import anyio
 from rich.console import Console
 
-from flashmoa.engine.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
+from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness.report import progress_bar
 from flashmoa_bench.linking.pipelines import PipelineRound, PipelineWay, Workload, play
 

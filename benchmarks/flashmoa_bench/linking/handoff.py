@@ -20,9 +20,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.resuming import measured_cells
 from flashmoa_bench.linking.grid import Ways, play_grid

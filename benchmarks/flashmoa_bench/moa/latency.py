@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.resuming import measure_cells, measured_cells, to_results
 from flashmoa_bench.moa.computed import compute, compute_answer, show_computed

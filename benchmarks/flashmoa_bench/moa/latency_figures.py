@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import make_table
 from flashmoa_bench.moa.latency_ways import BASE, LatencyAnswer, LatencyWay
 

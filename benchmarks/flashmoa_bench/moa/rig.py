@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa.moa import Limits, Model
 from flashmoa_bench.harness.engines import Engines, Role
+from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.moa.replay import AGENT, RecordedEngine
 from flashmoa_bench.moa.script import QuestionScript

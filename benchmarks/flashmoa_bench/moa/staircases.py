@@ -19,9 +19,9 @@ import anyio
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from flashmoa.engine.modelled_gpus import TOLERATED_SHARE
 from flashmoa.moa.prompts import Order
 from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.resuming import Key, measure_cells, measured_cells, to_results
 from flashmoa_bench.moa.latency_options import make_rig_parser, make_script_options

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import local_engines
-from flashmoa.engine.modelled_gpus import environment_of
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.engines import wait_for_costs
+from flashmoa_bench.harness.modelled_gpus import environment_of
 from flashmoa_bench.plan.team import PlanError
 
 # An engine makes its KV pool as it starts, which is checked before.

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from flashmoa.engine.modelled_gpus import check_keeps_up, counted_since
+from flashmoa_bench.harness.modelled_gpus import check_keeps_up, counted_since
 from flashmoa_bench.plan.engines import EngineSpec, make_tokenizer, modelled_engines
 from flashmoa_bench.plan.result import PlanResult, summarise
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRunner, find_difference, limit_turns

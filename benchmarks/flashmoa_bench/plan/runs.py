@@ -17,9 +17,9 @@ from autogen_core.models import ChatCompletionClient
 from flashmoa._concurrency import all_of
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.modelled_gpus import counted_since, read_device
 from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import Call, calls
+from flashmoa_bench.harness.modelled_gpus import counted_since, read_device
 from flashmoa_bench.plan.team import Caller, PlanError, TeamFile, check_plannable, find_callers
 
 Way = Literal["unlinked", "linked"]

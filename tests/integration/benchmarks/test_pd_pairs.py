@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
+from flashmoa_bench.harness.modelled_gpus import read_device
 from rich.console import Console
 
-from flashmoa.engine.modelled_gpus import read_device
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model
 from tests.conftest import GUIDE, ROOT
 

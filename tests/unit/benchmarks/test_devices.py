@@ -16,7 +16,10 @@ from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import (
+    MachineTooSlow,
+    check_keeps_up,
     common_slowdown,
+    counted_since,
     device_environment,
     served_model,
 )
@@ -24,7 +27,6 @@ from flashmoa_bench.prefill import asyncep
 from rich.console import Console
 
 from flashmoa.engine import EngineError
-from flashmoa.engine.modelled_gpus import MachineTooSlow, check_keeps_up, counted_since
 
 
 def parse(*argv: str) -> argparse.Namespace:

@@ -12,10 +12,10 @@ from threading import Thread
 
 import anyio
 import pytest
+from flashmoa_bench.harness.modelled_gpus import read_device
 
 from flashmoa.engine import EngineUnreachable
 from flashmoa.engine.local import LocalEngine
-from flashmoa.engine.modelled_gpus import read_device
 
 
 class _Ready(BaseHTTPRequestHandler):

@@ -32,8 +32,8 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
   bench   measure FlashMoA against stock SGLang; flashmoa bench --help lists the benchmarks
   plan    run a team on modelled GPUs, to see what linking it would save; needs no GPU
   trace   show a run that link(team, trace=FILE) has recorded
-  moa     serve mixtures of agents, staircases and debates as models of the OpenAI API; check what
-          they need, or estimate what a question costs
+  moa     serve mixtures of agents, staircases and debates as models of the OpenAI API, or check
+          what they need
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
           or serve requests that read each other's answers, on PD pairs

@@ -101,9 +101,7 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="URL",
         help="engine URL; default: $OPENAI_BASE_URL, else http://127.0.0.1:30000",
     )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="the API key that the engine was started with"
-    )
+    parser.add_argument("--api-key", metavar="KEY", help="the key of the engine's --api-key")
     parser.add_argument(
         "--errors",
         type=Path,
@@ -171,32 +169,28 @@ class _ProgressDisplay:
         self._size = size
         self._last_report = time.monotonic()
         console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=self._size)
+        self._bar = Progress(
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=size)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def __call__(self, totals: Totals) -> None:
         text = f"{totals.scored:,} scored, {totals.skipped:,} skipped"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=totals.position, description=text)
-        elif time.monotonic() - self._last_report > _SECONDS_BETWEEN_REPORTS:
+        self._bar.update(self._task, completed=totals.position, description=text)
+        if self._bar.disable and time.monotonic() - self._last_report > _SECONDS_BETWEEN_REPORTS:
             self._last_report = time.monotonic()
             done = totals.position / max(1, self._size)
             print(f"flashmoa score: {text}, {done:.0%} of the file", file=sys.stderr, flush=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from flashmoa import errors
-from flashmoa.engine import transcripts, wire
+from flashmoa.engine import wire
 from flashmoa.engine.prefill_steps import StepCosts
 from flashmoa.engine.refusals import make_abort_refusal
 from flashmoa.engine.wire import PromptUsage
@@ -19,6 +20,9 @@ WithoutPlugin = Literal["prefill", "off"]
 _Answer = TypeVar("_Answer", bound=BaseModel)
 # What SGLang's /generate takes of a namespace; its OpenAI routes take all of it.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
+# Control characters, which JSON escapes: at the start, before each message, before its content, and
+# between the parts of a content that is a list.
+_START, _MESSAGE, _CONTENT, _PART = "\x03", "\x00", "\x01", "\x02"
 
 
 def check_choice(choice: WithoutPlugin) -> WithoutPlugin:
@@ -32,8 +36,8 @@ class PlainServer:
     """Renders and prefills prompts on a server without the plugin.
 
     A prompt is text if the server can convert messages to tokens and back (``/tokenize`` and
-    ``/detokenize`` of SGLang and vLLM), and a transcript (:mod:`flashmoa.engine.transcripts`) if
-    not. What is prefilled stays in the server's prefix cache, as the prompt of any request.
+    ``/detokenize`` of SGLang and vLLM), and a transcript (:func:`to_transcript`) if not. What is
+    prefilled stays in the server's prefix cache, as the prompt of any request.
 
     Args:
         call: sends a request: ``call(method, path, answer_type, body)``.
@@ -60,7 +64,7 @@ class PlainServer:
 
         Raises: MalformedRequest if the messages do not consist of text.
         """
-        transcript = transcripts.encode(messages, fields)
+        transcript = to_transcript(messages, fields)
         try:
             tokens = await self._tokenize({"messages": list(messages), **fields})
             if not tokens:  # The route is there, but takes something else.
@@ -110,8 +114,8 @@ class PlainServer:
         return {model.id: model.max_model_len for model in listed.data}
 
     async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
-        if transcripts.is_transcript(prompt):
-            body = transcripts.decode(prompt)
+        if is_transcript(prompt):
+            body = from_transcript(prompt)
             if not body["messages"]:
                 return None
             return await self._complete("chat/completions", body, namespace)
@@ -182,3 +186,80 @@ class _Model(BaseModel):
 
 class _Models(BaseModel):
     data: list[_Model] = []
+
+
+def to_transcript(messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
+    """Return a chat request as one text that may be cut anywhere, for servers that cannot render.
+
+    Contents are in it as they are, everything else is JSON. Links cut prompts at the texts that are
+    still being written; what precedes the cut is again a chat request, whose last message is the
+    part of a message that is certain so far.
+
+    Args:
+        fields: the request's other fields.
+
+    Raises: MalformedRequest if a message has a content other than text.
+    """
+    return _START + json.dumps(dict(fields)) + "".join(_write(message) for message in messages)
+
+
+def is_transcript(text: str) -> bool:
+    """Return whether a text is a transcript, or the beginning of one."""
+    return text.startswith(_START)
+
+
+def from_transcript(transcript: str) -> dict[str, Any]:
+    """Return the body of the chat request that a transcript's beginning stands for.
+
+    A message that is cut before its content is left out, and so are the last ones without text.
+
+    Raises: ValueError if it is no transcript, or is cut in the fields before its first message.
+    """
+    head, *rest = transcript.removeprefix(_START).split(_MESSAGE)
+    messages = [_read(*one.split(_CONTENT, 1)) for one in rest if _CONTENT in one]
+    while messages and not _has_text(messages[-1]["content"]):
+        del messages[-1]
+    return {**json.loads(head), "messages": messages}
+
+
+def _write(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    fields = {name: value for name, value in message.items() if name != "content"}
+    kind, text = "text", content
+    if content is None:
+        kind, text = "none", ""
+    elif isinstance(content, Sequence) and not isinstance(content, str):
+        parts = cast("Sequence[Any]", content)
+        kind, text = "parts", _PART.join(_text_of(part) for part in parts)
+    if not isinstance(text, str) or _MESSAGE in text:
+        raise _not_text()
+    return f"{_MESSAGE}{json.dumps([kind, fields])}{_CONTENT}{text}"
+
+
+def _read(head: str, text: str) -> dict[str, Any]:
+    kind, fields = json.loads(head)
+    content: Any = text
+    if kind == "none":
+        content = None
+    elif kind == "parts":
+        content = [{"type": "text", "text": part} for part in text.split(_PART)]
+    return {**fields, "content": content}
+
+
+def _has_text(content: Any) -> bool:
+    if isinstance(content, str) or content is None:
+        return bool(content)
+    return any(part["text"] for part in content)
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, Mapping):
+        fields = cast("Mapping[str, Any]", part)
+        if fields.get("type") == "text" and isinstance(fields.get("text"), str):
+            return fields["text"]
+    raise _not_text()
+
+
+def _not_text() -> errors.MalformedRequest:
+    text = "only text can be prefilled ahead; messages with images are sent as usual"
+    return errors.MalformedRequest(text, 400, "malformed")

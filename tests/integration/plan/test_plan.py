@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from anyio import to_thread
+from flashmoa_bench.harness import modelled_gpus
 
 from flashmoa.cli.bench import plan as main
-from flashmoa.engine import modelled_gpus
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly]

@@ -64,21 +64,6 @@ async def test_score_answers_what_stock_sglang_answers(
                 assert ours["usage"]["completion_tokens"] == 0
 
 
-async def test_score_takes_candidates_of_any_length(
-    http: httpx.AsyncClient, tokenizer: Any, reference: Logprobs
-) -> None:
-    texts = [" the", " a long walk", " and"]
-    tokens = [tokenizer.encode(text) for text in texts]
-    found = await post(http, "/v1/score", query="We walk", items=[" to", " by"], candidates=texts)
-    for item, result in zip((" to", " by"), found["results"], strict=True):
-        ids = tokenizer.encode(f"We walk{item}")
-        assert result["logprobs"] == pytest.approx(
-            [reference(ids, [own])[0] for own in tokens], abs=EXACT
-        )
-        assert result["candidate_tokens"] == tokens
-    assert found["usage"]["prefills"] == 4
-
-
 async def test_score_appends_items_to_the_last_message_of_the_user(
     http: httpx.AsyncClient, tokenizer: Any, reference: Logprobs
 ) -> None:
@@ -172,20 +157,6 @@ async def test_classify_letters_the_labels_and_answers_in_both_forms(
     assert one["num_classes"] == 3 and one["label"] == one["prediction"]
     assert one["label"] == labels[one["probs"].index(max(one["probs"]))]
     assert one["predictions"][2] == {"label": "question", "score": one["probs"][2]}
-
-
-async def test_list_computes_what_its_items_share_once(
-    http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
-) -> None:
-    await client.flush_cache()
-    documents = [words(8, 700 + number) for number in range(12)]
-    found = await post(http, "/v1/rerank", query=words(1000, 71), documents=documents)
-    usage = found["usage"]
-    # In the tiny model's vocabulary Yes and No have several tokens each.
-    assert usage["prefills"] == 2 * 12
-    computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-    assert computed < 1100 + 2 * 12 * 60
-    await wait_until_idle(client)
 
 
 LISTS: list[tuple[str, str, dict[str, Any]]] = [

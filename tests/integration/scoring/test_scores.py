@@ -21,7 +21,6 @@ from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.scores import probability_mass, softmax
 from tests.integration.scoring.conftest import CHAT, EXACT, Logprobs
 from tests.integration.support import (
-    fetch_kv_state,
     generate,
     wait_until_idle,
 )
@@ -190,16 +189,4 @@ async def test_engines_refusal_is_raised_unchanged(
     async with EngineClient("http://127.0.0.1:9") as absent:
         with pytest.raises(EngineUnreachable):
             await Scorer(absent).score("The", [" the"])
-    await wait_until_idle(client)
-
-
-async def test_cancelled_scoring_leaves_nothing_behind(
-    client: EngineClient, words: Callable[[int, int], str]
-) -> None:
-    async with anyio.create_task_group() as group:
-        group.start_soon(Scorer(client).select, words(9000, 36), ["lakes", "hills", "food"])
-        with anyio.fail_after(30):
-            while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110 - it sends no event
-                await anyio.sleep(0.01)
-        group.cancel_scope.cancel()
     await wait_until_idle(client)

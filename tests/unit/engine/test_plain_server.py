@@ -7,9 +7,11 @@ from typing import Any
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flashmoa.engine import BadAnswer, EngineClient, MalformedRequest, PluginMissing, transcripts
-from flashmoa.engine.plain import PlainServer
+from flashmoa.engine import BadAnswer, EngineClient, MalformedRequest, PluginMissing
+from flashmoa.engine.plain import PlainServer, from_transcript, is_transcript, to_transcript
 from flashmoa.engine.wire import PromptTokens
 from flashmoa.errors import RequestRefused
 
@@ -124,7 +126,7 @@ async def test_messages_without_any_text_are_not_sent() -> None:
 async def test_a_tokenizer_that_changes_white_space_is_not_used() -> None:
     fake = FakeServer(*SGLANG, "/v1/chat/completions", lossy=True)
     prompt = await PlainServer(fake.call, None).render(MESSAGES, {})
-    assert transcripts.decode(prompt) == {"messages": MESSAGES}
+    assert from_transcript(prompt) == {"messages": MESSAGES}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ async def test_a_server_with_another_tokenize_route_gets_messages(error: Excepti
         raise error
 
     prompt = await PlainServer(call, None).render(MESSAGES, {})
-    assert transcripts.decode(prompt) == {"messages": MESSAGES}
+    assert from_transcript(prompt) == {"messages": MESSAGES}
 
 
 async def test_a_server_that_ignores_messages_gets_them_another_way() -> None:
@@ -144,7 +146,7 @@ async def test_a_server_that_ignores_messages_gets_them_another_way() -> None:
         return answer.model_validate({"tokens": [], "text": ""})
 
     prompt = await PlainServer(call, None).render(MESSAGES, {})
-    assert transcripts.decode(prompt) == {"messages": MESSAGES}
+    assert from_transcript(prompt) == {"messages": MESSAGES}
 
 
 async def test_cached_tokens_that_are_left_out_are_none_once_others_were_reported() -> None:
@@ -155,7 +157,7 @@ async def test_cached_tokens_that_are_left_out_are_none_once_others_were_reporte
         return answer.model_validate({"usage": {"prompt_tokens": 9, **answers[len(cached)]}})
 
     server = PlainServer(call, "m")
-    prompt = transcripts.encode(MESSAGES, {})
+    prompt = to_transcript(MESSAGES, {})
     for _ in answers:
         usage, _ = await server.prefill(prompt, NO_NAMESPACE)
         cached.append(usage.cached_tokens if usage is not None else -1)
@@ -198,7 +200,7 @@ async def test_prefills_are_timed_only_if_they_run_alone() -> None:
     server = PlainServer(call, "m")
 
     async def prefill(name: str) -> None:
-        prompt = transcripts.encode([{"role": "user", "content": name}], {})
+        prompt = to_transcript([{"role": "user", "content": name}], {})
         _, seconds[name] = await server.prefill(prompt, NO_NAMESPACE)
 
     async with anyio.create_task_group() as group:
@@ -212,3 +214,62 @@ async def test_prefills_are_timed_only_if_they_run_alone() -> None:
     assert seconds == {"first": None, "second": None}
     await prefill("first")
     assert seconds["first"] is not None
+
+
+FIELDS: dict[str, Any] = {"tools": [{"type": "function"}], "chat_template_kwargs": {"a": "é"}}
+TEXTS = st.text(st.characters(exclude_characters="\x00\x01\x02\x03\n"), max_size=20)
+CONTENTS = TEXTS | st.lists(TEXTS, min_size=1, max_size=3).map(
+    lambda texts: [{"type": "text", "text": text} for text in texts]
+)
+CHATS = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": CONTENTS},
+        optional={"name": TEXTS},
+    ),
+    max_size=4,
+)
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+
+
+@given(CHATS)
+def test_a_whole_transcript_is_the_request(messages: list[dict[str, Any]]) -> None:
+    end = {"role": "user", "content": "end"}
+    transcript = to_transcript([*messages, CALL, end], FIELDS)
+    assert is_transcript(transcript)
+    assert from_transcript(transcript) == {**FIELDS, "messages": [*messages, CALL, end]}
+
+
+@given(CHATS, st.data())
+def test_the_beginning_of_a_transcript_is_the_beginning_of_the_request(
+    messages: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    head = len(to_transcript([], FIELDS))
+    transcript = to_transcript(messages, FIELDS)
+    cut = data.draw(st.integers(head, len(transcript)))
+    got: list[dict[str, Any]] = from_transcript(transcript[:cut])["messages"]
+    assert got[:-1] == messages[: max(0, len(got) - 1)]
+    if got:
+        last, whole = got[-1], messages[len(got) - 1]
+        assert {**last, "content": ""} == {**whole, "content": ""}
+        assert _text(last["content"]).strip("\n"), "a message without text is not sent"
+        assert _text(whole["content"]).startswith(_text(last["content"]))
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def test_a_message_with_an_image_is_refused() -> None:
+    parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "u"}}]
+    with pytest.raises(MalformedRequest, match="images"):
+        to_transcript([{"role": "user", "content": parts}], {})
+
+
+def test_a_message_with_the_separator_is_refused() -> None:
+    with pytest.raises(MalformedRequest):
+        to_transcript([{"role": "user", "content": "a\x00b"}], {})
+
+
+def test_rendered_text_is_not_a_transcript() -> None:
+    assert not is_transcript("<|im_start|>user\nhi")
+    assert not is_transcript("")

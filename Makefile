@@ -9,7 +9,6 @@
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
 # make check   lint, format, types, and the files of deploy/
-# make names   rewrite the list of what the plugin uses inside SGLang
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
 
@@ -26,7 +25,7 @@ RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 RELEASE_SOURCES := $(patsubst %,.cache/sglang/%/.ready,$(RELEASES))
 
-.PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format names docs clean
+.PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -137,9 +136,6 @@ check: $(READY)
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
-
-names: $(READY)
-	@$(BIN)/python -m tests.unit.plugin.used_names
 
 docs: $(READY)
 	@$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs .site

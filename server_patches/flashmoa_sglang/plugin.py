@@ -226,8 +226,6 @@ def _verify_options() -> None:
     plugin_options = options.Options.from_environment()
     if plugin_options.asyncep != "off":
         verify(internals.ASYNCEP)
-    if plugin_options.device:
-        verify(internals.DEVICE)
     if plugin_options.kv_cache == "off":
         verify(internals.KV_OFF)
 

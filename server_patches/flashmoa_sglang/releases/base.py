@@ -1,8 +1,7 @@
 """``Release``: what the plugin needs of SGLang and releases do differently.
 
 A method does what most releases need; the class of a release overrides the methods that need
-something different there. Parameters that hold objects of SGLang have the same name everywhere:
-the list for the check at start (``internals/used_names.txt``) is derived from these names.
+something different there.
 """
 
 from __future__ import annotations

@@ -39,14 +39,14 @@ async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: An
         raise
 
 
-def abort_and_forget(original: Callable[..., None], manager: Any, message: Any) -> None:
+def abort_and_forget(original: Callable[..., None], manager: Any, recv_obj: Any) -> None:
     """Forget a request that was aborted in the queue; wraps ``_handle_abort_req``."""
-    state = manager.rid_to_state.get(message.rid)
+    state = manager.rid_to_state.get(recv_obj.rid)
     if state is None:
         return
-    original(manager, message)
+    original(manager, recv_obj)
     if state.finished:
-        manager.rid_to_state.pop(message.rid, None)
+        manager.rid_to_state.pop(recv_obj.rid, None)
 
 
 class Release0512(Release):
@@ -247,12 +247,10 @@ class Release0512(Release):
 
     def cpu_platform(self) -> type:
         import psutil
-        from sglang.srt.platforms.interface import SRTPlatform
 
         platform = super().cpu_platform()
 
-        # SRTPlatform is a base, too, so that ``internals`` checks the overridden methods.
-        class CpuPlatform(platform, SRTPlatform):
+        class CpuPlatform(platform):
             def get_device_total_memory(self, device_id: int = 0) -> int:
                 return int(psutil.virtual_memory().total)
 

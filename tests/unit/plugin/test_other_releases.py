@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_sglang import internals, releases
-from flashmoa_sglang.internals.sglang_source import Source
+from flashmoa_sglang.internals import Source
 
 from tests.conftest import ROOT
 

@@ -21,10 +21,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
-from flashmoa_sglang.http import engine_changes, metrics, rendering, stream_requests
-from flashmoa_sglang.http.calibration import calibrate
+from flashmoa_sglang.http import metrics, rendering, stream_requests
+from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
-from flashmoa_sglang.http.saved_costs import read_costs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
 from flashmoa_sglang.scheduler import admission, batches, queue, results, state
@@ -125,6 +124,48 @@ async def handle_chat(
     return stream_requests.annotate_chat(result, stream_request)
 
 
+async def without_streams(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close all prompt streams before a change; wraps methods of ``TokenizerManager``.
+
+    SGLang changes weights and adapters when no request runs. It does not know of prompt streams,
+    whose increments are made in the schedulers.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, *args, **kwargs)
+    async with manager.flashmoa_table.closed():
+        return await original(manager, *args, **kwargs)
+
+
+async def unload_adapter(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close an adapter's streams; wraps ``TokenizerManager._unload_lora_adapter_locked``.
+
+    SGLang itself waits for the adapter's requests only; the others go on. It unloads adapters for
+    requests of others, too, where it has room for a few.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, obj, *args, **kwargs)
+    async with manager.flashmoa_table.closed(obj.lora_name):
+        return await original(manager, obj, *args, **kwargs)
+
+
+def update_weights(*result: Any) -> Callable[..., Any]:
+    """Make the wrapper of ``TokenizerManager.update_weights_from_...``.
+
+    Args: result: what the method returns after ``False`` and the message, if it is refused.
+    """
+
+    async def update(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if (refusal := asyncep.update_refusal()) is not None:
+            return False, refusal, *result
+        return await without_streams(original, manager, *args, **kwargs)
+
+    return update
+
+
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
     Hook(f"{_SCHEDULER}.handle_generate_request", "around", state.handle_request),
@@ -151,26 +192,24 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     # This method also returns the number of requests that were paused.
-    Hook(
-        f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", engine_changes.update_weights(0)
-    ),
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
     *(
         Hook(
             f"{_TOKENIZER_MANAGER}.update_weights_from_{way}",
             "around",
-            engine_changes.update_weights(),
+            update_weights(),
         )
         for way in ("distributed", "tensor", "ipc")
     ),
     Hook(
         f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
         "around",
-        engine_changes.unload_adapter,
+        unload_adapter,
     ),
     Hook(
         f"{_TOKENIZER_MANAGER}.release_memory_occupation",
         "around",
-        engine_changes.without_streams,
+        without_streams,
     ),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]

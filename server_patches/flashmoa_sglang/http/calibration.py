@@ -10,18 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from contextlib import asynccontextmanager, suppress
 from itertools import count
+from math import isfinite
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
 
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs
-from flashmoa_sglang.http.saved_costs import read_costs
-from flashmoa_sglang.http.timed_requests import MEASURED_ANSWER, TimedRequests
+from flashmoa_sglang.http.engine import new_rid
+from flashmoa_sglang.http.errors import EngineBusy
+from flashmoa_sglang.http.stream import Prefilled
+from flashmoa_sglang.messages import MEASURED_STEPS, ForwardTime, RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.messages import KvReport
@@ -42,8 +50,68 @@ _MIXED_ROUNDS = 2
 # Forwards that take longer than this are not measured; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
+# How many tokens the answers have that decode while something else is measured.
+MEASURED_ANSWER = 64
 # After so many polls, which take a minute, it is said what costs that are not measured mean.
 _LONG_WAIT = 1200
+
+
+class TimedRequests:
+    """Runs forwards and answers on an engine, and takes their time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._forwards: dict[str, ForwardTime] = {}
+        engine.handle(ForwardTime, lambda report: self._forwards.update({report.rid: report}))
+
+    async def time_forward(self, input_ids: Sequence[int], rides: bool = False) -> ForwardTime:
+        """Run one forward with these tokens. Return its time as measured by the scheduler.
+
+        Args: rides: whether the tokens ride along with a decode step, if one can be mixed with it.
+        """
+        rid = new_rid()
+        mark = RequestMark(timed=True, rides=rides)
+        try:
+            meta = await self._engine.generate(list(input_ids), mark, rid=rid)
+            Prefilled.read(meta)  # This raises if the request was aborted.
+            return self._forwards[rid]
+        finally:
+            self._forwards.pop(rid, None)
+
+    async def time_answer(self, tokens: int) -> float:
+        """Return the seconds of a request that decodes ``tokens`` tokens, with waiting."""
+        started = time.perf_counter()
+        # A prompt of one token is never cached, so that each request computes the same.
+        await self._engine.generate([0], RequestMark(), new_tokens=tokens)
+        return time.perf_counter() - started
+
+    @asynccontextmanager
+    async def decoding(self, requests: int) -> AsyncGenerator[None]:
+        """Let this many requests decode in the meantime, for a few dozen steps."""
+        answers = {new_rid(): asyncio.Event() for _ in range(requests)}
+        async with asyncio.TaskGroup() as group:
+            for rid, decodes in answers.items():
+                group.create_task(self._decode(rid, decodes))
+            try:
+                for decodes in answers.values():
+                    await decodes.wait()
+                yield
+            finally:
+                for rid in answers:
+                    self._engine.abort(rid)
+
+    async def _decode(self, rid: str, decodes: asyncio.Event) -> None:
+        """Decode an answer; set ``decodes`` after some steps, or if it is refused."""
+
+        def note(meta: dict[str, Any]) -> None:
+            if meta["completion_tokens"] > MEASURED_STEPS:
+                decodes.set()
+
+        with suppress(EngineBusy):
+            await self._engine.generate(
+                [0], RequestMark(), new_tokens=MEASURED_ANSWER, rid=rid, on_token=note
+            )
+        decodes.set()
 
 
 async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[LayerTimes]]:
@@ -228,6 +296,40 @@ async def calibrate(engine: Engine) -> None:
         1000 * costs.decode_step,
         ", ".join(f"of {tokens} tokens {1000 * time:.1f} ms" for tokens, time in costs.points),
     )
+
+
+class _Info(BaseModel):
+    """What counts of an answer of ``GET /flashmoa/info``."""
+
+    costs: Costs | None
+    saturation: Saturation | None = None
+
+
+def read_costs(file: str) -> tuple[Costs, Saturation | None]:
+    """Return what another engine has measured, from a file with its ``GET /flashmoa/info``.
+
+    Raises: ValueError if the file cannot be read, or has no costs; the message says what to do.
+    """
+    try:
+        info = _Info.model_validate_json(Path(file).read_bytes())
+    except OSError as error:
+        raise ValueError(f"--flashmoa-costs {file} cannot be read: {error.strerror}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(
+            f"--flashmoa-costs {file} must have the answer of GET /flashmoa/info; {place}: "
+            f"{first['msg']}."
+        ) from error
+    if info.costs is None:
+        raise ValueError(
+            f"--flashmoa-costs {file} is the answer of an engine that had not measured its costs "
+            "yet; ask GET /flashmoa/info again when it has been idle for some seconds."
+        )
+    steps = [seconds for *_, seconds in (*info.costs.points, *info.costs.mixed)]
+    if not all(isfinite(seconds) and seconds >= 0 for seconds in (*steps, info.costs.decode_step)):
+        raise ValueError(f"--flashmoa-costs {file} has seconds that are not numbers from 0 on.")
+    return info.costs, info.saturation
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:

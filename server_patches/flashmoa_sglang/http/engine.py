@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
-from flashmoa_sglang.http.kv_reports import KvReports
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CountUpdate,
+    KvQuery,
     KvReport,
     MeasuredCosts,
     ReleaseStream,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
+_REPORT_TIMEOUT = 5.0
 
 
 class Engine:
@@ -49,12 +51,15 @@ class Engine:
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
         self._prefills = 0
-        self._reports = KvReports(tokenizer_manager)
+        self._queries = itertools.count()
+        # The reports that have come to each query.
+        self._reports: dict[int, asyncio.Queue[KvReport]] = {}
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
         # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
+        self.handle(KvReport, self._receive)
 
     @cached_property
     def _arguments(self) -> Any:
@@ -290,8 +295,25 @@ class Engine:
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
-        """Ask every data-parallel rank for a report on its KV pool."""
-        return await self._reports.ask(self.data_parallel_ranks)
+        """Return each data-parallel rank's report on its KV pool, fewer if some take seconds."""
+        query = next(self._queries)
+        received = self._reports[query] = asyncio.Queue[KvReport]()
+        reports: list[KvReport] = []
+        try:
+            self._manager.auto_create_handle_loop()
+            RELEASE.to_scheduler(self._manager, KvQuery(query))
+            # A scheduler in a long forward answers late. The other reports are returned.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_TIMEOUT):
+                    while len(reports) < self.data_parallel_ranks:
+                        reports.append(await received.get())
+        finally:
+            del self._reports[query]
+        return sorted(reports, key=lambda report: report.dp_rank)
+
+    def _receive(self, report: KvReport) -> None:
+        if (received := self._reports.get(report.query)) is not None:
+            received.put_nowait(report)
 
 
 def is_ours(obj: Any) -> bool:

@@ -12,12 +12,12 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.data_parallel import choose_rank, read_rank
 from flashmoa_sglang.http.errors import (
     EngineDraining,
     PromptTooLarge,
@@ -27,14 +27,12 @@ from flashmoa_sglang.http.errors import (
     TooManyStreams,
 )
 from flashmoa_sglang.http.handover import Handover
-from flashmoa_sglang.http.pace import Pace
 from flashmoa_sglang.http.stream import Ending, PromptStream
-from flashmoa_sglang.http.supervised_tasks import SupervisedTasks
 from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.options import Options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
     from typing import Any
 
     from flashmoa_sglang.http.engine import Engine
@@ -43,6 +41,22 @@ logger = logging.getLogger(__name__)
 
 # Seconds between checks of deadlines, and of draining, a flag that SGLang sets without an event.
 _LIFETIME_CHECK = 0.1
+# Seconds after which a task is restarted that has failed.
+_PAUSE_AFTER_ERROR = 1.0
+# Seconds between two appends of different streams: appends take at most a quarter of a core.
+# Each of 256 streams then gathers for 1.3 s, in which agents write about as many tokens as are left
+# to the request anyway.
+_APART = 0.005
+# The least seconds between two appends of the same stream.
+_SOONEST = 0.04
+# Streams are siblings if at least this many characters, or tokens, at their beginnings are equal.
+_SIBLING_LENGTH = 64
+# Only this many characters or tokens are compared.
+_COMPARED_LENGTH = 2048
+# The siblings' rank gets the stream if it has fewer than this many streams more than any other.
+_MAX_IMBALANCE = 16
+_RANK_HEADER = "x-data-parallel-rank"
+Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,9 @@ class StreamTable:
         self._closed: list[str | None] = []
         self._pace = Pace(Options.from_environment().device_slowdown)
         self._handover = Handover(engine, self._open)
-        self._tasks = SupervisedTasks(lambda: bool(self._open), self._fail)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # The classes of errors that have been logged.
+        self._logged: set[type[Exception]] = set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -139,9 +155,9 @@ class StreamTable:
         self._set_pace(stream)
         self._handover.open(stream)
         self.keep_alive(stream)
-        self._tasks.ensure("prompt streams, handover", self._handover.run)
-        # This is a separate task, so that streams expire even while others are being prefilled.
-        self._tasks.ensure("prompt streams, lifetimes", self._watch_lifetimes)
+        # These are two tasks, so that streams expire even while others are being prefilled.
+        self._ensure_runs("prompt streams, handover", self._handover.run)
+        self._ensure_runs("prompt streams, lifetimes", self._watch_lifetimes)
 
     def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
         """Buffer text or token ids.
@@ -263,9 +279,19 @@ class StreamTable:
     def named_rank(self, http_request: Any) -> int | None:
         """Return the data-parallel rank that a request's header names; ``None`` if it names none.
 
-        Raises: ValueError if there is no such rank.
+        A router that knows what each rank has cached names one, on every route; SGLang itself reads
+        that header of chats and completions only. Raises: ValueError if there is no such rank.
         """
-        return read_rank(http_request, self._engine.data_parallel_ranks)
+        named = http_request.headers.get(_RANK_HEADER) if http_request is not None else None
+        if named is None:
+            return None
+        ranks = self._engine.data_parallel_ranks
+        if not (named.isascii() and named.isdecimal() and int(named) < ranks):
+            raise ValueError(
+                f"{_RANK_HEADER} must be a whole number below {ranks}, the number of data-parallel "
+                f"ranks, not {named!r}; leave it out to let the engine choose."
+            )
+        return int(named)
 
     def rank_for(self, beginning: str | Sequence[int]) -> int | None:
         """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""
@@ -278,10 +304,26 @@ class StreamTable:
     def _set_pace(self, stream: PromptStream) -> None:
         stream.pace_seconds = self._pace.next(time.monotonic(), len(self._open))
 
-    def _fail(self, error: Exception) -> None:
-        """Mark all streams as failed, because a bug of the plugin has stopped their prefills."""
-        for stream in list(self._open.values()):
-            stream.failure = stream.failure or f"{type(error).__name__}: {error}"
+    def _ensure_runs(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Start ``work`` in a task, unless it is running; it returns when no stream is open."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            self._tasks[name] = asyncio.create_task(self._supervise(name, work), name=name)
+
+    async def _supervise(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Run a task while streams are open; if it fails by a bug, so do they, and it restarts."""
+        while self._open:
+            try:
+                await work()
+            except Exception as raised:
+                error = raised.exceptions[0] if isinstance(raised, ExceptionGroup) else raised
+                if type(error) not in self._logged:
+                    self._logged.add(type(error))
+                    text = "The task %r failed: open streams stop prefilling, requests go on"
+                    logger.error(text, name, exc_info=error)
+                for stream in self._open.values():
+                    stream.failure = stream.failure or f"{type(error).__name__}: {error}"
+                await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     async def _watch_lifetimes(self) -> None:
         while self._open:
@@ -305,3 +347,55 @@ def _over_context(room: int) -> PromptTooLarge:
         "The piece was not added; shorten the prompt.",
         max_tokens=room,
     )
+
+
+class Pace:
+    """Spreads the appends of all streams evenly. Times are in seconds, of any one clock.
+
+    Answering an append takes the HTTP process about a millisecond, and on a CPU it takes that from
+    a forward. So each answer names a time for the next append at which no other client appends, and
+    the more streams are open the longer each gathers its text.
+
+    Args: slowdown: factor of all intervals, for a modelled GPU that is slowed down.
+    """
+
+    def __init__(self, slowdown: float = 1.0) -> None:
+        self._slowdown = slowdown
+        self._last = 0.0
+
+    def next(self, now: float, streams: int) -> float:
+        """Return how long the stream that has just appended should gather text.
+
+        Args: streams: number of open streams.
+        """
+        soonest = _SOONEST * self._slowdown
+        interval = max(_APART * self._slowdown * streams, soonest)
+        next_turn = max(self._last + interval / max(streams, 1), now + soonest)
+        self._last = min(next_turn, now + 2 * interval)
+        return self._last - now
+
+
+def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:
+    """Choose the data-parallel rank for a stream with this beginning.
+
+    Ranks do not share KV. So streams that begin alike (of the agents of a team, or of the proposers
+    of a mixture) are computed by one rank, unless it has far more streams than another rank.
+
+    Args:
+        ranks: number of ranks.
+        streams: rank and prompt of each open stream; token ids are an ``array("q")``.
+    """
+    if not isinstance(beginning, str):
+        beginning = array("q", beginning[:_COMPARED_LENGTH])
+    loads = [0] * ranks
+    common = [0] * ranks
+    for rank, prompt in streams:
+        loads[rank] += 1
+        if isinstance(prompt, str) == isinstance(beginning, str):
+            length = common_length(prompt[:_COMPARED_LENGTH], beginning[:_COMPARED_LENGTH])
+            if length >= _SIBLING_LENGTH:
+                common[rank] = max(common[rank], length)
+    best = max(range(ranks), key=lambda rank: (common[rank], -loads[rank]))
+    if common[best] and loads[best] - min(loads) < _MAX_IMBALANCE:
+        return best
+    return loads.index(min(loads))

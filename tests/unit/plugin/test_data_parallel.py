@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from flashmoa_sglang.http.data_parallel import choose_rank
+from flashmoa_sglang.http.streams import choose_rank
 from hypothesis import given
 from hypothesis import strategies as st
 

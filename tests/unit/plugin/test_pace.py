@@ -6,7 +6,7 @@ import heapq
 from itertools import pairwise
 
 import pytest
-from flashmoa_sglang.http.pace import Pace
+from flashmoa_sglang.http.streams import Pace
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang import plugin
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.http.calibration import calibrate
-from flashmoa_sglang.http.saved_costs import read_costs
+from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.saturation import Saturation
 
 from tests.unit.plugin.test_calibration import FakeEngine

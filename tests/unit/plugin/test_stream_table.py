@@ -15,12 +15,13 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
-from flashmoa_sglang.http.engine_changes import unload_adapter  # noqa: E402
 from flashmoa_sglang.http.errors import EngineBusy, EngineDraining, EngineFailed  # noqa: E402
 from flashmoa_sglang.http.stream import Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark  # noqa: E402
+from flashmoa_sglang.plugin import unload_adapter  # noqa: E402
 from flashmoa_sglang.releases import RELEASE, Release0523  # noqa: E402
+from starlette.requests import Request  # noqa: E402
 
 from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
 
@@ -166,7 +167,7 @@ async def test_a_bug_is_logged_once_and_later_streams_work(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.http.supervised_tasks._PAUSE_AFTER_ERROR", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.streams._PAUSE_AFTER_ERROR", 0.01)
     engine.mistake = ZeroDivisionError("a mistake of ours")
     first = open_stream(table)
     await until(lambda: first.failure)
@@ -268,3 +269,23 @@ async def test_the_longest_prompt_is_the_longest_that_sglang_accepts(
 ) -> None:
     manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
     assert Engine(manager).max_prompt_tokens == most
+
+
+def named_rank(table: StreamTable, *values: str) -> int | None:
+    headers = [(b"x-data-parallel-rank", value.encode("latin-1")) for value in values]
+    return table.named_rank(Request({"type": "http", "headers": headers}))
+
+
+async def test_request_names_a_rank_or_none(engine: FakeEngine, table: StreamTable) -> None:
+    engine.data_parallel_ranks = 3
+    assert table.named_rank(None) is named_rank(table) is None
+    assert [named_rank(table, str(rank)) for rank in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "", "one", "1.0", "\u00b2", " 1"])
+async def test_rank_that_does_not_exist_is_refused(
+    engine: FakeEngine, table: StreamTable, value: str
+) -> None:
+    engine.data_parallel_ranks = 2
+    with pytest.raises(ValueError, match="whole number below 2, the number of data-parallel ranks"):
+        named_rank(table, value)

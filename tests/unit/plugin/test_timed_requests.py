@@ -12,8 +12,8 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
+from flashmoa_sglang.http.calibration import TimedRequests  # noqa: E402
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed  # noqa: E402
-from flashmoa_sglang.http.timed_requests import TimedRequests  # noqa: E402
 from flashmoa_sglang.messages import MEASURED_STEPS, ForwardTime, RequestMark  # noqa: E402
 
 pytestmark = pytest.mark.anyio

@@ -6,7 +6,7 @@ layer by layer, in forwards of several sizes (§B.4), instead of being computed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flashmoa_sglang.costs import Costs, Points
@@ -72,3 +72,38 @@ def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Sat
     return Saturation(
         tokens if tokens < _MOST_TOKENS else None, largest_forward, transfer, window_costs.points
     )
+
+
+class SaturationGate:
+    """Holds prefills back until there are enough for a forward that hides transfers of experts.
+
+    This is the admission of MoE-Prefill §7.4.
+
+    Args:
+        tokens: number of tokens that make a forward worth running.
+        longest_wait: the most seconds for which a request is held back, in total.
+    """
+
+    def __init__(self, tokens: int, longest_wait: float) -> None:
+        self.tokens = tokens
+        self._longest_wait = longest_wait
+        # The seconds for which each request in the queue has been held back.
+        self._held: dict[str, float] = {}
+
+    def holds(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
+        """Decide whether the whole queue waits in this step.
+
+        Args:
+            queue: ids of the waiting requests.
+            tokens: number of tokens that they have to compute.
+            room: number of requests that could start.
+            step: seconds that this step will take.
+        """
+        self._held = {rid: self._held.get(rid, 0.0) for rid in queue}
+        if not queue or len(queue) >= room or tokens >= self.tokens:
+            return False
+        held = {rid: seconds + step for rid, seconds in self._held.items()}
+        if max(held.values()) > self._longest_wait:
+            return False
+        self._held = held
+        return True

@@ -131,14 +131,14 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     return room
 
 
-def has_room_to_ride(scheduler: Any, running: Any, starting: Sequence[Any]) -> bool:
+def has_room_to_ride(scheduler: Any, running: Any, joining: Sequence[Any]) -> bool:
     """Return whether prompts have room enough to ride in this step, and to be completed after it.
 
     SGLang makes room for decodes only in steps that prefill nothing. So the rest of a prompt must
     fit without that, however many tokens the decodes beside it have taken.
     """
     chunked = scheduler.chunked_req
-    needs = [_need(scheduler, req) for req in starting if req is not chunked]
+    needs = [_need(scheduler, req) for req in joining if req is not chunked]
     if chunked is not None:
         needs.append(_rest(scheduler))
     two_steps = 2 * scheduler.page_size * len(running.reqs)

@@ -1,45 +1,75 @@
-"""Hooks around a scheduler's batches: what a step prefills, and how its results are sent.
+"""What a scheduler's step prefills; wraps SGLang's own batching.
 
 Tensor-parallel ranks run this independently and must decide alike. So no decision depends on a
-clock, but only on the queue, the batch, the streams and the radix tree.
+clock, but only on the queue, the batch, the streams, the radix tree and the measured costs. The
+rules of a batch:
+
+1. *What it prefills* is the first that applies of :func:`_plan`'s cases.
+2. *How many tokens ride* along with a decode step, in one forward (SGLang's mixed chunk). A decode
+   step reads all weights for a few tokens, and has time left for more: what rides costs the engine
+   less than in a forward of its own, for which decodes would have to wait. With the decodes, the
+   tokens fill a step up to one of ``STEP_SIZES``, because kernels compute blocks, and no step
+   becomes longer than ``--flashmoa-itl-budget`` times the step without them. Prompts ride in the
+   chunk with which they and the decodes wait for the shortest time in all (:func:`prompt_tokens`);
+   streams as many in each step as costs the engine the least time (:func:`stream_tokens`).
+3. *Which streams* get them: those that a step can complete, then one after the other in the order
+   in which they were opened, in whole pages (``streams.py``). A few tokens wait for more, unless
+   their stream has ended: its request computes them at hardly any cost.
+4. *Room*: streams get the KV slots that requests leave, and give way when these need more
+   (``admission.py``).
+5. *Sharing*: what several requests of the batch have in common is computed once, where the release
+   and the attention backend allow it in one forward, otherwise in one after the other
+   (``shared_prefill.py``).
+6. *Publish and pin*: increments, requests whose tokens others share, and under the overlap schedule
+   all requests, are put into the radix tree before the forward runs, as chunked prefill does it,
+   unless the tree would copy or send KV that is not computed yet (``Release.why_late``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.costs import STEP_SIZES
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import has_room_to_ride, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
-from flashmoa_sglang.scheduler.policy import (
-    fewest_tokens,
-    fill_tokens,
-    least_tokens,
-    stream_chunk,
-)
-from flashmoa_sglang.scheduler.queue import look_after_queue, waits_for_saturation
 from flashmoa_sglang.scheduler.request import (
     expected_output_left,
     is_increment,
     is_shareable,
     state_of,
-)
-from flashmoa_sglang.scheduler.rides import possible_rides, prompt_tokens, stream_tokens
-from flashmoa_sglang.scheduler.starting import (
-    can_be_mixed,
-    can_start,
-    starting_requests,
-    tokens_to_start,
+    total_tokens,
+    uncached_tokens,
 )
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
+from flashmoa_sglang.scheduler.streams import fewest_tokens
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.scheduler.rides import Ride
+    from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.scheduler.state import SchedulerState
+
+# A forward is large enough if a token costs at most this factor of what it costs in larger ones,
+# and small enough to be as good as empty if it costs at most this factor of one with one token.
+_TOLERANCE = 1.1
+_LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
+# Where much waits, a forward is up to this many times as large: what little each doubling saves
+# adds up. Of Qwen3-32B on an A100, 16,000 tokens take 6.3 s in forwards of 256 tokens, 5.6 s in
+# these, and 5.5 s in as few as possible.
+_LARGER = 8
+# The bounds of how few tokens of all streams together are worth a forward.
+_SMALLEST_LEAST, _LARGEST_LEAST = 32, 128
+# A number of tokens that may ride, and the seconds by which they lengthen the step.
+Ride = tuple[int, float]
+# Forwards of more tokens than this are not told apart.
+_LARGE_FORWARD = 8192
+# Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
+_IDLE_STEP, _IDLE_SLEEP = 0.0025, 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +108,7 @@ def next_prefill_batch(
         state.streams.keep_cached(lambda: room_for_streams(scheduler, running))
         step = _plan(scheduler, running)
         if step is None:
-            look_after_queue(scheduler)
+            _keep_grammars_going(scheduler)
             return RELEASE.no_batch(running)
         with _prepared(scheduler, running, step):
             state.start_sharing(scheduler)
@@ -120,7 +150,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     """
     state: SchedulerState = scheduler.flashmoa
     costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
-    if waits_for_saturation(scheduler, running, decoding):
+    if _waits_for_saturation(scheduler, running, decoding):
         return None
     rides: tuple[Ride, ...] = ()
     if decoding and not state.no_rides:
@@ -129,10 +159,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         step = _riding_prompts(scheduler, running, rides, decoding)
         if step is not None:
             return step
-    if can_start(scheduler, running):
+    if _can_join(scheduler, running):
         if not state.streams.want():
             return Step()
-        prefilling = tokens_to_start(scheduler, starting_requests(scheduler, running))
+        prefilling = _tokens_of(scheduler, _joining(scheduler, running))
         return Step(fill_tokens(costs, prefilling, page))
     if not state.streams.want():
         return Step()
@@ -150,6 +180,27 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     return Step() if scheduler.waiting_queue else None
 
 
+def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
+    """Decide whether the whole queue waits in this step, so that a later forward hides transfers.
+
+    If it waits and no request decodes, sleep for most of the step.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    gate, queue = state.saturation_gate, scheduler.waiting_queue
+    if gate is None or scheduler.chunked_req is not None:
+        return False
+    step = state.costs.decode(decoding) if decoding else _IDLE_STEP
+    tokens = state.queued.count(scheduler.tree_cache, queue, gate.tokens)
+    room = scheduler.max_running_requests - len(running.reqs)
+    if not gate.holds([req.rid for req in queue], tokens, room, step):
+        state.queued.forget()
+        return False
+    # After a batch the scheduler does not sleep, because it still has to send the results.
+    if not decoding and not scheduler.last_batch:
+        time.sleep(_IDLE_SLEEP)
+    return True
+
+
 def _riding_prompts(
     scheduler: Any, running: Any, rides: tuple[Ride, ...], decoding: int
 ) -> Step | None:
@@ -158,17 +209,17 @@ def _riding_prompts(
     Without streams, all is as in stock SGLang. Requests that measure such steps always ride.
     """
     state: SchedulerState = scheduler.flashmoa
-    starting = starting_requests(scheduler, running)
-    if not starting or not can_be_mixed(scheduler, starting):
+    joining = _joining(scheduler, running)
+    if not joining or not _can_be_mixed(scheduler, joining):
         return None
-    marks = [mark for req in starting if (mark := state_of(req).mark) is not None]
+    marks = [mark for req in joining if (mark := state_of(req).mark) is not None]
     if any(mark.rides for mark in marks):
         return Step(rides=STEP_SIZES[-1])
     is_linked = len(state.streams) > 0 or any(mark.final for mark in marks)
-    if not is_linked or not has_room_to_ride(scheduler, running, starting):
+    if not is_linked or not has_room_to_ride(scheduler, running, joining):
         return None
-    tokens = tokens_to_start(scheduler, starting)
-    ride = prompt_tokens(rides, state.costs, decoding, len(starting), tokens)
+    tokens = _tokens_of(scheduler, joining)
+    ride = prompt_tokens(rides, state.costs, decoding, len(joining), tokens)
     # SGLang completes a prompt that it has cut into chunks before it starts another, which would
     # have to wait for all the decode steps in between, although it is shorter or more important.
     is_ordered = state.options.schedule == "sjf" or scheduler.enable_priority_scheduling
@@ -181,6 +232,187 @@ def _riding_prompts(
 def _decoding(batch: Any) -> int:
     """Return how many requests of the running batch wait for their next token."""
     return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
+
+
+def _can_join(scheduler: Any, running: Any) -> bool:
+    """Return whether a request of a client could join a batch that is built now."""
+    if scheduler.chunked_req is not None or scheduler.grammar_manager.has_waiting_grammars():
+        return True
+    if not scheduler.waiting_queue:
+        return False
+    if scheduler.enable_priority_preemption:
+        return True
+    return not running.batch_is_full and scheduler.get_num_allocatable_reqs(len(running.reqs)) > 0
+
+
+def _joining(scheduler: Any, running: Any) -> list[Any]:
+    """Return the request whose prompt is cut into chunks, if any, and those with a place."""
+    chunked = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    if running.batch_is_full:
+        return chunked
+    places = scheduler.get_num_allocatable_reqs(len(running.reqs)) - len(chunked)
+    return chunked + scheduler.waiting_queue[: max(places, 0)]
+
+
+def _tokens_of(scheduler: Any, joining: Sequence[Any]) -> int:
+    """Return about how many tokens requests compute in the next forwards.
+
+    If they are more than :data:`_LARGE_FORWARD`, not all of them are counted.
+    """
+    tokens = 0
+    for req in joining:
+        if req is scheduler.chunked_req:
+            tokens += total_tokens(req) - RELEASE.computed_until(req)
+        else:
+            tokens += uncached_tokens(scheduler.tree_cache, req)
+        if tokens >= _LARGE_FORWARD:
+            break
+    return tokens
+
+
+def _can_be_mixed(scheduler: Any, joining: Sequence[Any]) -> bool:
+    """Return whether SGLang can cut the prompts of all these requests and mix them with decodes.
+
+    It mixes no prompt whose log-probabilities are asked for, nor embeddings. With deterministic
+    kernels it cuts prompts only at multiples that may be longer than a ride.
+    """
+    return scheduler.truncation_align_size is None and not any(
+        req.return_logprob or req.input_embeds is not None or req.multimodal_inputs is not None
+        for req in joining
+    )
+
+
+@lru_cache(maxsize=1024)
+def possible_rides(
+    costs: Costs, decoding: int, budget: float, page: int, most: int
+) -> tuple[Ride, ...]:
+    """Return the numbers of tokens that may ride along with a decode step.
+
+    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
+    than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
+
+    Args:
+        decoding: number of requests that decode.
+        budget: the longest step, as a multiple of the step without them.
+        most: the most tokens that a forward may prefill (``--chunked-prefill-size``).
+    """
+    if budget <= 1:
+        return ()
+    longest = (budget - 1) * costs.decode(decoding)
+    below = decoding - decoding % STEP_SIZES[-1]
+    steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
+    rides = sorted({step - decoding - (step - decoding) % page for step in steps})
+    added = ((ride, costs.added(decoding, ride)) for ride in rides if FEWEST_RIDING <= ride <= most)
+    return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
+
+
+def prompt_tokens(
+    rides: Sequence[Ride], costs: Costs, decoding: int, prompts: int, tokens: int
+) -> int:
+    """Return how many tokens of requests' prompts ride along with a decode step; 0: none.
+
+    Prompts that do not ride have a forward of their own, for which the decodes wait. Prompts that
+    ride take longer, because each of their steps decodes, too. The way is the one in which all
+    these requests together wait for the shortest time, as measured.
+
+    Args:
+        rides: see :func:`possible_rides`.
+        decoding: number of requests that decode.
+        prompts: number of requests that could start.
+        tokens: how many tokens of these are to be computed, in all.
+    """
+    step = costs.decode(decoding)
+
+    def waited(ride: int, added: float) -> float:
+        return ceil(tokens / ride) * (prompts * (step + added) + decoding * added)
+
+    best, added = min(rides, key=lambda ride: waited(*ride), default=(0, 0.0))
+    alone = (prompts + decoding) * costs.prefill(tokens)
+    return best if best and waited(best, added) < alone else 0
+
+
+def stream_tokens(
+    rides: Sequence[Ride],
+    rate: float,
+    waiting: Sequence[int],
+    ends: Sequence[int],
+    fewest: int = 0,
+) -> int:
+    """Return how many tokens of streams ride along with a decode step: those that save the most.
+
+    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
+    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
+    are enough steps. When a request ends, the request of an agent that reads it may come. So the
+    tokens of the first stream should ride until the first request ends, and so on.
+
+    Args:
+        rides: see :func:`possible_rides`.
+        rate: seconds of a token in a large forward.
+        waiting: how many tokens of each stream wait, in the order in which they ride.
+        ends: in how many steps each of the requests ends that decode, in any order.
+        fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
+    """
+    total, ends = sum(waiting), sorted(ends)
+
+    def seconds(ride: int, added: float) -> float:
+        late = _late_tokens(waiting, ends, ride) if total > ride * ends[0] else 0
+        return max(1.0, (total - late) / ride) * added + late * rate
+
+    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
+    if not best or seconds(best, added) >= total * rate:
+        return 0
+    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
+
+
+def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: int) -> int:
+    """Return how many tokens of streams have not ridden when the requests come that need them.
+
+    Args: ends: the steps after which requests come, ascending.
+    """
+    queued = late = 0
+    for position, tokens in enumerate(waiting):
+        queued += tokens
+        left = min(tokens, max(0, queued - ride * ends[min(position, len(ends) - 1)]))
+        queued, late = queued - left, late + left
+    return late
+
+
+def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
+    """Return the most tokens in a forward for streams alone, while nothing else runs.
+
+    A request that comes waits for the end of this forward. So it has half of the ``waiting``
+    tokens, but at least as many as make it efficient, and at most :data:`_LARGER` times as many.
+    It is larger if the rest would not be worth another forward.
+    """
+    size = _LEAST_CHUNK
+    while size < _LARGEST_CHUNK and 2 * costs.prefill(size) > _TOLERANCE * costs.prefill(2 * size):
+        size *= 2
+    size = max(size, min(waiting // 2, _LARGER * size, _LARGEST_CHUNK))
+    if size < waiting < size + least_tokens(costs, page):
+        size = waiting
+    return max(page, size - size % page)
+
+
+def least_tokens(costs: Costs, page: int) -> int:
+    """Return the fewest tokens of streams that are worth a forward, or riding along with one.
+
+    If fewer are left for the final request, its forward takes hardly longer than without them.
+    """
+    return max(page, _SMALLEST_LEAST, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
+
+
+def _nearly_free_tokens(costs: Costs) -> int:
+    """Return how many tokens a forward has that takes hardly longer than one with very few."""
+    return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
+
+
+def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:
+    """Return how many tokens of streams join a forward that prefills for clients.
+
+    The forward takes hardly longer with them, if it is so small that its tokens do not fill it.
+    """
+    tokens = max(0, _nearly_free_tokens(costs) - prefilling)
+    return tokens - tokens % page
 
 
 @contextmanager
@@ -270,3 +502,15 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     return is_increment(req) or (
         scheduler.enable_overlap and is_shareable(req) and not req.output_ids
     )
+
+
+def _keep_grammars_going(scheduler: Any) -> None:
+    """Do what SGLang does before each prefill batch, in a step in which none is built.
+
+    Without this, requests whose grammar has been compiled would not join the queue.
+    """
+    grammars = scheduler.grammar_manager
+    if grammars.has_waiting_grammars():
+        for req in grammars.get_ready_grammar_requests():
+            scheduler._add_request_to_queue(req)
+    RELEASE.check_host_cache(scheduler)

@@ -1,44 +1,21 @@
-"""Holds waiting requests back, orders them before each prefill, and takes requests out."""
+"""Orders the requests that wait for a prefill."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from http import HTTPStatus
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import STREAM_OPENED
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.policy import IDLE_SLEEP, IDLE_STEP, Job, shortest_first
 from flashmoa_sglang.scheduler.request import is_increment, state_of, total_tokens
 
 if TYPE_CHECKING:
+    from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.scheduler.state import SchedulerState
 
 # Matching a prompt with the radix tree takes time. After this many requests of the queue, the last
 # known number of uncached tokens is good enough.
 _MATCHED_JOBS = 128
-
-
-def waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
-    """Decide whether the whole queue waits in this step, so that a later forward hides transfers.
-
-    If it waits and no request decodes, sleep for most of the step.
-    """
-    state: SchedulerState = scheduler.flashmoa
-    gate, queue = state.saturation_gate, scheduler.waiting_queue
-    if gate is None or scheduler.chunked_req is not None:
-        return False
-    step = state.costs.decode(decoding) if decoding else IDLE_STEP
-    tokens = state.queued.count(scheduler.tree_cache, queue, gate.tokens)
-    room = scheduler.max_running_requests - len(running.reqs)
-    if not gate.holds([req.rid for req in queue], tokens, room, step):
-        state.queued.forget()
-        return False
-    # After a batch the scheduler does not sleep, because it still has to send the results.
-    if not decoding and not scheduler.last_batch:
-        time.sleep(IDLE_SLEEP)
-    return True
 
 
 def prefetch(
@@ -50,18 +27,6 @@ def prefetch(
     after one step, and would never join a batch.
     """
     return None if is_increment(req) else original(scheduler, req, *args, **kwargs)
-
-
-def look_after_queue(scheduler: Any) -> None:
-    """Do what SGLang does before each prefill batch, in a step in which none is built.
-
-    Without this, requests whose grammar has been compiled would not join the queue.
-    """
-    grammars = scheduler.grammar_manager
-    if grammars.has_waiting_grammars():
-        for req in grammars.get_ready_grammar_requests():
-            scheduler._add_request_to_queue(req)
-    RELEASE.check_host_cache(scheduler)
 
 
 def order_queue(
@@ -87,13 +52,6 @@ def order_queue(
     waiting_queue[: len(requests)] = [requests[position] for position in order]
 
 
-def let_go(scheduler: Any, req: Any) -> None:
-    """Release what a request holds that has left the queue unserved."""
-    RELEASE.release_prefetch(scheduler, req)
-    if scheduler.server_args.disaggregation_mode == "prefill":
-        RELEASE.release_metadata_buffer(scheduler, req)
-
-
 def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
     req_state = state_of(req)
     if req_state.queued_at is None:
@@ -110,42 +68,32 @@ def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
     )
 
 
-def take_request(
-    scheduler: Any, message: Any, make: Callable[[Any], Any], *, runs: bool = True
-) -> Any:
-    """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request for shortest-job-first order.
 
-    Args:
-        message: SGLang's message of the request.
-        make: lets SGLang make a request from such a message and put it into its queue.
-        runs: whether the request will be computed.
+    ``uncached``: number of prompt tokens to compute. ``output``: number of tokens that it is
+    expected to decode. ``queued_at``: the work that the engine had done when it was queued, in
+    prefill tokens. ``priority``: requests with a smaller one go first.
     """
-    # It must not be refused because the queue is full, since it does not wait there.
-    queue, scheduler.waiting_queue = scheduler.waiting_queue, []
-    make(message)
-    if scheduler.server_args.disaggregation_mode == "prefill":
-        bootstrap = scheduler.disagg_prefill_bootstrap_queue
-        if runs:
-            # A request that is sent nowhere is ready for its prefill at once.
-            scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
-            # It stays there while SGLang has no buffer for its metadata, and others would join it.
-            for req in [req for req in bootstrap.queue if req.rid == message.rid]:
-                bootstrap.queue.remove(req)
-                let_go(scheduler, req)
-        elif bootstrap.queue and bootstrap.queue[-1].rid == message.rid:
-            scheduler.waiting_queue.append(bootstrap.queue.pop())
-    made, scheduler.waiting_queue = scheduler.waiting_queue, queue
-    queue.extend(req for req in made if req.rid != message.rid)
-    return next((req for req in made if req.rid == message.rid), None)
+
+    uncached: int
+    output: int
+    queued_at: float
+    priority: int = 0
 
 
-def end_stream_opener(scheduler: Any, req: Any) -> None:
-    """End the request that opened a prompt stream, without computing it."""
-    from sglang.srt.managers.io_struct import AbortReq
+def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
+    """Return the positions of jobs in the order in which to serve them (FlashAgents §6.6).
 
-    # With this status SGLang gives back what the request holds, such as its adapter.
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason: Any = {"type": "abort", "status_code": status, "message": STREAM_OPENED}
-    abort = AbortReq(rid=req.rid, finished_reason=reason)
-    RELEASE.tokenizer_channel(scheduler).send_output(abort, req)
-    let_go(scheduler, req)
+    A job's size is its prefill and its decode steps, in prefill tokens. It counts less the more
+    work the engine has done since the job was queued: shorter jobs can overtake a job for at most
+    the time that the job takes itself, so that none starves. Priorities come before sizes.
+    """
+    step = costs.decode_weight
+
+    def key(position: int) -> tuple[int, float, int]:
+        job = jobs[position]
+        return job.priority, job.queued_at + job.uncached + step * job.output, position
+
+    return sorted(range(len(jobs)), key=key)

@@ -26,8 +26,8 @@ from flashmoa_sglang.messages import (
 )
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.saturation import SaturationGate
 from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
-from flashmoa_sglang.scheduler.policy import SaturationGate
 from flashmoa_sglang.scheduler.request import is_increment, state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams

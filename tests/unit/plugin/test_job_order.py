@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduler.policy import Job, shortest_first
+from flashmoa_sglang.scheduler.queue import Job, shortest_first
 from hypothesis import given
 from hypothesis import strategies as st
 

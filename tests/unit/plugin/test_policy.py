@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.scheduler.policy import _LEAST_INCREMENT as SMALLEST
-from flashmoa_sglang.scheduler.policy import _SMALLEST_LEAST as LEAST
-from flashmoa_sglang.scheduler.policy import (
-    Growth,
-    choose_increments,
-    fewest_tokens,
-    fill_tokens,
-    least_tokens,
-    stream_chunk,
-)
+from flashmoa_sglang.scheduler.batches import _SMALLEST_LEAST as LEAST
+from flashmoa_sglang.scheduler.batches import fill_tokens, least_tokens, stream_chunk
+from flashmoa_sglang.scheduler.streams import _LEAST_INCREMENT as SMALLEST
+from flashmoa_sglang.scheduler.streams import Growth, choose_increments, fewest_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 

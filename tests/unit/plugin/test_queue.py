@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0518, Release0523
-from flashmoa_sglang.scheduler import queue
+from flashmoa_sglang.scheduler import queue, streams
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
 from flashmoa_sglang.scheduler.state import SchedulerState
 
@@ -71,7 +71,7 @@ def test_the_prefetch_of_a_request_that_is_dropped_is_released(
     released: list[str] = []
     monkeypatch.setattr(RELEASE, "release_prefetch", lambda _, req: released.append(req.rid))
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="null"))
-    queue.let_go(scheduler, SimpleNamespace(rid="dropped"))
+    streams.let_go(scheduler, SimpleNamespace(rid="dropped"))
     assert released == ["dropped"]
 
 
@@ -149,6 +149,6 @@ def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues
     released: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queue, "let_go", lambda _, req: released.append(req.rid))
-        assert queue.take_request(scheduler, message, make) is None
+        assert streams.take_request(scheduler, message, make) is None
     assert bootstrap.queue == [other] and scheduler.waiting_queue == []
     assert released == ["increment"]

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 from flashmoa_sglang.costs import FEWEST_RIDING, Costs
-from flashmoa_sglang.scheduler.rides import possible_rides, prompt_tokens, stream_tokens
+from flashmoa_sglang.scheduler.batches import possible_rides, prompt_tokens, stream_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 

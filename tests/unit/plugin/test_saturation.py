@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 from flashmoa_sglang.http.calibration import _waits_for
-from flashmoa_sglang.saturation import MARGIN, LayerTimes, Saturation, find_saturation
-from flashmoa_sglang.scheduler.policy import SaturationGate
+from flashmoa_sglang.saturation import (
+    MARGIN,
+    LayerTimes,
+    Saturation,
+    SaturationGate,
+    find_saturation,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 

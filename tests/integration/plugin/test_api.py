@@ -60,20 +60,21 @@ async def test_the_cache_of_a_busy_engine_is_not_emptied(client: EngineClient) -
         await anext(pieces)
         with pytest.raises(RequestRefused, match=r"was not idle for 0.1 s.* Try again once"):
             await client.flush_cache(wait_seconds=0.1)
-    await wait_until_idle(client)
 
 
 async def test_prefill_only_neither_samples_nor_detokenizes(
-    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+    http: httpx.AsyncClient,
+    engine: LocalEngine,
+    client: EngineClient,
+    words: Callable[[int, int], str],
 ) -> None:
     """Stock SGLang sends a request for no tokens through the detokenizer; the plugin must not."""
-    async with httpx.AsyncClient(base_url=engine.url) as http:
-        before = len(engine.log.read_text())
-        await client.prefill_only(text=words(50, 2))
-        body = {"text": words(50, 3), "sampling_params": {"max_new_tokens": 0}}
-        stock = (await http.post("/generate", json=body)).json()
-        assert stock["output_ids"] == []
-        assert "Traceback" not in engine.log.read_text()[before:]
+    before = len(engine.log.read_text())
+    await client.prefill_only(text=words(50, 2))
+    body = {"text": words(50, 3), "sampling_params": {"max_new_tokens": 0}}
+    stock = (await http.post("/generate", json=body)).json()
+    assert stock["output_ids"] == []
+    assert "Traceback" not in engine.log.read_text()[before:]
 
 
 async def test_ids_of_streams_are_not_in_the_log_of_requests(
@@ -98,7 +99,7 @@ async def test_prompts_with_different_cache_salts_share_nothing(
 
 
 async def test_render_returns_the_prompt_of_a_chat_request(
-    engine: LocalEngine, client: EngineClient
+    http: httpx.AsyncClient, client: EngineClient
 ) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     text = await client.render(messages)
@@ -107,9 +108,8 @@ async def test_render_returns_the_prompt_of_a_chat_request(
         "<|im_start|>assistant\n"
     )
     done = await client.prefill_only(messages=messages)
-    async with httpx.AsyncClient(base_url=engine.url) as http:
-        body = {"model": "m", "messages": messages, "max_tokens": 1}
-        usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+    body = {"model": "m", "messages": messages, "max_tokens": 1}
+    usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
     assert usage["prompt_tokens"] == done.prompt_tokens
     assert usage["prompt_tokens_details"]["cached_tokens"] == done.prompt_tokens - 1
 
@@ -136,7 +136,6 @@ async def test_a_stream_is_opened_grown_read_and_deleted(
     await client.delete_stream(opened.id)
     with pytest.raises(StreamGone, match="deleted"):
         await client.stream_state(opened.id)
-    await wait_until_idle(client)
 
 
 async def test_repeated_appends_change_nothing(client: EngineClient) -> None:
@@ -180,16 +179,15 @@ async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(
 
 
 async def test_the_reported_limit_of_a_prompt_is_exact(
-    engine: LocalEngine, client: EngineClient
+    http: httpx.AsyncClient, client: EngineClient
 ) -> None:
     """Here it follows from the KV pool. One token more is refused by the plugin, not by SGLang."""
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
-        assert POOL - 10 < most < POOL
-        for path in ("/prefill_only", "/prompt_streams"):
-            answer = await http.post(path, json={"input_ids": [5] * (most + 1)})
-            assert answer.status_code == 413
-            assert answer.json()["error"]["max_tokens"] == most
+    most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
+    assert POOL - 10 < most < POOL
+    for path in ("/prefill_only", "/prompt_streams"):
+        answer = await http.post(path, json={"input_ids": [5] * (most + 1)})
+        assert answer.status_code == 413
+        assert answer.json()["error"]["max_tokens"] == most
     assert (await client.prefill_only(input_ids=[5] * most)).prompt_tokens == most
     opened = await client.open_stream(input_ids=[5] * (most - 1))
     await client.append(opened.id, 0, input_ids=[5], end=True)
@@ -267,24 +265,24 @@ async def test_no_body_breaks_the_engine(
 
 @pytest.mark.parametrize("stream_id", [7, [], {}, True, ["x"]])
 async def test_a_stream_id_that_is_not_a_string_is_refused(
-    engine: LocalEngine, stream_id: object
+    http: httpx.AsyncClient, stream_id: object
 ) -> None:
     message = {"role": "user", "content": "x"}
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        for route, body in (
-            ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}}),
-            ("/v1/chat/completions", {"model": "m", "messages": [message], "max_tokens": 1}),
-        ):
-            answer = await http.post(route, json={**body, "prompt_stream_id": stream_id})
-            assert answer.status_code == 400, answer.text
-            assert "prompt_stream_id" in answer.text
+    for route, body in (
+        ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}}),
+        ("/v1/chat/completions", {"model": "m", "messages": [message], "max_tokens": 1}),
+    ):
+        answer = await http.post(route, json={**body, "prompt_stream_id": stream_id})
+        assert answer.status_code == 400, answer.text
+        assert "prompt_stream_id" in answer.text
 
 
-async def test_a_batch_with_a_stream_is_refused(engine: LocalEngine, client: EngineClient) -> None:
+async def test_a_batch_with_a_stream_is_refused(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
     stream = await client.open_stream(text="one")
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        body = {"text": ["one two", "one three"], "prompt_stream_id": stream.id}
-        answer = await http.post("/generate", json=body)
+    body = {"text": ["one two", "one three"], "prompt_stream_id": stream.id}
+    answer = await http.post("/generate", json=body)
     assert answer.status_code == 400
     assert "one prompt" in answer.text
     await client.delete_stream(stream.id)

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine
 from tests.integration.support import complete_stream, generate, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -46,11 +45,10 @@ FORGED = {"flashmoa": {"stream": "forged", "final": False}}
     ids=["generate", "batch", "chat", "completions"],
 )
 async def test_the_plugins_own_mark_cannot_be_forged(
-    engine: LocalEngine, client: EngineClient, path: str, body: Body
+    http: httpx.AsyncClient, client: EngineClient, path: str, body: Body
 ) -> None:
     """An increment of a stream that was never opened would pin KV that is never released."""
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = await http.post(path, json=body)
+    answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "reserved" in answer.text
     assert (await wait_until_idle(client)).pinned_streams == 0
@@ -59,61 +57,56 @@ async def test_the_plugins_own_mark_cannot_be_forged(
 @pytest.mark.parametrize("custom", ["x", 7, [1], True])
 @pytest.mark.parametrize("linked", [False, True])
 async def test_custom_params_that_are_not_an_object_are_refused(
-    engine: LocalEngine, client: EngineClient, custom: object, linked: bool
+    http: httpx.AsyncClient, client: EngineClient, custom: object, linked: bool
 ) -> None:
     opened = await client.open_stream(text="x y z and more")
     sampling = {"max_new_tokens": 1, "custom_params": custom}
     _, body = generation(sampling_params=sampling)
     if linked:
         body["prompt_stream_id"] = opened.id
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = await http.post("/generate", json=body)
+    answer = await http.post("/generate", json=body)
     assert answer.status_code == 400, answer.text
     # A refused request does not use the stream, so that the next request can.
     _, usage = await generate(client, "x y z and more", 1, opened.id)
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
-async def test_a_clients_custom_params_are_kept(engine: LocalEngine) -> None:
+async def test_a_clients_custom_params_are_kept(http: httpx.AsyncClient) -> None:
     sampling = {"max_new_tokens": 1, "custom_params": {"mine": [1, "two"]}}
     _, body = generation(sampling_params=sampling, expected_output_tokens=3)
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        assert (await http.post("/generate", json=body)).status_code == 200
+    assert (await http.post("/generate", json=body)).status_code == 200
 
 
 @pytest.mark.parametrize("expected", [-1, 1.5, "3", True, [], {}])
 @pytest.mark.parametrize("make", [generation, chat])
 async def test_an_expected_output_that_is_not_a_count_is_refused(
-    engine: LocalEngine, make: Callable[..., tuple[str, Body]], expected: object
+    http: httpx.AsyncClient, make: Callable[..., tuple[str, Body]], expected: object
 ) -> None:
     path, body = make(expected_output_tokens=expected)
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = await http.post(path, json=body)
+    answer = await http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "expected_output_tokens" in answer.text
 
 
 @pytest.mark.parametrize("make", [generation, chat])
 async def test_an_expected_output_does_not_change_the_answer(
-    engine: LocalEngine, client: EngineClient, make: Callable[..., tuple[str, Body]]
+    http: httpx.AsyncClient, client: EngineClient, make: Callable[..., tuple[str, Body]]
 ) -> None:
     answers: list[Any] = []
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        for extra in ({}, {"expected_output_tokens": 0}, {"expected_output_tokens": 10**9}):
-            path, body = make(temperature=0, **extra)
-            if path == "/generate":
-                body["sampling_params"] |= {"temperature": 0}
-                opened = await client.open_stream(text="x y")
-                body["prompt_stream_id"] = opened.id
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 200, answer.text
-            answers.append(answer.json().get("text") or answer.json()["choices"][0]["message"])
+    for extra in ({}, {"expected_output_tokens": 0}, {"expected_output_tokens": 10**9}):
+        path, body = make(temperature=0, **extra)
+        if path == "/generate":
+            body["sampling_params"] |= {"temperature": 0}
+            opened = await client.open_stream(text="x y")
+            body["prompt_stream_id"] = opened.id
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json().get("text") or answer.json()["choices"][0]["message"])
     assert answers[1:] == answers[:1] * 2
-    await wait_until_idle(client)
 
 
 async def test_a_request_that_decodes_nothing_uses_its_stream(
-    engine: LocalEngine, client: EngineClient, words: Words
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     await client.flush_cache()
     text = words(200, 901)
@@ -123,18 +116,16 @@ async def test_a_request_that_decodes_nothing_uses_its_stream(
         "text": text, "sampling_params": {"max_new_tokens": 0},
         "prompt_stream_id": opened.id, "expected_output_tokens": 0,
     }  # fmt: skip
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answer = (await http.post("/generate", json=body)).json()
-        del body["prompt_stream_id"]
-        plain = (await http.post("/generate", json=body)).json()
+    answer = (await http.post("/generate", json=body)).json()
+    del body["prompt_stream_id"]
+    plain = (await http.post("/generate", json=body)).json()
     assert answer["output_ids"] == plain["output_ids"] == []
     assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
     assert answer["meta_info"]["streamed_tokens"] >= 190
-    await wait_until_idle(client)
 
 
 async def test_several_answers_to_one_prompt_share_a_stream(
-    engine: LocalEngine, client: EngineClient, words: Words
+    http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     text = words(100, 902)
     opened = await client.open_stream(text=text)
@@ -142,16 +133,14 @@ async def test_several_answers_to_one_prompt_share_a_stream(
         "text": text, "sampling_params": {"max_new_tokens": 2, "n": 3},
         "prompt_stream_id": opened.id,
     }  # fmt: skip
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        answers = (await http.post("/generate", json=body)).json()
+    answers = (await http.post("/generate", json=body)).json()
     assert len(answers) == 3
-    await wait_until_idle(client)
 
 
 @pytest.mark.parametrize("start", ["The plan so far is", "\n\n and then", " to"])
 @pytest.mark.parametrize("opened_by", ["messages", "text"])
 async def test_a_chat_that_continues_an_answer_uses_its_stream(
-    engine: LocalEngine, client: EngineClient, start: str, opened_by: str
+    http: httpx.AsyncClient, client: EngineClient, start: str, opened_by: str
 ) -> None:
     """SGLang encodes the prompt and the beginning of the answer separately and joins the tokens."""
     messages = [*MESSAGES, {"role": "assistant", "content": start + " walk to the lake"}]
@@ -163,24 +152,22 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
         "messages": [*MESSAGES, {"role": "assistant", "content": start}],
         "continue_final_message": True,
     }
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
-        await client.flush_cache()
-        expected = (await http.post("/v1/chat/completions", json=body)).json()
-        await client.flush_cache()
-        if opened_by == "text":
-            rendered = (await http.post("/render", json=stream_body)).json()["text"]
-            stream_body = {"text": rendered, "add_special_tokens": False}
-        opened = (await http.post("/prompt_streams", json=stream_body)).json()
-        await client.append(opened["id"], 0, text=" walk to the lake")
-        linked_body = {**body, "prompt_stream_id": opened["id"]}
-        linked = (await http.post("/v1/chat/completions", json=linked_body)).json()
-        if opened_by == "messages":
-            whole = {**stream_body, "messages": messages}
-            prompt = (await http.post("/prefill_only", json=whole)).json()["prompt_tokens"]
-            assert prompt == expected["usage"]["prompt_tokens"]
+    await client.flush_cache()
+    expected = (await http.post("/v1/chat/completions", json=body)).json()
+    await client.flush_cache()
+    if opened_by == "text":
+        rendered = (await http.post("/render", json=stream_body)).json()["text"]
+        stream_body = {"text": rendered, "add_special_tokens": False}
+    opened = (await http.post("/prompt_streams", json=stream_body)).json()
+    await client.append(opened["id"], 0, text=" walk to the lake")
+    linked_body = {**body, "prompt_stream_id": opened["id"]}
+    linked = (await http.post("/v1/chat/completions", json=linked_body)).json()
+    if opened_by == "messages":
+        whole = {**stream_body, "messages": messages}
+        prompt = (await http.post("/prefill_only", json=whole)).json()["prompt_tokens"]
+        assert prompt == expected["usage"]["prompt_tokens"]
     assert linked["choices"][0]["message"] == expected["choices"][0]["message"]
     assert linked["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
     # A stream of the joined text has other tokens, unless there is a boundary between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert linked["usage"]["prompt_stream"]["status"] == "hit"
-    await wait_until_idle(client)

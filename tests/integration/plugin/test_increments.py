@@ -31,18 +31,11 @@ WAYS = {
 
 
 @pytest.fixture(scope="module", params=nightly_except(WAYS, "overlap schedule"))
-async def making_engine(
+async def engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
     async with start_special_engine(engines, model, *WAYS[request.param]) as engine:
         yield engine
-
-
-@pytest.fixture
-async def client(making_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(making_engine.url, timeout=60) as connected:
-        yield connected
-        await wait_until_idle(connected)
 
 
 def ends(usage: PromptUsage) -> list[float]:

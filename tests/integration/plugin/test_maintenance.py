@@ -22,7 +22,6 @@ from tests.integration.support import (
     generate,
     slow,
     start_special_engine,
-    wait_until_idle,
     wait_until_prefilled,
 )
 
@@ -34,7 +33,7 @@ TTL = 300
 
 
 @pytest.fixture(scope="module")
-async def maintained(
+async def engine(
     engines: LocalEngines, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[LocalEngine]:
     adapter = build_adapter(tmp_path_factory.mktemp("adapters") / "a", model, 1)
@@ -44,15 +43,8 @@ async def maintained(
 
 
 @pytest.fixture
-async def client(maintained: LocalEngine) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(maintained.url, timeout=60) as connected:
-        yield connected
-        await wait_until_idle(connected)
-
-
-@pytest.fixture
-async def http(maintained: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=maintained.url, timeout=PATIENCE) as connected:
+async def http(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=PATIENCE) as connected:
         yield connected
 
 

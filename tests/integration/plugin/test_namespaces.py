@@ -51,27 +51,25 @@ def check_status(answer: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
 async def test_a_stream_serves_only_requests_with_its_salt(
-    engine: LocalEngine, client: EngineClient, words: Words, name: str
+    http: httpx.AsyncClient, client: EngineClient, words: Words, name: str
 ) -> None:
     if name not in RELEASE.namespace_fields("a", None, None):
         pytest.skip("/generate of this release has no cache_salt")
     text = words(300, 600)
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+    await client.flush_cache()
+    alone = await ask(http, text + " of")
+    for of_stream, of_request, status in (
+        ("mine", "mine", "hit"),
+        ("mine", "yours", "other_namespace"),
+        ("mine", None, "other_namespace"),
+        (None, "yours", "other_namespace"),
+    ):
         await client.flush_cache()
-        alone = await ask(http, text + " of")
-        for of_stream, of_request, status in (
-            ("mine", "mine", "hit"),
-            ("mine", "yours", "other_namespace"),
-            ("mine", None, "other_namespace"),
-            (None, "yours", "other_namespace"),
-        ):
-            await client.flush_cache()
-            stream = await open_stream(http, text, **{name: of_stream})
-            await complete_stream(client, stream)
-            answer = await ask(http, text + " of", prompt_stream_id=stream, **{name: of_request})
-            assert check_status(answer) == status
-            assert answer["output_ids"] == alone["output_ids"]
-    await wait_until_idle(client)
+        stream = await open_stream(http, text, **{name: of_stream})
+        await complete_stream(client, stream)
+        answer = await ask(http, text + " of", prompt_stream_id=stream, **{name: of_request})
+        assert check_status(answer) == status
+        assert answer["output_ids"] == alone["output_ids"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.anyio
 async def http(engine: LocalEngine, client: EngineClient) -> AsyncGenerator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as connected:
         yield connected
-    await wait_until_idle(client)
 
 
 async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> None:

@@ -21,7 +21,6 @@ from tests.integration.support import (
     fetch_kv_state,
     generate,
     start_special_engine,
-    wait_until_idle,
     wait_until_prefilled,
 )
 
@@ -31,16 +30,9 @@ POOL = 4800
 
 
 @pytest.fixture(scope="module")
-async def small_engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     async with start_special_engine(engines, model, pool=POOL) as engine:
         yield engine
-
-
-@pytest.fixture
-async def client(small_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(small_engine.url, timeout=60) as connected:
-        yield connected
-        await wait_until_idle(connected)
 
 
 async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
@@ -77,13 +69,13 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
 
 
 async def test_streams_without_room_wait_and_go_on_when_there_is_some(
-    client: EngineClient, small_engine: LocalEngine, words: Callable[[int, int], str]
+    client: EngineClient, engine: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
     holder = await client.open_stream(text=words(4000, 1), ttl_seconds=300)
     await complete_stream(client, holder.id)
     texts = [words(900, 10 + number) for number in range(12)]
     waiting = [await client.open_stream(text=text, ttl_seconds=300) for text in texts]
-    async with httpx.AsyncClient(base_url=small_engine.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         with anyio.fail_after(30):
             while not any([(await state(http, s.id))["waits_for_room"] for s in waiting]):  # noqa: ASYNC110
                 await anyio.sleep(0.01)

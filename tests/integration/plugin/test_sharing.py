@@ -17,7 +17,6 @@ from tests.integration.support import (
     generate,
     nightly_except,
     start_special_engine,
-    wait_until_idle,
     wait_until_prefilled,
 )
 
@@ -40,18 +39,11 @@ WAYS = {
 
 
 @pytest.fixture(scope="module", params=nightly_except(WAYS, "within one forward"))
-async def sharing_engine(
+async def engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:
     async with start_special_engine(engines, model, *WAYS[request.param]) as engine:
         yield engine
-
-
-@pytest.fixture
-async def client(sharing_engine: LocalEngine) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(sharing_engine.url, timeout=60) as connected:
-        yield connected
-        await wait_until_idle(connected)
 
 
 @pytest.fixture
@@ -134,7 +126,7 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     assert computed <= DUPLICATES * (SHARED + REQUESTS * OWN)
     # If they wait for each other, most shared tokens are cached before they are counted. A request
     # for which a chunk has no room would wait without the plugin, too.
-    in_chunks = request.node.callspec.params["sharing_engine"] == "chunks"
+    in_chunks = request.node.callspec.params["engine"] == "chunks"
     assert avoided >= (CHUNK if in_chunks else 2 * SHARED)
 
 

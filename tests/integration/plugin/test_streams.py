@@ -131,7 +131,6 @@ async def test_after_a_wrong_prediction_the_common_part_is_used(
     assert got == expected
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "mispredicted"
     assert usage.cached_tokens is not None and 195 <= usage.cached_tokens <= 201
-    await wait_until_idle(client)
 
 
 async def test_text_that_looks_like_special_tokens_is_tokenised_as_usual(
@@ -279,4 +278,3 @@ async def test_the_cache_can_be_flushed_while_streams_are_open(
     got, usage = await generate(client, words(200, 71), 3, opened.id)
     assert got
     assert usage.prompt_tokens == 200
-    await wait_until_idle(client)

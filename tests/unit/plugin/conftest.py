@@ -9,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler import streams
+from flashmoa_sglang.scheduler.streams import SchedulerStreams
+
+from tests.unit.plugin.fake_scheduler import FakeScheduler
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,13 @@ def fake_release() -> Generator[None]:
         patch.setattr(RELEASE, "key_of", lambda tokens, _req: list(tokens))
         patch.setattr(streams, "match_and_pin", lambda tree, key: tree.match_and_pin(key))
         yield
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler()
+
+
+@pytest.fixture(name="streams")
+def streams_of_scheduler(scheduler: FakeScheduler) -> SchedulerStreams:
+    return scheduler.flashmoa.streams

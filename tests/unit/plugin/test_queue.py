@@ -6,11 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0518, Release0523
 from flashmoa_sglang.scheduler import queue, streams
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.queue import Job, shortest_first
 from flashmoa_sglang.scheduler.state import SchedulerState
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, request
 
@@ -148,7 +152,43 @@ def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues
 
     released: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue, "let_go", lambda _, req: released.append(req.rid))
+        patch.setattr(streams, "let_go", lambda _, req: released.append(req.rid))
         assert streams.take_request(scheduler, message, make) is None
     assert bootstrap.queue == [other] and scheduler.waiting_queue == []
     assert released == ["increment"]
+
+
+COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        uncached=st.integers(0, 5000),
+        output=st.integers(0, 500),
+        queued_at=st.floats(0, 1e5),
+        priority=st.integers(-1, 1),
+    ),
+    max_size=10,
+)
+
+
+@given(jobs=JOBS)
+def test_shortest_first_orders_by_priority_and_then_by_size(jobs: list[Job]) -> None:
+    order = shortest_first(jobs, COSTS)
+    assert sorted(order) == list(range(len(jobs)))
+    ordered = [jobs[position] for position in order]
+    assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
+
+
+@given(uncached=st.integers(0, 5000), output=st.integers(0, 500), later=st.floats(1, 1e5))
+def test_a_job_is_overtaken_for_no_longer_than_it_takes(
+    uncached: int, output: int, later: float
+) -> None:
+    long = Job(uncached, output, queued_at=0.0)
+    size = uncached + COSTS.decode_weight * output
+    assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
+
+
+def test_shorter_jobs_run_first_and_equal_ones_in_their_order() -> None:
+    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
+    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]

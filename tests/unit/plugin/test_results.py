@@ -31,11 +31,6 @@ class Streamer:
 
 
 @pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler()
-
-
-@pytest.fixture
 def streamer(scheduler: FakeScheduler) -> Streamer:
     return Streamer(scheduler)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress, StreamTokens
+from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
 from tests.unit.plugin.fake_scheduler import (
@@ -16,16 +21,6 @@ from tests.unit.plugin.fake_scheduler import (
 )
 
 pytestmark = pytest.mark.usefixtures("fake_release")
-
-
-@pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler()
-
-
-@pytest.fixture
-def streams(scheduler: FakeScheduler) -> SchedulerStreams:
-    return scheduler.flashmoa.streams
 
 
 @pytest.mark.parametrize("tokens_first", [True, False])
@@ -328,3 +323,135 @@ def test_each_increment_is_reported_once(
     for _ in range(2):
         streams.report()
     assert scheduler.sent == [StreamProgress((("a", 100, 70, 0.5),))]
+
+
+# What is taken from the radix tree that other requests have computed.
+
+
+def test_what_other_requests_have_computed_is_pinned_and_not_computed_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.cached = [[*range(80), 7]]
+    scheduler.open_stream("a", 100)
+    # With what is cached, 20 tokens are enough.
+    assert len(make_increments(streams, tokens=20)["a"].origin_input_ids) == 100
+    assert scheduler.tree_cache.locks == 1 and "a" in scheduler.flashmoa.pins
+    streams.report()
+    assert scheduler.sent[-1] == StreamProgress((("a", 80, 0, 0.0),))
+
+
+def test_a_stream_that_takes_the_room_of_a_cached_one_is_matched_as_well(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.cached = [[*range(990)]]
+    for stream in "abc":
+        scheduler.open_stream(stream, 1000)
+    made = make_increments(streams, tokens=100)
+    assert [len(req.origin_input_ids) for req in made.values()] == [1000] * 3
+
+
+def test_a_stream_that_has_hardly_grown_is_not_matched_again(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.settle(make_increments(streams)["a"])
+    scheduler.tree_cache.cached = [[*range(1000)]]
+    streams.extend(new_tokens("a", range(100, 150)))
+    streams.settle(make_increments(streams)["a"])
+    assert scheduler.tree_cache.locks == 0
+    streams.extend(new_tokens("a", range(150, 300)))
+    assert not make_increments(streams)
+    assert scheduler.tree_cache.locks == 1
+
+
+@pytest.mark.parametrize("children", [{}, {100: "another request's"}])
+def test_a_stream_is_matched_again_only_if_the_tree_goes_on_behind_its_pin(
+    scheduler: FakeScheduler, streams: SchedulerStreams, children: dict[int, str]
+) -> None:
+    scheduler.open_stream("a", 100)
+    streams.settle(make_increments(streams)["a"])
+    scheduler.flashmoa.pins.replace("a", Pin(SimpleNamespace(children=children), None))
+    scheduler.tree_cache.cached = [[*range(200)]]
+    streams.extend(new_tokens("a", range(100, 300)))
+    make_increments(streams)
+    streams.report()
+    assert (StreamProgress((("a", 200, 0, 0.0),)) in scheduler.sent) == bool(children)
+
+
+@pytest.fixture
+def busy(scheduler: FakeScheduler) -> FakeScheduler:
+    """The scheduler, which decodes, and has 300 tokens in its cache."""
+    scheduler.running.reqs.append(request(50, 100, 1))
+    scheduler.tree_cache.cached.append([*range(300)])
+    return scheduler
+
+
+def build_nothing(scheduler: FakeScheduler) -> None:
+    """Run a step in which nothing joins the batch."""
+
+    def build(scheduler: FakeScheduler) -> Any:
+        return None, scheduler.running
+
+    next_prefill_batch(build, scheduler)
+
+
+@pytest.mark.usefixtures("busy")
+def test_what_is_cached_of_a_new_stream_is_pinned_while_others_decode(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 400, grows=False)
+    for _ in range(2):  # It is looked for, and reported, only once.
+        build_nothing(scheduler)
+        (told,) = [one for one in scheduler.sent if isinstance(one, StreamProgress)]
+        assert told.increments == (("a", 300, 0, 0.0),)
+        assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
+        assert sum(streams.waiting_tokens()) == 100
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_stream_is_looked_for_once_it_has_tokens(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    streams.open("a", opening("a"), scheduler.make_request)
+    scheduler.open_stream("b", 100, grows=False)
+    build_nothing(scheduler)
+    assert "a" not in scheduler.flashmoa.pins and "b" in scheduler.flashmoa.pins
+    streams.extend(new_tokens("a", range(200), grows=False))
+    build_nothing(scheduler)
+    assert "a" in scheduler.flashmoa.pins
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_stream_that_ended_before_a_step_is_not_pinned(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    for stream in "ab":
+        scheduler.open_stream(stream, 400, grows=False)
+    streams.end("a")
+    streams.claim("b")
+    scheduler.open_stream("c", 400, grows=False)
+    build_nothing(scheduler)
+    assert [stream for stream in "abc" if stream in scheduler.flashmoa.pins] == ["c"]
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_stream_without_room_is_pinned_once_there_is_some(scheduler: FakeScheduler) -> None:
+    room, scheduler.tree_cache.free = scheduler.tree_cache.free, 0
+    scheduler.open_stream("a", 400, grows=False)
+    for _ in range(2):
+        build_nothing(scheduler)
+        assert not scheduler.flashmoa.pins and scheduler.tree_cache.locks == 0
+    scheduler.tree_cache.free = room
+    build_nothing(scheduler)
+    assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_stream_that_gave_way_is_prefilled_again_when_the_engine_is_idle(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.open_stream("a", 400, grows=False)
+    build_nothing(scheduler)
+    scheduler.flashmoa.pins.give_way()
+    build_nothing(scheduler)
+    assert not scheduler.flashmoa.pins and sum(streams.waiting_tokens()) == 400

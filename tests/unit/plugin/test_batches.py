@@ -1,30 +1,214 @@
-"""What rides along with decode steps, with a fake scheduler."""
+"""What a step prefills, and what rides along with its decodes, with a fake scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
+from flashmoa_sglang.scheduler.admission import allocatable_requests
+from flashmoa_sglang.scheduler.batches import next_prefill_batch
 from flashmoa_sglang.scheduler.request import is_increment
 
-from tests.unit.plugin.fake_scheduler import request
-from tests.unit.plugin.step_builds import COSTS, Build, scheduler, step
+from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, request
 
 pytestmark = pytest.mark.usefixtures("fake_release")
+
+# Up to 64 tokens take as long as one. With a decode step of 10 ms, 64 tokens add 1 ms, and each
+# further one adds 0.1 ms, as in a prefill.
+COSTS = Costs(
+    ((1, 0.01), (64, 0.01), (1064, 0.11)),
+    0.01,
+    tuple((n, *step) for n in (1, 32) for step in ((0, 0.01), (64, 0.011), (256, 0.0302))),
+)
+
+
+@dataclass
+class Build:
+    """Stands for SGLang's ``_get_new_batch_prefill_raw``: notes how it is called.
+
+    ``takes``: whether a request joins the batch.
+    """
+
+    takes: Callable[[Any], bool] = lambda _: False
+    newcomers: list[Any] = field(default_factory=list)
+    queues: list[list[Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, scheduler: FakeScheduler) -> Any:
+        queue = scheduler.waiting_queue
+        self.queues.append([*queue])
+        self.settings = {
+            "mixed": scheduler.is_mixed_chunk,
+            "chunk": scheduler.chunked_prefill_size,
+            "full": scheduler.running.batch_is_full,
+            "logprobs": scheduler.running.return_logprob,
+            "rows": allocatable_requests(lambda *_: 0, scheduler),
+        }
+        joined = [req for req in queue if self.takes(req)]
+        scheduler.waiting_queue = [req for req in queue if req not in joined] + self.newcomers
+        tokens = sum(len(req.origin_input_ids) for req in joined)
+        batch = SimpleNamespace(reqs=joined, extend_num_tokens=tokens, decoding_reqs=None)
+        return (batch if joined else None), scheduler.running
+
+    def increments(self) -> list[int]:
+        """Return the lengths of the increments in the queue of the last batch."""
+        return [len(req.origin_input_ids) for req in self.queues[-1] if is_increment(req)]
+
+    def clients(self) -> list[Any]:
+        return [req for req in self.queues[-1] if not is_increment(req)]
+
+
+def engine(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
+    """Make a scheduler with so many requests that decode, and whose KV is published late."""
+    made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
+    made.flashmoa.costs = COSTS
+    made.flashmoa.late_kv = "of the test"
+    made.running.batch_is_full = full
+    return made
+
+
+def step(scheduler: FakeScheduler, build: Build | None = None) -> Build:
+    """Run a step; return how its batch was built."""
+    build = build or Build()
+    next_prefill_batch(build, scheduler)
+    return build
+
+
+def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
+    idle = engine()
+    for stream in "ab":
+        idle.open_stream(stream, 100, grows=False)
+    built = step(idle)
+    assert built.increments() == [100, 100]
+    assert built.settings["chunk"] == 8192 and built.settings["rows"] == 16
+    assert not built.settings["mixed"] and not built.settings["full"]
+
+
+def test_a_forward_for_streams_is_of_bounded_size() -> None:
+    idle = engine()
+    idle.open_stream("a", 5000)
+    assert step(idle).increments() == [2048]
+    idle.chunked_prefill_size = 100
+    assert step(idle).increments() == [100]
+
+
+def test_a_forward_for_streams_has_half_of_what_waits() -> None:
+    idle = engine()
+    idle.open_stream("a", 1500)
+    assert step(idle).increments() == [750]
+
+
+def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:
+    idle = engine()
+    idle.open_stream("long answer", 100, output=1000)
+    idle.open_stream("short answer", 150, output=1)
+    assert step(idle).increments() == [100, 150]
+    idle.flashmoa.options = Options(intra_turn="off", schedule="sjf")
+    assert step(idle).increments() == [150, 100]
+
+
+def test_few_tokens_have_no_forward_until_the_text_has_ended() -> None:
+    idle = engine()
+    idle.open_stream("a", 73)
+    assert step(idle).increments() == []
+    idle.flashmoa.streams.extend(new_tokens("a", [], ended=True))
+    assert step(idle).increments() == [73]
+
+
+def test_streams_fill_a_small_forward_of_clients() -> None:
+    idle = engine()
+    idle.open_stream("a", 5000)
+    idle.waiting_queue = [request(30, 5)]
+    built = step(idle)
+    assert built.clients() == idle.waiting_queue and built.increments() == [44]
+    idle.waiting_queue = [request(30, 5), request(50, 5)]
+    built = step(idle)
+    assert built.clients() == idle.waiting_queue and built.increments() == []
+    idle.waiting_queue, idle.chunked_req = [], request(4000, 5)
+    idle.chunked_req.computed = 2000
+    assert step(idle).increments() == []
+
+
+def test_there_are_no_more_increments_than_rows() -> None:
+    idle = engine()
+    for number in range(20):
+        idle.open_stream(str(number), 10, ended=True)
+    assert step(idle).increments() == [10] * 16
+    idle.req_to_token_pool = SimpleNamespace(available_size=lambda: 3)
+    assert step(idle).increments() == [10] * 3
+
+
+def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
+    idle = engine()
+    idle.open_stream("a", 2500)
+    first, second, third = idle.waiting_queue = [request(10 + n, 5) for n in range(3)]
+    newcomer = request(7, 5)
+    step(idle, Build(takes=lambda req: req is second, newcomers=[newcomer]))
+    assert idle.waiting_queue == [first, third, newcomer]
+
+
+def test_an_increment_that_does_not_join_is_made_again_from_the_latest_tokens() -> None:
+    idle = engine()
+    idle.open_stream("a", 100)
+    assert step(idle).increments() == [100] and idle.waiting_queue == []
+    idle.flashmoa.streams.extend(new_tokens("a", range(100, 150)))
+    assert step(idle).increments() == [150]
+
+
+def test_an_increment_that_joins_is_not_made_again_before_its_result() -> None:
+    idle = engine()
+    idle.open_stream("a", 100)
+    built = step(idle, Build(takes=lambda _: True))
+    assert idle.flashmoa.work == 100
+    idle.flashmoa.streams.extend(new_tokens("a", range(100, 250)))
+    assert not idle.flashmoa.streams.want()
+    idle.flashmoa.streams.finish(built.queues[0][0], 0.1)
+    assert step(idle).increments() == [250]
+
+
+def test_all_is_as_before_if_no_batch_can_be_built() -> None:
+    busy = engine(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = [request(10, 5)]
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        next_prefill_batch(fail, busy)
+    assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
+    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
+    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.want()
+
+
+def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:
+    """SGLang takes the batch for full meanwhile, which nothing else would end."""
+    busy = engine(decoding=2, full=True)
+    busy.waiting_queue = [request(100, 5)]
+    assert step(busy).settings["full"]
+    busy.flashmoa.increments_ended = True
+    assert not step(busy).settings["full"]
+    busy.running.batch_is_full = True
+    assert step(busy).settings["full"]
+    idle = engine(full=True)
+    idle.waiting_queue = [request(100, 5)]
+    assert not step(idle).settings["full"]
 
 
 def test_streams_do_not_fill_a_forward_that_stops_decodes_alone() -> None:
     """Beside decodes a forward for streams alone is never built."""
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5000, grows=False)
     assert step(busy).queues == []
 
 
 def test_streams_ride_along_with_decodes() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     built = step(busy)
     assert built.increments() == [62]
@@ -37,14 +221,14 @@ def test_streams_ride_along_with_decodes() -> None:
 def test_more_tokens_ride_where_a_request_ends_soon() -> None:
     """An agent that reads its answer may ask then, and what is left stops the decodes."""
     for written, ride in ((1, 61), (49, 125)):
-        busy = scheduler(decoding=2)
+        busy = engine(decoding=2)
         busy.open_stream("a", 2500)
         busy.running.reqs.append(request(100, 50, written))
         assert step(busy).increments() == [ride]
 
 
 def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     # As many as 128 tokens are worth a forward.
     busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
     busy.open_stream("long", 140)
@@ -55,7 +239,7 @@ def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
 
 
 def test_nothing_rides_within_a_budget_of_one_step() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.0)
     assert step(busy).queues == []
@@ -64,7 +248,7 @@ def test_nothing_rides_within_a_budget_of_one_step() -> None:
 @pytest.mark.parametrize("joins", [True, False])
 def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
     """SGLang would mix nothing with them, and is told of them again afterwards."""
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.running.return_logprob = busy.running.reqs[0].return_logprob = True
     built = step(busy, Build(takes=lambda _: joins))
@@ -73,7 +257,7 @@ def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins:
 
 
 def test_streams_ride_although_no_more_requests_may_run() -> None:
-    busy = scheduler(decoding=2, full=True)
+    busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)
     busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
     built = step(busy, Build(takes=is_increment))
@@ -84,7 +268,7 @@ def test_streams_ride_although_no_more_requests_may_run() -> None:
 
 
 def test_only_streams_that_grow_ride() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 30, grows=False)
     busy.open_stream("b", 2500)
     (increment,) = step(busy).queues[-1]
@@ -92,7 +276,7 @@ def test_only_streams_that_grow_ride() -> None:
 
 
 def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
-    busy = scheduler(decoding=2, full=True)
+    busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)
     waiting, newcomer = request(10, 5), request(7, 5)
     busy.waiting_queue = [waiting]
@@ -101,7 +285,7 @@ def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
 
 
 def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     final = request(40, 5, stream="a", final=True)
     for waiting in ([final], [request(400, 5, stream="a", final=True)], [final, request(20, 5)]):
         busy.waiting_queue = waiting
@@ -116,7 +300,7 @@ def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
 
 
 def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
-    busy = scheduler(decoding=2, full=True)
+    busy = engine(decoding=2, full=True)
     busy.open_stream("a", 5)
     busy.waiting_queue = [request(7000, 5)]
     busy.chunked_req = request(2000, 5)
@@ -132,7 +316,7 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
 
 def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_take() -> None:
     """SGLang retracts no decode in a step that prefills something."""
-    busy = scheduler(decoding=4)
+    busy = engine(decoding=4)
     busy.open_stream("a", 5)
     busy.chunked_req = request(2000, 5)
     busy.chunked_req.computed = 1600
@@ -148,7 +332,7 @@ def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_t
 
 @pytest.mark.parametrize("order", ["sjf", "priority"])
 def test_where_the_order_of_prompts_matters_none_is_cut_to_ride(order: str) -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.enable_priority_scheduling = order == "priority"
     busy.flashmoa.options = Options(
@@ -160,7 +344,7 @@ def test_where_the_order_of_prompts_matters_none_is_cut_to_ride(order: str) -> N
 
 
 def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.max_running_requests = 3
     busy.chunked_req, busy.waiting_queue = request(2000, 5), [request(400, 5)]
@@ -171,14 +355,14 @@ def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
 
 
 def test_no_ride_is_longer_than_the_longest_forward_that_the_user_allows() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.chunked_prefill_size = 40
     assert step(busy).increments() == [30]
 
 
 def test_neither_streams_nor_prompts_ride_where_there_is_a_reason_against_it() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.flashmoa.no_rides = "the engine decodes speculatively"
     assert step(busy).queues == []
@@ -188,7 +372,7 @@ def test_neither_streams_nor_prompts_ride_where_there_is_a_reason_against_it() -
 
 def test_prompts_have_a_forward_of_their_own_if_many_wait() -> None:
     """Each would wait for all the decode steps in which they ride."""
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.waiting_queue = [request(400, 5) for _ in range(30)]
     assert not step(busy).settings["mixed"]
@@ -196,7 +380,7 @@ def test_prompts_have_a_forward_of_their_own_if_many_wait() -> None:
 
 @pytest.mark.parametrize("field", ["return_logprob", "input_embeds", "multimodal_inputs"])
 def test_prompts_that_sglang_does_not_mix_are_not_cut_for_it(field: str) -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.waiting_queue = [request(400, 5)]
     setattr(busy.waiting_queue[0], field, True)
@@ -205,21 +389,21 @@ def test_prompts_that_sglang_does_not_mix_are_not_cut_for_it(field: str) -> None
 
 
 def test_prompts_are_not_cut_where_kernels_need_longer_chunks() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.waiting_queue, busy.truncation_align_size = [request(400, 5)], 4096
     assert not step(busy).settings["mixed"]
 
 
 def test_streams_take_what_prompts_leave_of_a_ride() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.waiting_queue = [request(10, 5)]
     assert step(busy).increments() == [20]
 
 
 def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.last_batch = SimpleNamespace(reqs=[request(400, 5)])
     busy.open_stream("a", 2500)
     assert step(busy).increments() == [62]
@@ -230,7 +414,7 @@ def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
 
 
 def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
-    busy = scheduler(decoding=2)
+    busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     kept: list[bool] = []
 

@@ -69,8 +69,9 @@ class Figures:
         return values[0] if values else 0.0
 
 
-async def figures(http: httpx.AsyncClient, accepted: str = "*/*") -> Figures:
-    answer = await http.get("/metrics", headers={"Accept": accepted})
+async def figures(engine: LocalEngine, accepted: str = "*/*") -> Figures:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        answer = await http.get("/metrics", headers={"Accept": accepted})
     assert answer.status_code == 200
     return Figures(answer.text)
 

@@ -1,8 +1,9 @@
-"""``flashmoa router``: serve several engines at one address, or PD pairs.
+"""``flashmoa router``: serve several engines at one address, or PD pairs at one address each.
 
-With --engine, each request is sent to an engine that has its prefix cached. With --prefill and
---pd-router, requests may read each other's answers, and their prompts are prefilled while these
-answers are written. Several pairs have a port each.
+With --engine, each request goes to the engine that has its prefix cached. With --prefill and
+--pd-router, requests may read each other's answers, and their prompts are prefilled while those
+answers are written. Several pairs listen on --port and the ports that follow it, in the order in
+which they are given.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
         parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
     ports = range(parsed.port, parsed.port + max(1, pairs))
-    if problem := _find_wrong_number(parsed, ports) or _find_unused_option(parsed, parser):
+    if problem := _find_wrong_number(parsed, ports):
         parser.error(problem)
     try:
         app, backends = _make_application(parsed)
@@ -61,27 +62,10 @@ def _find_wrong_number(parsed: argparse.Namespace, ports: range) -> str | None:
         return problem
     if port_problem(ports[-1]):
         return f"{len(ports)} pairs listen at ports from --port {ports[0]} on; give a smaller one"
-    for name in ("patience", "saturation", "max_waiting"):
-        if not getattr(parsed, name) >= 0:
-            option = name.replace("_", "-")
-            return f"--{option} {getattr(parsed, name)} is not at least 0"
-    for name in ("max_body_bytes", "agent_seconds"):
-        if not getattr(parsed, name) > 0:
-            option = name.replace("_", "-")
-            return f"--{option} {getattr(parsed, name)} is not above 0"
-    return None
-
-
-def _find_unused_option(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
-    """Return which option is for the other mode, ``None`` if there is none."""
-    others = ("agent_seconds",)
-    if parsed.prefill:
-        others = ("api_key", "model_config", "tokenize", "patience", "saturation")
-        others = (*others, "max_waiting")
-    for name in others:
-        if getattr(parsed, name) != parser.get_default(name):
-            mode = "--engine" if parsed.prefill else "--prefill"
-            return f"--{name.replace('_', '-')} goes with {mode} only; leave it out"
+    for name in ("patience", "saturation", "max_waiting", *_ABOVE_ZERO):
+        value, least = getattr(parsed, name), "above" if name in _ABOVE_ZERO else "at least"
+        if not (value > 0 or (value == 0 and name not in _ABOVE_ZERO)):
+            return f"--{name.replace('_', '-')} {value} is not {least} 0"
     return None
 
 
@@ -110,19 +94,13 @@ def _serve(app: Starlette, sockets: list[socket]) -> None:
 
 _TOKENIZE = {"auto": None, "always": True, "never": False}
 _INSTALL = "pip install 'flashmoa[router]'"
-_DESCRIPTION = """\
-Put several engines behind one address, or PD pairs behind one address each.
-
-With --engine, each request goes to the engine that has its prefix cached. With --prefill and
---pd-router, requests may read each other's answers, and their prompts are prefilled while
-those answers are written. Several pairs listen on --port and the ports that follow it, in the
-order in which they are given."""
+_ABOVE_ZERO = ("max_body_bytes", "agent_seconds")
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashmoa router",
-        description=_DESCRIPTION,
+        description=(__doc__ or "").partition(": ")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")

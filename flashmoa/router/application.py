@@ -124,7 +124,6 @@ class _Router:
         return await self._try_engines(send)
 
     async def send_to_any(self, call: ForwardedRequest) -> Response:
-        """Send a request to any engine."""
         return await self._try_engines(lambda: self._send(call, self._pool.next_engine()))
 
     async def _try_engines(self, send: Callable[[], Awaitable[Response]]) -> Response:
@@ -210,7 +209,6 @@ class _Router:
         )
 
     async def flush_caches(self, call: ForwardedRequest) -> Response:
-        """Empty every engine's cache."""
         replies = await self._pool.ask_all("POST", call.target, call.api_key)
         for engine, reply in replies.items():
             for place in self._engines[engine].places if reply.status_code == 200 else ():

@@ -34,7 +34,6 @@ class PrefixIndex:
         return len(self._holders)
 
     def new_engine(self) -> int:
-        """Return the bit of a new engine."""
         free = ~self._bits & (self._bits + 1)
         self._bits |= free
         return free
@@ -109,7 +108,6 @@ class BlockTable:
 
     @property
     def pending(self) -> int:
-        """Return the number of pending blocks."""
         return len(self._pending)
 
     def promises(self, block: int) -> int:
@@ -162,7 +160,6 @@ class BlockTable:
         return fulfilled, unknown
 
     def evict(self, hashes: Iterable[int]) -> None:
-        """Remove blocks from the cache."""
         for block in hashes:
             if block in self._committed:
                 self._forget(block)

@@ -70,7 +70,6 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests in the queue."""
         return len(self._queue)
 
     def join(self, engine: str, traits: EngineTraits) -> None:

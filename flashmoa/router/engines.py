@@ -141,7 +141,6 @@ class EnginePool:
         self._turn = itertools.count()
 
     async def watch(self, engine: RoutedEngine) -> None:
-        """Probe an engine at intervals, until cancelled."""
         while True:
             await self.probe(engine)
             await anyio.sleep(self._options.watch_seconds)
@@ -188,8 +187,9 @@ class EnginePool:
         logger.info("%s answers; its work is counted in %s", engine.url, engine.unit)
         if not engine.events:
             text = (
-                "%s publishes no KV events, so an answer without streaming counts as work until it "
-                "is complete; start the engine with --kv-events-config if such answers are long"
+                "No KV events of %s are followed, so an answer without streaming counts as work "
+                "until it is complete; start the engine with --kv-events-config if such answers "
+                "are long"
             )
             logger.warning(text, engine.url)
 

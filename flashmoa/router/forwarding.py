@@ -41,8 +41,6 @@ _CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
 
 @dataclass(slots=True)
 class _Attempt:
-    """Records whether a request was sent over a connection that had been used before."""
-
     reused: bool = False
 
     def may_repeat(self, rule: RetryRule, error: BaseException | None) -> bool:
@@ -298,6 +296,5 @@ class RelayedStream(StreamingResponse):
 
 
 def _make_error_event(reason: str) -> bytes:
-    """Return the event that ends a stream whose engine was lost."""
     error = {"message": f"The engine is gone: {reason}; send the request again", "code": 502}
     return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -44,11 +44,9 @@ class Policy(Protocol):
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         """Add an engine, or give a known one new traits."""
-        ...
 
     def leave(self, engine: str) -> None:
         """Remove an engine, and forget its cache and its requests."""
-        ...
 
     def takes_requests(self) -> bool:
         """Return whether some engine takes any request.
@@ -76,11 +74,9 @@ class Policy(Protocol):
 
         Raises: ValueError if the request has an engine already.
         """
-        ...
 
     def end(self, request: str) -> None:
         """Forget a request, whether its prompt is computed or not; harmless to repeat."""
-        ...
 
     def finish_prefill(self, request: str, items: int | None = None) -> None:
         """Record that a request's prompt is computed; harmless to repeat.
@@ -89,16 +85,12 @@ class Policy(Protocol):
             items: of a request with a list, how many of its prompts are computed in addition to
                 those reported before; by default, all of them.
         """
-        ...
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
         """Record that an engine has cached blocks, and so has computed those that were pending."""
-        ...
 
     def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
         """Record that an engine has evicted blocks."""
-        ...
 
     def clear_blocks(self, engine: str) -> None:
         """Record that an engine's cache is empty."""
-        ...

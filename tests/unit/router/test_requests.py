@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashmoa.router.application import application
@@ -115,11 +115,22 @@ async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
         assert engine.requests == []
 
 
-async def test_streams_without_engines_answer_503() -> None:
+async def test_router_without_engines_answers_503() -> None:
     async with running(application(RouterOptions(["http://127.0.0.1:9"]))) as client:
-        for method, path in (("GET", STREAMS), ("GET", f"{STREAMS}/a"), ("POST", "/flush_cache")):
-            assert (await client(method, path))[0] == 503
-        assert (await client("GET", "/flashmoa/info"))[0] == 503
+        posts = (GENERATE, "/render", STREAMS, "/flush_cache")
+        gets = (STREAMS, f"{STREAMS}/a", "/flashmoa/info", "/health")
+        for method, path in (
+            *(("POST", path) for path in posts),
+            *(("GET", path) for path in gets),
+        ):
+            status, content = await client(method, path, b'{"text": "x"}')
+            assert status == 503 and (path == "/health" or b"no engine answers" in content)
+
+
+async def test_too_large_body_is_refused() -> None:
+    async with routing(FakeEngine(), max_body_bytes=1000) as client:
+        status, content = await client("POST", GENERATE, b"x" * 1001, KEY)
+        assert status == 413 and b"1000 bytes" in content
 
 
 @pytest.mark.parametrize(
@@ -184,6 +195,12 @@ ROUTES = [
     *[("GET", path) for path in (STREAMS, "/flashmoa/info", "/v1/models", "/metrics", "/health")],
     *[("POST", path) for path in ("/flush_cache", "/ID")],
 ]
+
+
+def written(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
 cut = st.tuples(bodies(), st.integers(0, 50)).map(lambda both: both[0][: both[1]])
 # A web server accepts these characters in a header.
 header = st.text(
@@ -193,7 +210,9 @@ requests = st.fixed_dictionaries(
     {
         "route": st.sampled_from(ROUTES),
         "name": st.binary(max_size=8).map(quote) | st.sampled_from(["a", "x"]),
-        "body": st.one_of(st.binary(max_size=40), odd.map(json.dumps).map(str.encode), cut),
+        "body": st.one_of(
+            bodies(), bodies(), cut, st.binary(max_size=40), odd.map(json.dumps).map(str.encode)
+        ),
         "query": st.one_of(st.just(b""), st.binary(max_size=8)),
         "headers": st.dictionaries(
             st.sampled_from(["host", "authorization", "content-type", "x-odd", "content-length"]),
@@ -204,7 +223,7 @@ requests = st.fixed_dictionaries(
 )
 EXAMPLES = settings(
     deadline=None,
-    max_examples=200,
+    max_examples=300,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -226,7 +245,7 @@ async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterCli
 async def test_body_of_any_depth_is_passed_on_or_refused(
     any_router: RouterClient, path: str
 ) -> None:
-    for depth in (200, *range(900, 1000), 10_000):
+    for depth in (200, *range(900, 1000, 3), 10_000):
         deep = "[" * depth + "]" * depth
         body = f'{{"messages": [{deep}], "tools": {deep}, "text": "x"}}'.encode()
         status, content = await any_router("POST", path, body)
@@ -235,28 +254,16 @@ async def test_body_of_any_depth_is_passed_on_or_refused(
 
 @pytest.mark.slow
 @EXAMPLES
-@example(path=GENERATE, body=b'{"text": "x", "cache_salt": "\\ud83d"}')
-@example(path=CHAT, body=b'{"messages": [], "extra_key": "\\uDEAD"}')
-@given(path=st.sampled_from(POLICY_ROUTES), body=bodies())
-async def test_router_explains_every_refused_body(
-    any_router: RouterClient, path: str, body: bytes
-) -> None:
-    status, content = await any_router("POST", path, body)
-    # The fake engine accepts every body, and no agent writes an answer.
-    assert status in (200, 400, 424)
-    if status != 200:
-        assert len(json.loads(content)["error"]["message"]) > 10
-
-
-@pytest.mark.slow
-@EXAMPLES
 @given(request=requests)
-async def test_no_request_makes_a_router_fail(
+async def test_no_request_makes_a_router_fail_and_what_it_refuses_is_explained(
     any_router: RouterClient, request: dict[str, Any]
 ) -> None:
     method, path = request["route"]
     path = path.replace("ID", request["name"] or "x")
-    status, _ = await any_router(
+    status, content = await any_router(
         method, path, request["body"], request["headers"], request["query"]
     )
     assert 200 <= status < 500
+    # The fake engine accepts every body, and no agent writes an answer.
+    if status in (400, 424):
+        assert len(json.loads(content)["error"]["message"]) > 10

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from anyio.abc import TaskGroup
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.connections import check_ttl
 from flashmoa.engine.generation import add_tool_calls, check_ending
+from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
@@ -78,6 +80,20 @@ class Answer(Text):
     def add_tool_calls(self, pieces: Sequence[Mapping[str, Any]]) -> None:
         """Add pieces of tool calls, as a :class:`flashmoa.engine.Delta` has them."""
         add_tool_calls(self._tool_calls, pieces)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return the context in which its engine's answer is read; for subclasses."""
+        return nullcontext()
+
+    def take(self, delta: Delta) -> bool:
+        """Add a step of the engine's answer. Return whether more of it is wanted."""
+        self.usage = delta.usage or self.usage
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.logprobs += delta.logprobs
+        self.add_tool_calls(delta.tool_calls)
+        if delta.text:
+            self.write(delta.text)
+        return True
 
     def cancel(self) -> None:
         """Stop its engine from writing it; each link that waits for it acts by its policy.
@@ -259,9 +275,24 @@ class Workflow:
 
         Raises: ValueError if two texts in the messages have the same name.
         """
+        fields = {"tools": tools, "chat_template_kwargs": template_args, **fields}
+        return self.announce(
+            messages, engine, name=name, on_failure=on_failure, namespace=namespace, **fields
+        )
+
+    def announce(
+        self,
+        messages: Messages,
+        engine: EngineClient | None,
+        *,
+        name: str,
+        on_failure: OnFailure | None = None,
+        namespace: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> Pending:
+        """Announce a request as :meth:`expect` does, whose arguments these are, without waiting."""
         self._entered()
         pending = self._make_pending(messages, name, on_failure)
-        fields = {"tools": tools, "chat_template_kwargs": template_args, **fields}
         self._link(pending, engine or self._engine, fields, namespace)
         self._expected.append(pending)
         return pending
@@ -310,20 +341,14 @@ class Workflow:
         engine: EngineClient,
         parameters: dict[str, Any],
     ) -> None:
-        report = CallReporter(
-            self._listener,
-            agent=answer.name,
-            engine=engine.url,
-            model=parameters.get("model", ""),
-        )
         with answer._request_scope:
             try:
                 if pending.is_waiting:
                     own = {"model": engine.model, **engine.namespace, **parameters}
                     self._link(pending, engine, parameters, kv_namespace(own))
-                await self._send(answer, pending, engine, parameters, report)
+                await self.send(answer, None, parameters, engine=engine, pending=pending)
+                answer.close()
             except BaseException as error:
-                report.failed(error)
                 if isinstance(error, Exception):
                     answer.fail(error)
                 else:
@@ -332,29 +357,54 @@ class Workflow:
                 if not isinstance(error, Exception):
                     raise
 
-    async def _send(
+    async def send(
         self,
         answer: Answer,
-        pending: Pending,
+        messages: Messages | None,
+        parameters: Mapping[str, Any],
+        *,
         engine: EngineClient,
-        parameters: dict[str, Any],
-        report: CallReporter,
+        pending: Pending | None,
+        agent: str = "",
     ) -> None:
-        filled = await pending.messages()
-        body = {**parameters, **pending.claim()}
-        report.started(body.get("prompt_stream_id") or pending.used_id, late=pending.is_late)
-        report.prompt_sent({**body, "messages": filled})
-        async with engine.chat(filled, **body) as deltas:
-            async for delta in deltas:
-                answer.usage = delta.usage or answer.usage
-                answer.finish_reason = delta.finish_reason or answer.finish_reason
-                answer.logprobs += delta.logprobs
-                answer.add_tool_calls(delta.tool_calls)
-                if delta.text:
-                    report.text_arrived()
-                    answer.write(delta.text)
-        check_ending(answer.finish_reason, engine.url)
-        answer.close()
+        """Send one request, and add what it is answered to an answer, which stays open.
+
+        Args:
+            messages: the messages to send; ``None``: those of ``pending``, once they are complete.
+            pending: the announced request, if there is one.
+            agent: the agent's name, for events; by default the answer's.
+
+        Raises: EngineError if the request fails, or its answer is cut off; what
+            :meth:`Answer.reading` raises.
+        """
+        report = CallReporter(
+            self._listener,
+            agent=agent or answer.name,
+            engine=engine.url,
+            model=parameters.get("model", ""),
+        )
+        try:
+            if messages is None:
+                assert pending is not None
+                messages = await pending.messages()
+            body, stream_id, is_late = {**parameters}, None, False
+            if pending is not None:
+                body |= pending.claim()
+                stream_id = body.get("prompt_stream_id") or pending.used_id
+                is_late = pending.is_late
+            report.started(stream_id, late=is_late)
+            report.prompt_sent({**body, "messages": messages})
+            with answer.reading():
+                async with engine.chat(messages, **body) as deltas:
+                    async for delta in deltas:
+                        if delta.text:
+                            report.text_arrived()
+                        if not answer.take(delta):
+                            break
+            check_ending(answer.finish_reason, engine.url)
+        except BaseException as error:
+            report.failed(error)
+            raise
         report.finished(answer.written, answer.usage, answer.finish_reason)
 
     def _give_up(self) -> None:

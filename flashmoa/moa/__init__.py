@@ -1,29 +1,20 @@
 """Mixture-of-Agents, staircases and debates on self-hosted models."""
 
-from flashmoa.moa.agents import Model
 from flashmoa.moa.debate import Debate
-from flashmoa.moa.early_exit import EarlyExit, Embedder, EngineEmbedder, Quality
-from flashmoa.moa.mixture import MixtureOfAgents
+from flashmoa.moa.early_exit import Decision, EarlyExit, Embedder, EngineEmbedder, Quality
+from flashmoa.moa.mixture import MixtureOfAgents, Staircase
+from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
 from flashmoa.moa.results import (
     AgentAnswer,
-    DebateResult,
-    Decision,
     MixtureFailed,
-    MixtureResult,
+    Result,
     Spending,
-    StaircaseResult,
+    StaircaseRound,
     Substitution,
     Vote,
 )
-from flashmoa.moa.settings import (
-    Budget,
-    Fallback,
-    Limits,
-    Quorum,
-    Steps,
-)
-from flashmoa.moa.staircase import Staircase
+from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
 from flashmoa.moa.topology import Topology
 
 __all__ = [
@@ -32,7 +23,6 @@ __all__ = [
     "Budget",
     "Debate",
     "DebatePrompt",
-    "DebateResult",
     "Decision",
     "EarlyExit",
     "Embedder",
@@ -41,13 +31,13 @@ __all__ = [
     "Limits",
     "MixtureFailed",
     "MixtureOfAgents",
-    "MixtureResult",
     "Model",
     "Quality",
     "Quorum",
+    "Result",
     "Spending",
     "Staircase",
-    "StaircaseResult",
+    "StaircaseRound",
     "Steps",
     "Substitution",
     "Topology",

@@ -7,19 +7,18 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from flashmoa import EngineClient
-from flashmoa.moa.agents import Model
 from flashmoa.moa.debate import Debate
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
-from flashmoa.moa.mixture import MixtureOfAgents
+from flashmoa.moa.mixture import MixtureOfAgents, Staircase
+from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
-from flashmoa.moa.settings import Fallback, Quorum, check_quorums
-from flashmoa.moa.staircase import Staircase
+from flashmoa.moa.run import System
+from flashmoa.moa.settings import Quorum, check_quorums
 from flashmoa.moa.topology import Topology
 
 if TYPE_CHECKING:
     from flashmoa.moa.config import MixtureConfig, ModelConfig
 
-System = MixtureOfAgents | Staircase | Debate
 # The tables that only some kinds have, and the kinds that have them.
 _TABLES = {
     "topology": ("mixture",),
@@ -52,7 +51,8 @@ def check_parts(config: MixtureConfig) -> None:
         )
     sizes = [widths[:1]]
     if kind == "mixture":
-        sizes = Topology.of(widths, config.topology).cluster_sizes()
+        layers = Topology.of(widths, config.topology).layers[1:]
+        sizes = [[len(reads) for reads in layer] for layer in layers]
     check_quorums(_quorums(config, len(sizes)), sizes)
     if any(layer.quorum is not None for layer in config.layers[len(sizes) :]):
         raise ValueError("the last layer has a quorum, but no agent reads its answers; remove it")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 
 from flashmoa import Text, UpstreamCancelled
-from flashmoa.moa.agents import common_refusal
-from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.early_exit import ScoredAnswers
-from flashmoa.moa.prompts import count_visible, cut_answer, fair_shares
-from flashmoa.moa.results import AgentAnswer, Decision, MixtureFailed
+from flashmoa.moa.agent import Agent
+from flashmoa.moa.early_exit import Decision, ScoredAnswers
+from flashmoa.moa.prompts import cut_answer, fair_shares
+from flashmoa.moa.results import MixtureFailed, common_refusal
 from flashmoa.moa.settings import Quorum
-from flashmoa.moa.waiting import wait_for_several
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +44,12 @@ class Member:
     """An agent whose answer is read, with a slot for each form of the answer in prompts.
 
     Attributes:
-        asked: is set when its request is sent.
         used: whether its readers get its answer; ``None`` until that is decided.
     """
 
-    answer: AgentCall
-    record: AgentAnswer
+    agent: Agent
     slots: Sequence[AnswerSlot]
-    asked: anyio.Event = field(default_factory=anyio.Event)
     used: bool | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Return the answer's length in tokens, as :func:`count_visible`."""
-        answer = self.answer
-        return count_visible(answer.usage, answer.written, answer.thought)
 
     def write(self, piece: str, *, first: bool) -> None:
         """Append a piece of the answer to the slots; the first one after the title."""
@@ -86,7 +75,8 @@ class Member:
 class Cluster:
     """Copies the answers of agents with the same readers into their slots.
 
-    An answer is copied while it is written. An answer that fails or is empty is left out.
+    An answer is copied while it is written. An answer that fails or is empty is left out, and so
+    are those that are not needed, whose agents are cancelled unless other clusters wait for them.
     If all answers are left out, the slots of the last one fail.
 
     Args:
@@ -94,38 +84,45 @@ class Cluster:
         room: returns how many tokens the prompts have for all answers together.
         scores: decides about early exit; ``None``: every member is waited for.
         quorum: how many answers suffice after some time; ``None``: all are waited for.
-        leave: called with each member that is left out though it has not failed.
 
     Attributes:
         last: the member whose answer came last.
         deciding: seconds from that answer until the readers got it, if answers are scored.
+        decided: is set when it is decided for each member whether it is used.
     """
 
     def __init__(
         self,
         members: Sequence[Member],
-        *,
         room: Room,
         scores: ScoredAnswers | None = None,
         quorum: Quorum | None = None,
-        leave: Callable[[Member], None],
     ) -> None:
-        self.decisions: list[Decision] = []
         self.deciding = 0.0
         self.last = members[-1]
+        self.decided = anyio.Event()
         self._last_arrival = 0.0
-        self._is_scored = scores is not None
         self._members = members
         self._find_room = room
         self._room: int | None = None
         self._room_is_known = anyio.Event()
         self._scores = scores
         self._quorum = quorum
-        self._leave = leave
-        self._scoring = anyio.Lock()
         self._scope = anyio.CancelScope()
         # Is replaced when another answer is complete.
         self._answered = anyio.Event()
+        for member in members:
+            member.agent.waiting += 1
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Return the decisions about early exit so far."""
+        return self._scores.decisions if self._scores is not None else []
+
+    @property
+    def marks(self) -> list[tuple[str, ...]]:
+        """Return the marks of every member's slots."""
+        return [tuple(f"{slot.text}" for slot in member.slots) for member in self._members]
 
     async def run(self) -> None:
         """Copy answers into their slots until every slot is complete or one has failed."""
@@ -136,16 +133,17 @@ class Cluster:
                 with anyio.move_on_after(_ROOM_SECONDS):
                     await self._room_is_known.wait()
                 group.cancel_scope.cancel()
+        self.decided.set()
         if self._scope.cancel_called:
             return
-        if self._is_scored:
+        if self._scores is not None:
             self.deciding = time.perf_counter() - self._last_arrival
         used = [member for member in self._members if member.used]
         if self._room is not None:
             _cut_to_fit(used, self._room)
         else:
             for member in used:
-                member.finish(member.answer.written)
+                member.finish(member.agent.written)
 
     async def _copy_all(self) -> None:
         """Copy answers until it is decided for each of them whether it is used."""
@@ -170,8 +168,8 @@ class Cluster:
         if not self._room_is_known.is_set():
             return
         for member in self._members:
-            if member.used and (self._share is None or member.tokens <= self._share):
-                member.finish(member.answer.written)
+            if member.used and (self._share is None or member.agent.tokens <= self._share):
+                member.finish(member.agent.written)
 
     @property
     def _share(self) -> int | None:
@@ -180,7 +178,7 @@ class Cluster:
 
     async def _process(self, member: Member, run: anyio.CancelScope) -> None:
         """Copy a member's answer, and end the cluster's run if no other answer is needed."""
-        problem = await self._copy(member)
+        agent, problem = member.agent, await self._copy(member)
         if member.used is None:
             self.last, self._last_arrival = member, time.perf_counter()
         if problem is not None:
@@ -193,11 +191,13 @@ class Cluster:
             run.cancel()
         elif member.used:
             self._finish_short_answers()
-            await self._exit_early_with(member, run)
+            scores = self._scores
+            if scores and await scores.suffice_with(agent.name, agent.written, agent.logprobs):
+                self._leave_out_the_others(run)
 
     async def _wait_for_quorum(self, quorum: Quorum, run: anyio.CancelScope) -> None:
         """End the cluster's run once the time is over and enough answers are complete."""
-        await wait_for_several([member.asked.wait for member in self._members], 1)
+        await wait_for_several([member.agent.asked.wait for member in self._members], 1)
         await anyio.sleep(quorum.seconds)
         while sum(bool(member.used) for member in self._members) < quorum.answers:
             self._answered = anyio.Event()
@@ -207,7 +207,10 @@ class Cluster:
     def _leave_out_the_others(self, run: anyio.CancelScope) -> None:
         for other in self._undecided():
             self._leave_out(other, "")
-            self._leave(other)
+            other.agent.waiting -= 1
+            if not other.agent.waiting:
+                other.agent.record.status = "left out"
+                other.agent.cancel()
         run.cancel()
 
     def _undecided(self) -> list[Member]:
@@ -221,7 +224,7 @@ class Cluster:
         """
         count = 0
         try:
-            async for piece in member.answer:
+            async for piece in member.agent:
                 count += 1
                 if self._share is None or count <= self._share:
                     member.write(piece, first=count == 1)
@@ -229,9 +232,9 @@ class Cluster:
             return ""
         except Exception as error:
             return str(error) or type(error).__name__
-        if member.answer.written.strip():
+        if member.agent.written.strip():
             return None
-        called = member.answer.finish_reason == "tool_calls"
+        called = member.agent.finish_reason == "tool_calls"
         return "it called a tool" if called else "it answered nothing"
 
     def _leave_out(self, member: Member, problem: str) -> None:
@@ -239,45 +242,40 @@ class Cluster:
         if member.used is not None:
             return
         member.used = False
+        agent = member.agent
         if problem:
-            member.record.status, member.record.problem = "failed", problem
-            logger.warning("%s is left out: %s", member.answer.name, problem)
+            agent.record.status, agent.record.problem = "failed", problem
+            logger.warning("%s is left out: %s", agent.name, problem)
         if any(other.used is not False for other in self._members):
             member.leave_out()
         else:
-            failure = MixtureFailed(f"no agent answered; {member.answer.name}: {problem}")
-            failure.__cause__ = common_refusal([one.answer.error for one in self._members])
+            failure = MixtureFailed(f"no agent answered; {agent.name}: {problem}")
+            failure.__cause__ = common_refusal([one.agent.error for one in self._members])
             member.fail(failure)
-
-    async def _exit_early_with(self, member: Member, run: anyio.CancelScope) -> None:
-        """Score an answer. End the cluster's run if the complete ones suffice."""
-        if self._scores is None:
-            return
-        if not member.answer.logprobs and not self._scores:
-            text = "Early exit does not know how confident %s is: its engine sent no probabilities"
-            logger.warning(text, member.answer.name)
-        started = time.perf_counter()
-        async with self._scoring:
-            try:
-                quality = await self._scores.add(member.answer.written, member.answer.logprobs)
-            except Exception as error:
-                text = "No early exit for this cluster: its answers cannot be compared: %s"
-                logger.warning(text, error)
-                self._scores = None
-                return
-            if not self._undecided():
-                return  # The embedder could not be cancelled and finished too late.
-            exits = self._scores.suffice(quality)
-            seconds = time.perf_counter() - started
-            count = len(self._members)
-            self.decisions.append(Decision(len(self._scores), count, quality, exits, seconds))
-        if exits:
-            self._leave_out_the_others(run)
 
 
 def _cut_to_fit(used: Sequence[Member], room: int) -> None:
     """Complete the slots of answers, each cut to its fair share of the room."""
-    shares = fair_shares([member.tokens for member in used], room)
-    for member, share in zip(used, shares, strict=True):
-        member.record.cut_tokens = member.tokens - share
-        member.finish(cut_answer(member.answer.written, member.tokens, share))
+    lengths = [member.agent.tokens for member in used]
+    for member, length, share in zip(used, lengths, fair_shares(lengths, room), strict=True):
+        member.agent.record.cut_tokens = length - share
+        member.finish(cut_answer(member.agent.written, length, share))
+
+
+async def wait_for_several(waits: Sequence[Callable[[], Awaitable[object]]], count: int) -> None:
+    """Return when ``count`` of the calls have returned without an exception, or all have ended."""
+    left = count
+    async with anyio.create_task_group() as group:
+
+        async def run(wait: Callable[[], Awaitable[object]]) -> None:
+            nonlocal left
+            try:
+                await wait()
+            except Exception:
+                return  # Whoever reads it gets the error.
+            left -= 1
+            if left <= 0:
+                group.cancel_scope.cancel()
+
+        for wait in waits:
+            group.start_soon(run, wait)

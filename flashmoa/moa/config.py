@@ -27,9 +27,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flashmoa import FlashMoAError
-from flashmoa.moa.building import System, build_system, check_parts
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule, check_numbers
+from flashmoa.moa.building import build_system, check_parts
+from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule
 from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
+from flashmoa.moa.run import System
 from flashmoa.moa.sampling import Sampling
 from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
 
@@ -133,7 +134,6 @@ class EarlyExitConfig(_Table):
         for name, reason in without_effect.items():
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is set, but {reason}; remove it")
-        check_numbers(self.tau, self.threshold, self.min_answers)
         return self
 
     @property

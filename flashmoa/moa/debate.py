@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Unpack
 
-from flashmoa import Workflow
-from flashmoa.linking.link import Ahead
-from flashmoa.moa.agents import Model
-from flashmoa.moa.conclusion import Extract
-from flashmoa.moa.debate_runs import DebateRun, StaircaseDebateRun, WholeAnswerRun
-from flashmoa.moa.inquiry import Inquiry
-from flashmoa.moa.prompts import DebatePrompt, Question, conversation
-from flashmoa.moa.results import DebateResult
-from flashmoa.moa.sampling import needs_one_request
-from flashmoa.moa.settings import Budget, Fallback, Limits, Quorum, Steps, check_quorums
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.moa.final_answer import Extract
+from flashmoa.moa.models import Model
+from flashmoa.moa.prompts import AggregationPrompt, AnswerForms, DebatePrompt, Messages
+from flashmoa.moa.run import Settings, Slots, System
+from flashmoa.moa.settings import Quorum, Steps, check_quorums
+from flashmoa.moa.topology import Reads
 
 
-class Debate:
+class Debate(System):
     """Lets debaters answer a question in rounds (Du et al. 2023, arXiv 2305.14325).
 
     In the first round each debater answers alone. In every later round it reads the answers that
@@ -38,20 +32,14 @@ class Debate:
         staircase: settings with which debaters, and an aggregator, begin when all debaters have
             written a chunk in the round before, and continue chunk by chunk. By default they wait
             for whole answers, and so they do for parameters that need one request
-            (:meth:`needs_one_request`).
-        ahead: which part of later rounds' prompts is prefilled before their requests; for
-            comparisons.
+            (``in_one_request_for`` of the result).
         quorum: how many answers of a round suffice after some time; ``None``: all are waited for.
-        limits: how long agents may take whose models do not say it themselves. A debater that takes
-            longer is left out of the round.
-        budget: what a question may cost; ``None``: anything.
-        fallback: what answers if the aggregator fails, or no debater answers in the last round.
-        listener: called with every event. Agents are named ``ROUND.PLACE``, from 1.
+        settings: see :class:`flashmoa.moa.run.Settings`.
 
     Raises: ValueError if there are fewer than two debaters, no round, or a quorum of more debaters.
     """
 
-    def __init__(  # noqa: PLR0913 - all but three have a default
+    def __init__(
         self,
         debaters: Sequence[Model],
         rounds: int,
@@ -59,86 +47,52 @@ class Debate:
         *,
         prompt: DebatePrompt | None = None,
         staircase: Steps | None = None,
-        ahead: Ahead = "text",
         quorum: Quorum | None = None,
-        limits: Limits | None = None,
-        budget: Budget | None = None,
-        fallback: Fallback | None = None,
-        listener: Listener = ignore,
+        **settings: Unpack[Settings],
     ) -> None:
         if len(debaters) < 2:
             raise ValueError(f"a debate needs at least two debaters; there are {len(debaters)}")
         if rounds < 1:
             raise ValueError(f"a debate needs at least one round; rounds is {rounds}")
         check_quorums([quorum], [[len(debaters)]])
-        self.debaters = debaters
         self.rounds = rounds
-        self.conclusion = conclusion
-        self.prompt = prompt or DebatePrompt()
-        self.staircase = staircase
-        self.ahead: Ahead = ahead
-        self.quorum = quorum
-        self.limits = limits or Limits()
-        self.budget = budget
-        self.fallback = fallback or Fallback()
-        self.listener = contained(listener)
-
-    def needs_one_request(self, sampling: Mapping[str, Any] | None = None) -> list[str]:
-        """Return the parameters for which no agent can write its answer on a staircase.
-
-        Args:
-            sampling: the request's parameters, as of :meth:`answer`.
-
-        Returns: their names; none without ``staircase``.
-        """
-        if self.staircase is None:
-            return []
-        # Debaters of the first round write in one request anyway.
-        writers = [] if self.rounds == 1 else [*self.debaters]
-        if isinstance(self.conclusion, Model):
-            writers.append(self.conclusion.with_sampling(sampling))
+        self._prompt = prompt or DebatePrompt()
+        everyone: Reads = tuple(range(len(debaters)))
+        layers: list[Sequence[Model]] = [debaters] * rounds
+        reads: list[list[Reads]] = [[()] * len(debaters)]
+        reads += [[everyone] * len(debaters)] * (rounds - 1)
+        extract: Extract | None = None
+        if isinstance(conclusion, Model):
+            layers.append([conclusion])
+            reads.append([everyone])
         else:
-            writers += [writer.with_sampling(sampling) for writer in writers]
-        names = (name for writer in writers for name in needs_one_request(writer.sampling))
-        return list(dict.fromkeys(names))
+            extract = conclusion
+        quorums = [quorum] * rounds
+        super().__init__(layers, reads, quorums, settings, steps=staircase, extract=extract)
 
-    async def answer(
-        self, question: Question, sampling: Mapping[str, Any] | None = None
-    ) -> DebateResult:
-        """Return the debate's answer when it is complete.
+    def prompt(self, layer: int, place: int) -> AggregationPrompt:
+        """Return the aggregator's prompt, or that of a debater on a staircase."""
+        if layer == self.rounds:
+            return self._prompt.aggregation
+        return self._prompt.on_staircase(place)
 
-        Args:
-            question: a text, or messages of which the last is a user's.
-            sampling: parameters of the aggregator, or of the last round's debaters if they vote, in
-                place of their models'.
+    def forms(self, layer: int, reads: Reads) -> list[list[tuple[str, str]]]:
+        """Return an answer's forms in the prompts of its debater, and of the others."""
+        if layer == self.rounds:
+            return super().forms(layer, reads)
+        prompt = self._prompt
+        return [[("", prompt.absent), (prompt.title(place + 1), "")] for place in reads]
 
-        Raises:
-            ValueError: if the last message is not a user's.
-            MixtureFailed: if no debater could answer, or the aggregator or the last round could not
-                and ``fallback`` has no substitute.
-            Exception: if the function ``conclusion`` raises it.
-        """
-        async with self.answering(question, sampling) as run:
-            return await run.result()
+    def messages(self, question: Messages, layer: int, place: int, slots: Slots) -> Messages:
+        """Return the messages of a debater, with earlier rounds, or of the aggregator."""
+        if layer == self.rounds:
+            return super().messages(question, layer, place, slots)
+        reads = self.reads[layer][place]
+        rounds = [[AnswerForms(*forms) for forms in each[reads]] for each in slots]
+        return self._prompt.messages(question, place, rounds)
 
-    @asynccontextmanager
-    async def answering(
-        self, question: Question, sampling: Mapping[str, Any] | None = None
-    ) -> AsyncGenerator[DebateRun]:
-        """Answer a question and yield the run. Leaving the context stops every agent.
-
-        The arguments and exceptions are those of :meth:`answer`.
-        """
-        messages = conversation(question)
-        flow = Workflow(self.debaters[0].engine, ahead=self.ahead, listener=self.listener)
-        async with flow:
-            inquiry = Inquiry(flow, self.listener, self.limits, self.budget)
-            run: DebateRun
-            if self.staircase is None or self.needs_one_request(sampling):
-                run = WholeAnswerRun(self, inquiry, messages, sampling)
-            else:
-                run = StaircaseDebateRun(self, inquiry, messages, sampling, self.staircase)
-            try:
-                yield run
-            finally:
-                run.cancel()
+    def depth(self, layer: int) -> int:
+        """Return how many rounds the longest prompt has that has those of a layer's."""
+        if layer == self.rounds or self._prompt.memory == "last":
+            return 1
+        return self.rounds - 1

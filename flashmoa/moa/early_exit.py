@@ -1,19 +1,24 @@
 """Decide when complete answers suffice (``EarlyExit``), so that the other agents can be cancelled.
 
+A :class:`flashmoa.moa.cluster.Cluster` asks :class:`ScoredAnswers` after each complete answer.
+
 Faster-MoA Algorithm 1 scores the complete answers of a cluster by how confident they are and how
 much they agree. Line numbers in this module are those of the algorithm.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +27,8 @@ from flashmoa import EngineClient
 Rule = Literal["sample", "threshold"]
 # One row per token or sentence of a text, one column per feature: ``[rows, hidden]``.
 Embedding = NDArray[np.float32]
+
+logger = logging.getLogger(__name__)
 
 _TINY = 1e-12
 # The end of a sentence or of a line.
@@ -104,7 +111,12 @@ class EarlyExit:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_numbers(self.tau, self.threshold, self.min_answers)
+        if not 0 < self.tau <= 1:
+            raise ValueError(f"tau is {self.tau}; it must be above 0 and at most 1")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
+        if self.min_answers < 1:
+            raise ValueError(f"min_answers is {self.min_answers}; it must be at least 1")
 
     @classmethod
     def as_published(cls, embedder: Embedder, seed: int = 0) -> EarlyExit:
@@ -124,29 +136,44 @@ class EarlyExit:
         return rng.random() < quality.score
 
 
-def check_numbers(tau: float, threshold: float, min_answers: int) -> None:
-    """Check arguments of :class:`EarlyExit`. Raises: ValueError if one is out of its range."""
-    if not 0 < tau <= 1:
-        raise ValueError(f"tau is {tau}; it must be above 0 and at most 1")
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold is {threshold}; it must be between 0 and 1")
-    if min_answers < 1:
-        raise ValueError(f"min_answers is {min_answers}; it must be at least 1")
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Records whether a cluster continued without the agents that were still writing.
+
+    Attributes:
+        answers: number of answers that were complete.
+        of: number of agents in the cluster.
+        left: whether it continued without the others.
+        seconds: time from the answer's completion to the decision, including the waits for the
+            embedder and for the cluster's earlier decisions.
+    """
+
+    answers: int
+    of: int
+    quality: Quality
+    left: bool
+    seconds: float
 
 
 @dataclass(slots=True)
 class ScoredAnswers:
-    """Scores the complete answers of one cluster, in the order in which they were completed."""
+    """Scores the complete answers of one cluster, in the order in which they were completed.
+
+    Attributes:
+        of: number of agents in the cluster.
+        decisions: those so far, except those that were cancelled.
+    """
 
     policy: EarlyExit
     rng: random.Random
+    of: int
+    decisions: list[Decision] = field(default_factory=list[Decision])
+    _is_broken: bool = False
+    _scoring: anyio.Lock = field(default_factory=anyio.Lock)
     _confidences: list[float] = field(default_factory=list[float])
     _embeddings: list[Embedding] = field(default_factory=list[Embedding])
     # Row i has the similarities of answer i to the answers before it.
     _similarities: list[list[float]] = field(default_factory=list[list[float]])
-
-    def __len__(self) -> int:
-        return len(self._confidences)
 
     async def add(self, text: str, logprobs: Sequence[float]) -> Quality:
         """Add an answer and return the quality of all answers so far. Add one at a time.
@@ -167,9 +194,35 @@ class ScoredAnswers:
             self._confidences, self._similarities, tau=policy.tau, diagonal=policy.diagonal
         )
 
-    def suffice(self, quality: Quality) -> bool:
-        """Decide whether to continue without the other answers, as :meth:`EarlyExit.suffices`."""
-        return self.policy.suffices(quality, len(self), self.rng)
+    async def suffice_with(self, name: str, text: str, logprobs: Sequence[float]) -> bool:
+        """Add an agent's answer, and decide whether to go on without those still written.
+
+        If the embedder fails, the cluster waits for all answers.
+        """
+        if not logprobs and not self._confidences:
+            problem = (
+                "Early exit does not know how confident %s is: its engine sent no probabilities"
+            )
+            logger.warning(problem, name)
+        started = time.perf_counter()
+        async with self._scoring:
+            if self._is_broken:
+                return False
+            try:
+                quality = await self.add(text, logprobs)
+            except Exception as error:
+                self._is_broken = True
+                problem = "No early exit for this cluster: its answers cannot be compared: %s"
+                logger.warning(problem, error)
+                return False
+            # Nothing is decided if the cluster's last answer came while this one was compared.
+            await anyio.lowlevel.checkpoint()
+            exits = self.policy.suffices(quality, len(self._confidences), self.rng)
+            seconds = time.perf_counter() - started
+            self.decisions.append(
+                Decision(len(self._confidences), self.of, quality, exits, seconds)
+            )
+        return exits
 
 
 def confidence(logprobs: Sequence[float]) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from flashmoa.engine import PromptUsage
 from flashmoa.moa.settings import Order
 
 Message = Mapping[str, Any]
@@ -220,15 +218,3 @@ def cut_answer(text: str, length: int, share: int) -> str:
         return text
     # The token at which a text is cut may become two.
     return text[: len(text) * max(0, share - 1) // length]
-
-
-def count_visible(usage: PromptUsage | None, written: str, thought: str) -> int:
-    """Return an answer's length in tokens, or in characters if its engine did not count.
-
-    An engine counts what was thought, too, which nobody reads. It is left out by its share of the
-    characters.
-    """
-    if usage is None:
-        return len(written)
-    everything = len(written) + len(thought)
-    return math.ceil(usage.completion_tokens * len(written) / everything) if everything else 0

@@ -1,21 +1,44 @@
-"""Results of mixtures, staircases and debates, with the records of their agents."""
+"""Describe what a question's agents did (``Result``): their answers, costs and failures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flashmoa import FlashMoAError
-from flashmoa.engine import PromptUsage
-from flashmoa.moa.early_exit import Quality
-from flashmoa.moa.prompts import count_visible
+from flashmoa import FlashMoAError, UpstreamCancelled
+from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.moa.early_exit import Decision
 
 Status = Literal["used", "left out", "failed"]
 
 
 class MixtureFailed(FlashMoAError):
     """Raised when no answer could be made. ``__cause__`` is the error of one of the agents."""
+
+
+@contextmanager
+def raise_as_mixture_failed() -> Generator[None]:
+    """Turn an error of the agent that writes the last answer into a :class:`MixtureFailed`."""
+    try:
+        yield
+    except (MixtureFailed, UpstreamCancelled):
+        raise
+    except Exception as error:
+        raise MixtureFailed(f"the last aggregator failed: {error}") from error
+
+
+def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
+    """Return why all of some agents' requests were refused; ``None`` if not all of them were.
+
+    Args:
+        errors: the error of each agent; ``None`` if it has none.
+    """
+    causes = [error.__cause__ if isinstance(error, MixtureFailed) else error for error in errors]
+    refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
+    return refusals[-1] if refusals and len(refusals) == len(errors) else None
 
 
 @dataclass(slots=True)
@@ -80,8 +103,16 @@ class AgentAnswer:
 
     @property
     def tokens(self) -> int:
-        """Return the answer's length in tokens, as :func:`count_visible`."""
-        return count_visible(self.usage, self.text, self.thought)
+        """Return the answer's length in tokens, or in characters if its engine did not count.
+
+        An engine counts what was thought, too, which nobody reads. It is left out by its share of
+        the characters.
+        """
+        if self.usage is None:
+            return len(self.text)
+        everything = len(self.text) + len(self.thought)
+        tokens = self.usage.completion_tokens
+        return math.ceil(tokens * len(self.text) / everything) if everything else 0
 
     @property
     def is_complete(self) -> bool:
@@ -113,111 +144,14 @@ class Substitution:
 
     Attributes:
         kind: ``aggregator``: another aggregator answered; ``answer``: the best answer that there
-            was is the result.
+            was is the result, or in a vote the one of an earlier round.
         agent: the name of the agent whose answer it is, ``LAYER.PLACE``, from 1.
-        problem: why the last aggregator's answer is not used.
+        problem: why the last aggregator's answer, or the last round, is not used.
     """
 
     kind: Literal["aggregator", "answer"]
     agent: str
     problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Records whether a cluster continued without the agents that were still writing.
-
-    Attributes:
-        answers: number of answers that were complete.
-        of: number of agents in the cluster.
-        left: whether it continued without the others.
-        seconds: time from the answer's completion to the decision, including the waits for the
-            embedder and for the cluster's earlier decisions.
-    """
-
-    answers: int
-    of: int
-    quality: Quality
-    left: bool
-    seconds: float
-
-
-@dataclass(slots=True)
-class MixtureResult:
-    """The answer of a mixture, and the records of its agents and decisions.
-
-    Attributes:
-        finish_reason: the last aggregator's finish reason in OpenAI's sense.
-        layers: every agent's answer, by layer and place.
-        decisions: decisions about early exit, except those that were cancelled because the
-            cluster's last answer had arrived.
-        deciding: seconds by which decisions delayed the answer: the sum along the critical path
-            of the time from a cluster's last answer until its readers got it, for whatever reason.
-            The critical path leads from the last aggregator back through the layers, in each layer
-            through the answer that came last.
-        spending: what the question cost.
-        substitution: what took the place of the last aggregator's answer, if that failed.
-    """
-
-    text: str
-    finish_reason: str | None
-    layers: list[list[AgentAnswer]]
-    decisions: list[Decision] = field(default_factory=list[Decision])
-    deciding: float = 0.0
-    spending: Spending = Spending(0, 0)
-    substitution: Substitution | None = None
-
-    @property
-    def agents(self) -> list[AgentAnswer]:
-        """Return every agent's record."""
-        return [agent for layer in self.layers for agent in layer]
-
-    @property
-    def final(self) -> AgentAnswer:
-        """Return the record of the agent whose answer is the result."""
-        return find_author(self.agents, self.substitution) or self.layers[-1][0]
-
-
-def find_author(
-    agents: Sequence[AgentAnswer], substitution: Substitution | None
-) -> AgentAnswer | None:
-    """Return the agent that a substitution names; ``None`` without a substitution."""
-    if substitution is None:
-        return None
-    return next(agent for agent in agents if agent.name == substitution.agent)
-
-
-@dataclass(slots=True)
-class StaircaseResult:
-    """The answer of a staircase, its proposers' answers and its rounds.
-
-    Attributes:
-        finish_reason: finish reason of the answer in OpenAI's sense.
-        agents: the proposers' records, the aggregator's, and those of aggregators after it.
-        spending, substitution: as of :class:`MixtureResult`.
-        time_to_first_token: seconds from the question to the answer's first token.
-        seconds: seconds from the question to the answer's last token.
-        tokens: number of tokens that the aggregator wrote.
-        in_one_request_for: parameters for which the aggregator wrote its answer in one request,
-            from whole answers. Then there are no rounds.
-    """
-
-    text: str
-    proposals: list[str]
-    rounds: list[StaircaseRound] = field(default_factory=list[StaircaseRound])
-    time_to_first_token: float = 0.0
-    seconds: float = 0.0
-    tokens: int = 0
-    finish_reason: str | None = None
-    agents: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
-    spending: Spending = Spending(0, 0)
-    substitution: Substitution | None = None
-    in_one_request_for: Sequence[str] = ()
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the aggregator's tokens per second of ``seconds``."""
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,47 +172,51 @@ class Vote:
 
 
 @dataclass(slots=True)
-class DebateResult:
-    """The answer of a debate, and the records of its agents.
+class Result:
+    """The answer of a mixture, staircase or debate, and the records of its agents.
 
     Attributes:
-        text: the answer that won the vote, or the aggregator's.
-        finish_reason: finish reason of that answer in OpenAI's sense.
-        rounds: every answer of every round, by debater.
-        vote: the vote on the last round's answers; ``None`` if an aggregator concluded.
-        aggregate: the aggregator's answer, if one concluded.
-        more_aggregates: the answers of the aggregators that were asked after it had failed.
-        spending: as of :class:`MixtureResult`.
-        substitution: what took the place of the aggregator's answer, if that failed, or of the last
-            round's, if there was none to vote on.
+        finish_reason: finish reason of the answer in OpenAI's sense.
+        layers: every agent's answer, by layer and place; in a debate the rounds, and after them the
+            aggregator's layer. Aggregators that were asked after the last one had failed are in
+            its layer.
+        spending: what the question cost.
+        time_to_first_token: seconds from the question to the answer's first token; after a vote to
+            that of the last round.
+        seconds: seconds from the question to the answer's last token.
+        substitution: what took the place of the last aggregator's answer, if that failed.
+        vote: the vote on the last round's answers; ``None`` if an aggregator answered.
+        decisions: decisions about early exit, except those that were cancelled because the
+            cluster's last answer had arrived.
+        deciding: seconds by which decisions delayed the answer: the sum along the critical path
+            of the time from a cluster's last answer until its readers got it, for whatever reason.
+            The critical path leads from the last aggregator back through the layers, in each layer
+            through the answer that came last.
         in_one_request_for: on a staircase, parameters for which every agent wrote its answer in one
             request, from whole answers.
     """
 
     text: str
     finish_reason: str | None
-    rounds: list[list[AgentAnswer]]
-    vote: Vote | None = None
-    aggregate: AgentAnswer | None = None
-    more_aggregates: list[AgentAnswer] = field(default_factory=list[AgentAnswer])
+    layers: list[list[AgentAnswer]]
     spending: Spending = Spending(0, 0)
+    time_to_first_token: float = 0.0
+    seconds: float = 0.0
     substitution: Substitution | None = None
+    vote: Vote | None = None
+    decisions: list[Decision] = field(default_factory=list[Decision])
+    deciding: float = 0.0
     in_one_request_for: Sequence[str] = ()
 
     @property
     def agents(self) -> list[AgentAnswer]:
         """Return every agent's record."""
-        aggregates = [] if self.aggregate is None else [self.aggregate]
-        debaters = [agent for round_ in self.rounds for agent in round_]
-        return [*debaters, *aggregates, *self.more_aggregates]
+        return [agent for layer in self.layers for agent in layer]
 
     @property
-    def time_to_first_token(self) -> float | None:
-        """Return the seconds from the first request to the answer's first token.
-
-        After a vote, it is the first token of the last round.
-        """
-        last = self.rounds[-1] if self.aggregate is None else [self.aggregate]
-        starts = [record.started for record in self.rounds[0] if record.started is not None]
-        first = [record.first_token for record in last if record.first_token is not None]
-        return min(first) - min(starts) if first and starts else None
+    def final(self) -> AgentAnswer:
+        """Return the record of the agent whose answer is the result."""
+        if self.substitution is not None:
+            name = self.substitution.agent
+            return next(agent for agent in self.agents if agent.name == name)
+        return self.layers[-1][0 if self.vote is None else self.vote.place]

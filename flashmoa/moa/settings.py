@@ -1,13 +1,10 @@
-"""Define the settings of mixtures, staircases and debates: limits, quorum, budget, chunks, ..."""
+"""Define the settings of mixtures, staircases and debates: limits, quorum, budget, steps"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from flashmoa.moa.agents import Model
+from typing import Literal
 
 Order = Literal["contiguous", "rounds"]
 # The assumed length of a token where no engine has counted. Chunks are always cut by it, so that
@@ -106,20 +103,6 @@ class Budget:
             raise ValueError(
                 f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """What answers if the last aggregator fails.
-
-    Attributes:
-        models: other last aggregators, asked in turn. They read the answers of the last layer that
-            has any, and continue what the aggregator has written.
-        best_answer: whether the best of these answers is the result if no aggregator could answer.
-    """
-
-    models: Sequence[Model] = ()
-    best_answer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,34 +101,22 @@ class Topology:
         """Return the number of agents of each layer."""
         return tuple(len(layer) for layer in self.layers)
 
-    def readers(self, layer: int, place: int) -> tuple[int, ...]:
-        """Return the agents that read an agent, by their places in the next layer."""
-        if layer + 1 == len(self.layers):
-            return ()
-        after = self.layers[layer + 1]
-        return tuple(reader for reader, reads in enumerate(after) if place in reads)
 
-    def largest_cluster(self, layer: int, place: int) -> int:
-        """Return how many agents are read together at most, of whom an agent is one."""
-        clusters = [self.layers[layer + 1][reader] for reader in self.readers(layer, place)]
-        return max(map(len, clusters), default=0)
+def critical_path(
+    reads: Sequence[Sequence[Reads]], last: Callable[[ClusterKey], int]
+) -> list[ClusterKey]:
+    """Return the clusters that the answer waited for, from the last aggregator's back.
 
-    def cluster_sizes(self) -> list[list[int]]:
-        """Return the sizes of the clusters of each layer but the last."""
-        return [[len(reads) for reads in layer] for layer in self.layers[1:]]
-
-    def critical_path(self, last: Callable[[ClusterKey], int]) -> list[ClusterKey]:
-        """Return the clusters that the answer waited for, from the last aggregator's back.
-
-        Args:
-            last: returns the place of the agent that a cluster waited for longest.
-        """
-        path: list[ClusterKey] = []
-        place = 0
-        for layer in range(len(self.layers) - 1, 0, -1):
-            path.append((layer, self.layers[layer][place]))
-            place = last(path[-1])
-        return path
+    Args:
+        reads: for each agent of each layer, the agents that it reads.
+        last: returns the place of the agent that a cluster waited for longest.
+    """
+    path: list[ClusterKey] = []
+    place = 0
+    for layer in range(len(reads) - 1, 0, -1):
+        path.append((layer, reads[layer][place]))
+        place = last(path[-1])
+    return path
 
 
 def _make_clusters(sizes: Sequence[int]) -> Layer:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, MixtureResult, Topology
+from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, Result, Topology
 from flashmoa.moa.prompts import Layout
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
@@ -218,7 +218,7 @@ class Asker:
 
 
 def _describe(
-    way: LatencyWay, script: QuestionScript, result: MixtureResult, began: float, ended: float
+    way: LatencyWay, script: QuestionScript, result: Result, began: float, ended: float
 ) -> dict[str, Any]:
     """Return the fields of an answer that its result has."""
     sizes = {
@@ -248,7 +248,7 @@ def _describe(
     }
 
 
-def _second_layer_seconds(way: LatencyWay, result: MixtureResult) -> float:
+def _second_layer_seconds(way: LatencyWay, result: Result) -> float:
     """Return the mean time of the second layer's agents, after the end of what they read."""
     reads = Topology.parse(way.topology).layers[1]
     spans: list[float] = []

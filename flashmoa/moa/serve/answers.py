@@ -10,28 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flashmoa.engine import PromptUsage, RequestRefused
-from flashmoa.moa.results import (
-    AgentAnswer,
-    DebateResult,
-    MixtureFailed,
-    MixtureResult,
-    StaircaseResult,
-)
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Result
 from flashmoa.moa.serve.chat_requests import ChatRequestRefused
 
-SystemResult = MixtureResult | StaircaseResult | DebateResult
-
 _AGENT_FIELDS = ("name", "layer", "place", "model", "status", "cut_tokens")
-
-
-def answering_agent(result: SystemResult) -> AgentAnswer:
-    """Return the agent whose answer is the result's."""
-    if result.substitution is not None:
-        name = result.substitution.agent
-        return next(agent for agent in result.agents if agent.name == name)
-    if isinstance(result, DebateResult) and result.vote is not None:
-        return result.rounds[-1][result.vote.place]
-    return result.agents[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +31,7 @@ class Completion:
     identity: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, result: SystemResult) -> dict[str, Any]:
+    def whole(self, result: Result) -> dict[str, Any]:
         """Return a whole answer."""
         message = {"role": "assistant", "content": result.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": _reason(result)}
@@ -65,7 +47,7 @@ class Completion:
         choice = {"index": 0, "delta": delta, "finish_reason": None}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
-    def last_chunks(self, result: SystemResult, *, has_usage: bool) -> list[dict[str, Any]]:
+    def last_chunks(self, result: Result, *, has_usage: bool) -> list[dict[str, Any]]:
         """Return the chunks after the text: the finish reason, and the usage if asked for."""
         last = self.chunk({})
         last["choices"][0]["finish_reason"] = _reason(result)
@@ -81,13 +63,13 @@ class Completion:
         }  # fmt: skip
 
 
-def _reason(result: SystemResult) -> str:
+def _reason(result: Result) -> str:
     return result.finish_reason or "stop"
 
 
-def count_usage(result: SystemResult) -> dict[str, Any]:
+def count_usage(result: Result) -> dict[str, Any]:
     """Return the usage of the agent that wrote the answer, as OpenAI's API counts it."""
-    usage = answering_agent(result).usage
+    usage = result.final.usage
     return _count(usage or PromptUsage(prompt_tokens=0, completion_tokens=0))
 
 
@@ -100,7 +82,7 @@ def _count(usage: PromptUsage) -> dict[str, Any]:
     }
 
 
-def describe_agents(result: SystemResult, engines: Mapping[str, str]) -> dict[str, Any]:
+def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any]:
     """Return what all agents did, and what the question has cost.
 
     Args: engines: see :func:`without_urls`.
@@ -108,14 +90,9 @@ def describe_agents(result: SystemResult, engines: Mapping[str, str]) -> dict[st
     substitution = None if result.substitution is None else asdict(result.substitution)
     if substitution is not None:
         substitution["problem"] = without_urls(substitution["problem"], engines)
-    parts = (
-        {}
-        if isinstance(result, MixtureResult)
-        else {"in_one_request_for": [*result.in_one_request_for]}
-    )
     return {
         **asdict(result.spending),
-        **parts,
+        "in_one_request_for": [*result.in_one_request_for],
         "substitution": substitution,
         "agents": [_describe_agent(agent, engines) for agent in result.agents],
     }

@@ -20,7 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
 from flashmoa.moa.config import MixtureConfig
-from flashmoa.moa.serve.answers import Completion, SystemResult, error_body
+from flashmoa.moa.results import Result
+from flashmoa.moa.run import Run
+from flashmoa.moa.serve.answers import Completion, error_body
 from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused, parse_object
 from flashmoa.moa.serve.event_stream import sending_events
 from flashmoa.moa.serve.metrics import ServeMetrics
@@ -221,13 +223,13 @@ class _ChatCompletions:
             self._metrics.count_ending(system.name, question.ending)
 
     @asynccontextmanager
-    async def _answering(self, question: _Question) -> AsyncGenerator[Any]:
+    async def _answering(self, question: _Question) -> AsyncGenerator[Run]:
         """Yield the run of a question, and count its tokens however it ends."""
         async with question.system.answering(question.chat) as run:
             try:
                 yield run
             finally:
-                self._metrics.count_tokens(question.system.name, run.inquiry.calls)
+                self._metrics.count_tokens(question.system.name, run.agents)
 
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
         """Send the answer when it is complete."""
@@ -265,7 +267,7 @@ class _ChatCompletions:
             for body in completion.last_chunks(result, has_usage=chat.includes_usage):
                 await stream.event(body)
 
-    def _finish(self, question: _Question, result: SystemResult) -> None:
+    def _finish(self, question: _Question, result: Result) -> None:
         question.ending = "answered"
         self._metrics.observe_result(question.system.name, result, question.seconds)
 

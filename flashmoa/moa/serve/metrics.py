@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from flashmoa.moa.calls import AgentCall
-from flashmoa.moa.serve.answers import SystemResult
+from flashmoa.moa.agent import Agent
+from flashmoa.moa.results import Result
 
 # In seconds. A question takes as long as several answers after each other.
 _BUCKETS = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
@@ -63,7 +63,7 @@ class ServeMetrics:
         """Record the seconds from a question to its answer's first token."""
         self._first_token.labels(model).observe(seconds)
 
-    def observe_result(self, model: str, result: SystemResult, seconds: float) -> None:
+    def observe_result(self, model: str, result: Result, seconds: float) -> None:
         """Record an answer's seconds, and what its agents did."""
         self._seconds.labels(model).observe(seconds)
         if result.substitution is not None:
@@ -71,9 +71,9 @@ class ServeMetrics:
         for agent in result.agents:
             self._agents.labels(model, agent.model, agent.status).inc()
 
-    def count_tokens(self, model: str, calls: Sequence[AgentCall]) -> None:
+    def count_tokens(self, model: str, agents: Sequence[Agent]) -> None:
         """Count what the agents of a question have spent; estimated if an engine did not say."""
-        for call in calls:
-            spent, agent_model = call.spent(), call.model.model
+        for agent in agents:
+            spent, agent_model = agent.spent(), agent.model.model
             self._tokens.labels(model, agent_model, "prompt").inc(spent.prompt_tokens)
             self._tokens.labels(model, agent_model, "completion").inc(spent.completion_tokens)

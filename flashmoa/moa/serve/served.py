@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from flashmoa.engine.connections import engine_url
-from flashmoa.moa.building import System
 from flashmoa.moa.config import MixtureConfig
+from flashmoa.moa.run import Run, System
 from flashmoa.moa.serve.chat_requests import ChatQuestion
 
 
@@ -38,7 +37,7 @@ class ServedSystem:
         engines = {url: f"engine {number}" for number, url in enumerate(_list_urls(config), 1)}
         return cls(config.name, system, engines)
 
-    def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Any]:
+    def answering(self, chat: ChatQuestion) -> AbstractAsyncContextManager[Run]:
         """Answer a question, as the system's own method."""
         return self.system.answering(chat.messages, chat.parameters)
 

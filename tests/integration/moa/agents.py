@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashmoa.engine import EngineClient
-from flashmoa.moa import DebateResult, Model
+from flashmoa.moa import Model, Result
 
 QUESTION = "How many days does one need in Kathmandu, and what for?"
 
@@ -28,6 +28,6 @@ def first_letter(answer: str) -> str | None:
     return answer.strip()[:1] or None
 
 
-def answers_by_round(result: DebateResult) -> list[list[str]]:
+def answers_by_round(result: Result) -> list[list[str]]:
     """Return the answers of each round, by debater."""
-    return [[answer.text for answer in round_] for round_ in result.rounds]
+    return [[answer.text for answer in round_] for round_ in result.layers]

@@ -11,7 +11,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, DebateResult, Fallback, MixtureFailed, Model
+from flashmoa.moa import Debate, DebatePrompt, Fallback, MixtureFailed, Model, Result
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import wait_until_idle
@@ -30,7 +30,7 @@ def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any
 async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
     ways: list[Ahead] = ["nothing", "text"]
     events: list[Event] = []
-    results: list[DebateResult] = []
+    results: list[Result] = []
     for ahead in ways:
         for engine in pair:
             await engine.flush_cache()
@@ -40,13 +40,13 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
     unlinked, linked = results
     assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
     assert linked.vote is not None
-    assert linked.text == linked.rounds[-1][linked.vote.place].text != ""
-    assert linked.vote.ballots == tuple(first_letter(answer.text) for answer in linked.rounds[-1])
-    usages = [answer.usage for round_ in linked.rounds for answer in round_]
+    assert linked.text == linked.layers[-1][linked.vote.place].text != ""
+    assert linked.vote.ballots == tuple(first_letter(answer.text) for answer in linked.layers[-1])
+    usages = [answer.usage for round_ in linked.layers for answer in round_]
     streams = [usage.prompt_stream for usage in usages if usage]
     statuses = [use.status for use in streams if use is not None]
     assert statuses.count("hit") >= 3 and set(statuses) == {"hit"}
-    for before, after in pairwise(linked.rounds):
+    for before, after in pairwise(linked.layers):
         for answer in after:
             assert answer.started and answer.first_token and answer.finished
             assert answer.status == "used"
@@ -64,8 +64,8 @@ async def test_aggregator_concludes_and_streams_its_answer(
         pieces = [piece async for piece in debating]
         result = await debating.result()
     assert len(pieces) > 1 and "".join(pieces) == result.text
-    assert result.aggregate is not None and result.aggregate.text == result.text
-    assert result.vote is None and len(result.rounds) == 3
+    assert result.final.text == result.text and result.final.name == "4.1"
+    assert result.vote is None and len(result.layers) == 4
 
 
 async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
@@ -73,13 +73,13 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
     failing = agent(small, 2, max_tokens=-1)
     three = Debate([agent(small, 1), failing, agent(small, 3)], 2, first_letter, prompt=PROMPT)
     result = await three.answer(QUESTION)
-    for round_ in result.rounds:
+    for round_ in result.layers:
         assert [answer.status for answer in round_] == ["used", "failed", "used"]
         assert round_[1].problem
     assert result.vote is not None and result.vote.ballots[1] is None
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await Debate([failing, failing], 2, first_letter).answer(QUESTION)
-    with pytest.raises(MixtureFailed, match="the aggregator failed"):
+    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
         await debate(pair, failing, fallback=Fallback(best_answer=False)).answer(QUESTION)
     await wait_until_idle(small)
 
@@ -115,5 +115,5 @@ async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
     result = await two.answer(QUESTION)
     # A prompt has two rounds, so that each may take half of the room.
     assert set(answer_counts) == {4}
-    cut = [[answer.cut_tokens for answer in round_] for round_ in result.rounds]
+    cut = [[answer.cut_tokens for answer in round_] for round_ in result.layers]
     assert cut == [[40 - 18, 0], [40 - 18, 0], [0, 0]]

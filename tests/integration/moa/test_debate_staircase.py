@@ -9,7 +9,7 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, DebateResult, Fallback, MixtureFailed, Steps
+from flashmoa.moa import Debate, DebatePrompt, Fallback, MixtureFailed, Result, Steps
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import wait_until_idle
 
@@ -26,7 +26,7 @@ def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any
 
 async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
     ways: list[Ahead] = ["nothing", "text"]
-    results: list[DebateResult] = []
+    results: list[Result] = []
     for ahead in ways:
         for engine in pair:
             await engine.flush_cache()
@@ -34,9 +34,9 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
     unlinked, linked = results
     assert answers_by_round(unlinked) == answers_by_round(linked)
     assert linked.vote is not None and linked.vote.ballots[0] is not None
-    assert linked.text == linked.rounds[-1][linked.vote.place].text
-    assert linked.time_to_first_token is not None
-    for number, round_ in enumerate(linked.rounds):
+    assert linked.text == linked.layers[-1][linked.vote.place].text
+    assert 0 < linked.time_to_first_token < linked.seconds
+    for number, round_ in enumerate(linked.layers):
         for answer in round_:
             assert answer.status == "used"
             assert answer.usage and answer.usage.completion_tokens == 24
@@ -56,8 +56,8 @@ async def test_aggregator_writes_along_with_debaters(
         pieces = [piece async for piece in debating]
         result = await debating.result()
     assert len(pieces) > 1 and "".join(pieces) == result.text
-    assert result.aggregate is not None and len(result.aggregate.steps) == 2
-    assert result.aggregate.first_token is not None and result.finish_reason == "length"
+    assert len(result.final.steps) == 2
+    assert result.final.first_token is not None and result.finish_reason == "length"
 
 
 async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
@@ -67,12 +67,12 @@ async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient
         [agent(small, 1, max_tokens=24), failing], 2, first_letter, prompt=PROMPT, staircase=Steps()
     )
     result = await two.answer(QUESTION)
-    for round_ in result.rounds:
+    for round_ in result.layers:
         assert [answer.status for answer in round_] == ["used", "failed"] and round_[1].problem
     assert result.vote is not None and result.vote.ballots[1] is None
     with pytest.raises(MixtureFailed, match="no agent answered"):
         await Debate([failing, failing], 2, first_letter, staircase=Steps()).answer(QUESTION)
-    with pytest.raises(MixtureFailed, match="the aggregator failed"):
+    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
         async with EngineClient("http://127.0.0.1:9") as nowhere:
             strict = Fallback(best_answer=False)
             await debate(pair, agent(nowhere), fallback=strict).answer(QUESTION)

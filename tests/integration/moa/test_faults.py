@@ -170,7 +170,7 @@ async def test_quorum_goes_on_without_a_hanging_agent(
     statuses = ["used", "left out", "used"]
     with anyio.fail_after(60):
         assert [one.status for one in (await mixture.answer(QUESTION)).layers[0]] == statuses
-        for round_ in (await debate.answer(QUESTION)).rounds:
+        for round_ in (await debate.answer(QUESTION)).layers[:2]:
             assert [one.status for one in round_] == statuses
         result = await staircase.answer(QUESTION)
     assert [one.status for one in result.agents] == [*statuses, "used"]
@@ -198,5 +198,5 @@ async def test_vote_goes_back_to_the_last_round_with_answers(
     debaters = [replace(model, limits=Limits(answer_seconds=1.0), role="") for model in debaters]
     result = await Debate(debaters, 2, first_letter).answer("Why?")
     assert result.vote is not None and result.text
-    assert [one.status for one in result.rounds[1]] == ["failed"] * 2
+    assert [one.status for one in result.layers[1]] == ["failed"] * 2
     assert result.substitution is not None and result.substitution.agent == "1.1"

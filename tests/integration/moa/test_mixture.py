@@ -20,8 +20,8 @@ from flashmoa.moa import (
     Limits,
     MixtureFailed,
     MixtureOfAgents,
-    MixtureResult,
     Model,
+    Result,
 )
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import Event, LinkClosed
@@ -47,7 +47,7 @@ def tree(pair: tuple[EngineClient, EngineClient], **more: Any) -> MixtureOfAgent
     return MixtureOfAgents(layers, **{"prompt": PROMPT, **more})
 
 
-def answers_by_layer(result: MixtureResult) -> list[list[str]]:
+def answers_by_layer(result: Result) -> list[list[str]]:
     """Return the answers of each layer, none of which has failed."""
     assert [agent.problem for agent in result.agents if agent.problem] == []
     return [[answer.text for answer in layer] for layer in result.layers]

@@ -89,7 +89,7 @@ async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI, name: st
     assert json.loads("".join(pieces)) == {"a": "b"}
     for body in (whole, chunks[-1]):
         in_one_request_for = extra(body).get("in_one_request_for")
-        assert in_one_request_for == (["response_format"] if name == "stairs" else None)
+        assert in_one_request_for == (["response_format"] if name == "stairs" else [])
 
 
 @pytest.mark.parametrize("system", ["three", "stairs"])

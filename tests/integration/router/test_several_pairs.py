@@ -17,7 +17,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, MixtureOfAgents, MixtureResult, Model
+from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Result
 from tests.conftest import GUIDE, ROOT
 from tests.integration.engine_costs import known_costs
 from tests.integration.moa.agents import QUESTION
@@ -41,7 +41,7 @@ PLAN, BEFORE, AFTER = 160, 300, 20
 class Expected:
     """What plain engines answer: a mixture, and an agent on each that reads the first's plan."""
 
-    mixture: MixtureResult
+    mixture: Result
     plan: dict[str, Any]
     critics: dict[str, str]
 
@@ -170,7 +170,7 @@ async def test_mixture_over_three_pairs_equals_one_over_plain_engines(
             await wait_until_idle(prefill)
 
 
-def texts_by_layer(result: MixtureResult) -> list[list[str]]:
+def texts_by_layer(result: Result) -> list[list[str]]:
     return [[agent.text for agent in layer] for layer in result.layers]
 
 

@@ -8,18 +8,18 @@ import pytest
 
 from flashmoa.engine import EngineClient, PromptUsage, RequestRefused
 from flashmoa.moa import (
+    AgentAnswer,
     AggregationPrompt,
     Debate,
     Fallback,
     Limits,
     MixtureFailed,
     MixtureOfAgents,
-    MixtureResult,
     Model,
+    Result,
     Staircase,
     Steps,
 )
-from flashmoa.moa.cluster import Member
 from flashmoa.moa.serve.answers import error_body
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
@@ -40,7 +40,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-async def ask(first: str, backup: str, **more: Any) -> MixtureResult:
+async def ask(first: str, backup: str, **more: Any) -> Result:
     """Ask a mixture whose last agent writes one script, and its backup another."""
     async with (
         scripted_engine({"m": SCRIPTS[first], "whole": SCRIPTS["whole"]}) as (_, client),
@@ -79,21 +79,14 @@ async def test_an_answer_with_a_grammar_is_not_continued(form: dict[str, Any]) -
     assert plain.text == "It is 18." and plain.substitution is None
 
 
-class _Written:
-    """An answer of two words after a thought of eight characters."""
-
-    written, thought = "It is 18", "x" * 8
-    usage = PromptUsage(prompt_tokens=5, completion_tokens=100)
-
-
 def test_an_answers_length_is_without_its_thought() -> None:
-    answer: Any = _Written()
-    record: Any = None
-    assert Member(answer, record, []).tokens == 50
+    usage = PromptUsage(prompt_tokens=5, completion_tokens=100)
+    answer = AgentAnswer(0, 0, "m", text="It is 18", thought="x" * 8, usage=usage)
+    assert answer.tokens == 50
     answer.thought = ""
-    assert Member(answer, record, []).tokens == 100
-    answer.written = ""
-    assert Member(answer, record, []).tokens == 0
+    assert answer.tokens == 100
+    answer.text = ""
+    assert answer.tokens == 0
 
 
 JSON = {"response_format": {"type": "json_object"}}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any, cast
 
 import anyio
 import numpy as np
 import pytest
 
-from flashmoa import Answer, Text
+from flashmoa import EngineClient, Text
+from flashmoa.moa import Model
 from flashmoa.moa import cluster as cluster_module
+from flashmoa.moa.agent import Agent, Inquiry
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member
 from flashmoa.moa.early_exit import EarlyExit, Embedding, ScoredAnswers
-from flashmoa.moa.results import AgentAnswer
 from flashmoa.moa.settings import Quorum
 
 pytestmark = pytest.mark.anyio
@@ -50,13 +52,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def members(*texts: str | None) -> list[Member]:
     """Return a member for each answer; an answer of ``None`` is never written."""
     result: list[Member] = []
+    inquiry = Inquiry(cast("Any", None))
     for place, text in enumerate(texts):
-        answer = Answer(f"1.{place + 1}")
+        agent = Agent(inquiry, 0, place, Model(EngineClient("http://127.0.0.1:9")))
         if text is not None:
-            answer.write(text)
-            answer.close()
-        record = AgentAnswer(0, place, "model", "http://engine")
-        result.append(Member(answer, record, [AnswerSlot(Text(f"slot {place}"))]))
+            agent.write(text)
+            agent.close()
+        result.append(Member(agent, [AnswerSlot(Text(f"slot {place}"))]))
     return result
 
 
@@ -66,10 +68,8 @@ async def run_cluster(
     async def unlimited() -> None:
         return None
 
-    scores = ScoredAnswers(policy, random.Random(0)) if policy is not None else None
-    cluster = Cluster(
-        agents, room=unlimited, scores=scores, quorum=quorum, leave=lambda _member: None
-    )
+    scores = ScoredAnswers(policy, random.Random(0), len(agents)) if policy is not None else None
+    cluster = Cluster(agents, unlimited, scores, quorum)
     await cluster.run()
     return cluster
 
@@ -80,7 +80,7 @@ async def test_deciding_counts_the_wait_for_earlier_decisions(clock: Clock) -> N
     # The second answer was complete at once, but was scored after the first.
     assert [decision.seconds for decision in cluster.decisions] == [2, 4]
     assert cluster.deciding == 4
-    assert cluster.last.record.place == 1
+    assert cluster.last.agent.record.place == 1
 
 
 async def test_cluster_without_early_exit_makes_no_decisions(clock: Clock) -> None:
@@ -106,7 +106,7 @@ async def test_pending_decision_is_cancelled_when_all_answers_are_complete() -> 
 async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> None:
     agents = members("one", None, None)
     for member in agents[1:]:
-        member.answer.fail(RuntimeError("gone"))
+        member.agent.fail(RuntimeError("gone"))
     with anyio.fail_after(10):
         await run_cluster(agents, EarlyExit(EndlessEmbedder()))
     assert [member.used for member in agents] == [True, False, False]
@@ -116,7 +116,7 @@ async def test_a_pending_decision_does_not_keep_the_next_answer_from_streaming()
     agents = members("one", None, None)
     async with anyio.create_task_group() as group:
         group.start_soon(run_cluster, agents, EarlyExit(EndlessEmbedder()))
-        agents[1].answer.write("two")
+        agents[1].agent.write("two")
         await anyio.wait_all_tasks_blocked()
         assert agents[0].slots[0].text.is_complete
         assert agents[1].slots[0].text.written == "two"
@@ -125,23 +125,23 @@ async def test_a_pending_decision_does_not_keep_the_next_answer_from_streaming()
 
 async def test_quorum_leaves_out_the_others_once_its_time_is_over() -> None:
     agents = members("one", "two", None)
-    agents[0].asked.set()
+    agents[0].agent.asked.set()
     with anyio.fail_after(10):
         await run_cluster(agents, None, Quorum(2, 0.0))
     assert [member.used for member in agents] == [True, True, False]
     assert await agents[2].slots[0].text == ""
-    assert not agents[2].record.problem
+    assert not agents[2].agent.record.problem
 
 
 async def test_quorum_waits_until_enough_answers_are_complete() -> None:
     agents = members("one", None, None)
-    agents[2].asked.set()
+    agents[2].agent.asked.set()
     async with anyio.create_task_group() as group:
         group.start_soon(run_cluster, agents, None, Quorum(2, 0.0))
         await anyio.wait_all_tasks_blocked()
         assert [member.used for member in agents] == [True, None, None]
-        agents[1].answer.write("two")
-        agents[1].answer.close()
+        agents[1].agent.write("two")
+        agents[1].agent.close()
     assert [member.used for member in agents] == [True, True, False]
 
 
@@ -151,14 +151,14 @@ async def test_answers_are_copied_before_their_room_is_known() -> None:
     async def room() -> None:
         await known.wait()
 
-    cluster = Cluster(agents, room=room, leave=lambda _member: None)
+    cluster = Cluster(agents, room=room)
     async with anyio.create_task_group() as group:
         group.start_soon(cluster.run)
-        agents[1].answer.write("two")
+        agents[1].agent.write("two")
         await anyio.wait_all_tasks_blocked()
         assert [member.slots[0].text.written for member in agents] == ["one", "two"]
         assert not any(member.slots[0].text.is_over for member in agents)
-        agents[1].answer.close()
+        agents[1].agent.close()
         known.set()
     assert all(member.slots[0].text.is_complete for member in agents)
 
@@ -168,7 +168,7 @@ async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room(
 ) -> None:
     monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.01)
     agents = members("one", "two")
-    cluster = Cluster(agents, room=anyio.sleep_forever, leave=lambda _member: None)
+    cluster = Cluster(agents, room=anyio.sleep_forever)
     with anyio.fail_after(10):
         await cluster.run()
     assert [await member.slots[0].text for member in agents] == ["one", "two"]

@@ -16,8 +16,8 @@ from flashmoa.moa import (
     Staircase,
     Steps,
 )
-from flashmoa.moa.building import System
 from flashmoa.moa.config import ConfigError
+from flashmoa.moa.run import System
 from flashmoa.moa.serve.config_file import read_file
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     first, second = mixture.prompts
     assert (first.instruction, first.heading, first.closing) == ("Judge:", "\n{number}) ", "\nEnd.")
     assert (second.instruction, second.closing) == ("Weigh:", "")
-    proposer = mixture.models[0][0]
+    proposer = mixture.layers[0][0]
     assert proposer.role == "You doubt."
     assert proposer.limits == Limits(stall_seconds=5)
     assert proposer.sampling == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 64, "seed": 7}
@@ -94,7 +94,7 @@ async def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -
     mixture = await build(tmp_path, MIXTURE)
     assert isinstance(mixture, MixtureOfAgents)
     urls = [
-        [engine.url for engine in (agent.engine, *agent.backups)] for agent in mixture.models[0]
+        [engine.url for engine in (agent.engine, *agent.backups)] for agent in mixture.layers[0]
     ]
     assert urls == [["http://a", "http://b"], ["http://b", "http://a"], ["http://a", "http://b"]]
 
@@ -105,17 +105,18 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     steps = '[staircase]\norder = "contiguous"\nfirst = 4\nlargest = 32\n'
     staircase = await build(tmp_path, f'kind = "staircase"\n{steps}{layers}{last}')
     assert isinstance(staircase, Staircase)
-    assert staircase.steps == Steps(4, 2.0, 32, "contiguous") and len(staircase.proposers) == 2
-    assert staircase.prompt.layout == "question-first"
+    assert staircase.steps == Steps(4, 2.0, 32, "contiguous")
+    assert [len(layer) for layer in staircase.layers] == [2, 1]
+    assert staircase.prompt(1, 0).layout == "question-first"
     debate = await build(
         tmp_path, f"kind = \"debate\"\n[debate]\nrounds = 3\nballot = '\\((\\d+)\\)'\n{layers}"
     )
-    assert isinstance(debate, Debate) and debate.rounds == 3 and debate.staircase is None
-    assert callable(debate.conclusion)
-    assert [debate.conclusion(text) for text in ("(1) and (23).", "4")] == ["23", None]
+    assert isinstance(debate, Debate) and debate.rounds == 3 and debate.steps is None
+    assert debate.extract is not None
+    assert [debate.extract(text) for text in ("(1) and (23).", "4")] == ["23", None]
     debate = await build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
-    assert isinstance(debate, Debate) and debate.staircase is not None
-    assert not callable(debate.conclusion)
+    assert isinstance(debate, Debate) and debate.steps is not None
+    assert debate.extract is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import Debate, DebatePrompt, Model, Quorum, Steps
-from flashmoa.moa.conclusion import vote
+from flashmoa.moa.final_answer import vote
 from flashmoa.moa.prompts import AnswerForms
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
@@ -81,20 +81,20 @@ def test_winner_has_the_highest_count(answers: list[str]) -> None:
         assert outcome.winner == most_common[0] == answers[outcome.place]
 
 
-def test_debate_on_a_staircase_says_for_what_it_needs_one_request() -> None:
+def test_debate_on_a_staircase_says_for_what_it_in_one_request_for() -> None:
     plain = Model(EngineClient("http://127.0.0.1:9"))
     strict = plain.with_sampling({"regex": "[0-9]"})
     form = {"response_format": {"type": "json_object"}, "min_tokens": 0, "stop": ["."]}
     steps = Steps()
     votes = Debate([plain, plain], 2, last_number, staircase=steps)
-    assert votes.needs_one_request() == []
-    assert votes.needs_one_request(form) == ["response_format"]
-    assert Debate([strict, plain], 2, plain, staircase=steps).needs_one_request() == ["regex"]
-    assert Debate([plain, plain], 2, strict, staircase=steps).needs_one_request() == ["regex"]
+    assert votes.in_one_request_for() == []
+    assert votes.in_one_request_for(form) == ["response_format"]
+    assert Debate([strict, plain], 2, plain, staircase=steps).in_one_request_for() == ["regex"]
+    assert Debate([plain, plain], 2, strict, staircase=steps).in_one_request_for() == ["regex"]
     # The first round is written in one request in any case, and so is all of a usual debate.
     alone = Debate([strict, plain], 1, last_number, staircase=steps)
-    assert alone.needs_one_request(form) == []
-    assert Debate([strict, plain], 2, last_number).needs_one_request(form) == []
+    assert alone.in_one_request_for(form) == []
+    assert Debate([strict, plain], 2, last_number).in_one_request_for(form) == []
 
 
 def test_debate_needs_two_debaters_and_a_round() -> None:
@@ -118,7 +118,7 @@ async def test_vote_waits_for_a_quorum_of_the_last_round(staircase: Steps | None
             result = await debate.answer("What is 2 + 2?")
     assert result.text == "It is 4." and result.vote is not None
     assert result.vote.ballots == ("4", None, "4")
-    assert [answer.status for answer in result.rounds[-1]] == ["used", "left out", "used"]
+    assert [answer.status for answer in result.layers[-1]] == ["used", "left out", "used"]
 
 
 @pytest.mark.anyio

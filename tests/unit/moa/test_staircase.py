@@ -26,13 +26,13 @@ class RecordedRequests:
             monkeypatch.setattr(
                 PendingRequest, name, self._recording(getattr(PendingRequest, name))
             )
-        expect = Workflow.expect
+        announce = Workflow.announce
 
-        async def record(*arguments: Any, **more: Any) -> PendingRequest[Any]:
-            self.announced.append(await expect(*arguments, **more))
+        def record(*arguments: Any, **more: Any) -> PendingRequest[Any]:
+            self.announced.append(announce(*arguments, **more))
             return self.announced[-1]
 
-        monkeypatch.setattr(Workflow, "expect", record)
+        monkeypatch.setattr(Workflow, "announce", record)
 
     def _recording(self, method: Any) -> Any:
         def record(pending: PendingRequest[Any]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.topology import Topology
+from flashmoa.moa.topology import Topology, critical_path
 
 
 def test_tree_and_all_to_all_are_those_of_the_paper() -> None:
@@ -14,8 +14,6 @@ def test_tree_and_all_to_all_are_those_of_the_paper() -> None:
     assert tree.widths == (9, 3, 1) and dense.widths == (9, 9, 1)
     assert tree.layers[1] == ((0, 1, 2), (3, 4, 5), (6, 7, 8)) and tree.layers[2] == ((0, 1, 2),)
     assert set(dense.layers[1]) == {tuple(range(9))}
-    assert tree.readers(0, 4) == (1,) and dense.readers(0, 4) == tuple(range(9))
-    assert tree.readers(1, 2) == (0,) and tree.readers(2, 0) == ()
 
 
 def test_clusters_may_differ_in_size() -> None:
@@ -27,16 +25,15 @@ def test_clusters_may_differ_in_size() -> None:
 def test_critical_path_follows_the_last_answer_of_each_cluster() -> None:
     tree = Topology.parse("9-3-1")
     last = {(2, (0, 1, 2)): 1, (1, (3, 4, 5)): 5}
-    assert tree.critical_path(last.__getitem__) == [(2, (0, 1, 2)), (1, (3, 4, 5))]
+    assert critical_path(tree.layers, last.__getitem__) == [(2, (0, 1, 2)), (1, (3, 4, 5))]
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_every_agent_of_a_tree_has_one_reader(widths: list[int]) -> None:
     tree = Topology.tree(*sorted(widths, reverse=True), 1)
-    for number in range(len(tree.layers) - 1):
-        readers = [tree.readers(number, place) for place in range(tree.widths[number])]
-        assert all(len(places) == 1 for places in readers)
-        assert readers == sorted(readers)
+    for width, layer in zip(tree.widths, tree.layers[1:], strict=False):
+        # Neighbours are read together.
+        assert [place for reads in layer for place in reads] == list(range(width))
 
 
 @pytest.mark.parametrize(

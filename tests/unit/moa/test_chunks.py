@@ -8,7 +8,7 @@ import pytest
 
 from flashmoa.engine import EngineClient, EngineTimeout
 from flashmoa.moa import Steps
-from flashmoa.moa.staircase_layers import ChunkedText
+from flashmoa.moa.chunks import ChunkedText
 from flashmoa.workflow import Answer, Workflow
 
 pytestmark = pytest.mark.anyio

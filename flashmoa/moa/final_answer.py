@@ -1,4 +1,4 @@
-"""Write the answer of a run (``Conclusion``), also if the last aggregator fails, or ``vote``."""
+"""Conclude a question: the last aggregator's answer or what takes its place, or a vote."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import anyio
 
 from flashmoa import Text, UpstreamCancelled
 from flashmoa.errors import BadAnswer, RequestRefused
-from flashmoa.moa.agents import Model
-from flashmoa.moa.calls import AgentCall
+from flashmoa.moa.agent import Agent
+from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
 from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar, token_limit
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Fallback
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 
 logger = logging.getLogger(__name__)
 
 # Returns the ballot in an answer, such as its final number or letter; None if it has none.
 Extract = Callable[[str], str | None]
+# The answers of a question's agents, by layer.
+Layers = Sequence[Sequence[AgentAnswer]]
 # Between what a failed aggregator had written, and the answer that takes its place.
 _BREAK = "\n\n"
 
@@ -31,24 +33,23 @@ class Ask(Protocol):
 
     async def __call__(
         self, model: Model, answers: Sequence[AgentAnswer], written: str
-    ) -> AgentCall: ...
+    ) -> Agent: ...
 
 
-class Conclusion:
+class FinalAnswer:
     """Copies the last aggregator's answer, and finds a substitute if that fails.
 
     Args:
-        last: the last aggregator's model.
-        answers: waits for the agents before the last aggregator, and returns their records by
-            layer.
+        last: the last aggregator.
+        answers: waits for the agents before the last aggregator, and returns their answers.
         ask: asks another aggregator.
         sampling: the client's parameters, which every aggregator gets in place of its own.
 
     Attributes:
         text: what readers of the run get. It fails with the aggregator's error if there is no
             substitute.
-        result: the run's answer, once ``text`` is complete. It differs from ``text`` only if a
-            complete answer took the place of one that had begun.
+        result: the answer, once ``text`` is complete. It differs from ``text`` only if a complete
+            answer took the place of one that had begun.
         finish_reason: finish reason of that answer in OpenAI's sense.
         first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
     """
@@ -56,8 +57,8 @@ class Conclusion:
     def __init__(
         self,
         fallback: Fallback,
-        last: Model,
-        answers: Callable[[], Awaitable[Sequence[Sequence[AgentAnswer]]]],
+        last: Agent,
+        answers: Callable[[], Awaitable[Layers]],
         ask: Ask,
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
@@ -74,17 +75,12 @@ class Conclusion:
         self._sampling = sampling or {}
         self._scope = anyio.CancelScope()
 
-    async def run(self, last: Text, finish_reason: Callable[[], str | None]) -> None:
-        """Write ``text``. An error fails it and is not raised.
-
-        Args:
-            last: the last aggregator's answer.
-            finish_reason: returns its finish reason.
-        """
+    async def run(self) -> None:
+        """Write ``text``. An error fails it and is not raised."""
         with self._scope:
             try:
                 try:
-                    await self._copy(last, finish_reason)
+                    await self._copy(self._last)
                 except UpstreamCancelled:
                     raise
                 except Exception as error:
@@ -101,17 +97,18 @@ class Conclusion:
         """Stop :meth:`run`; ``text`` fails with UpstreamCancelled unless it is complete."""
         self._scope.cancel()
 
-    async def _copy(self, answer: Text, finish_reason: Callable[[], str | None]) -> None:
-        async for piece in answer:
+    async def _copy(self, agent: Agent) -> None:
+        async for piece in agent:
             self._write(piece)
-        self.finish_reason = finish_reason()
+        self.finish_reason = agent.finish_reason
         # An answer may begin with the text at which the client wants it to end.
         is_ended = self.finish_reason == "stop" and ends_at_text(self._sampling)
         is_call = self.finish_reason == "tool_calls"
         # A longer answer would be more than the client wants.
         is_cut = self.finish_reason == "length" and token_limit(self._sampling) is not None
-        if not (answer.written.strip() or is_ended or is_call or is_cut):
-            raise BadAnswer("it answered nothing")
+        if not (agent.written.strip() or is_ended or is_call or is_cut):
+            agent.error = BadAnswer("it answered nothing")
+            raise agent.error
 
     async def _substitute(self, error: Exception) -> None:
         """Let another aggregator answer, or take the best answer. Raises ``error`` without any.
@@ -122,34 +119,44 @@ class Conclusion:
         if is_refused and can_be_refused(self._sampling):
             raise error
         problem = str(error) or type(error).__name__
-        answers = best_layer(await self._answers())
-        if not answers:
+        layers = [[one for one in layer if one.is_complete] for layer in await self._answers()]
+        answered = [layer for layer in layers if layer]
+        if not answered:
             raise error
+        answers = answered[-1]
         # If the aggregator only lacked answers to read, it is asked again with those of an earlier
         # layer.
-        models = [self._last] if isinstance(error, MixtureFailed) else []
+        models = [self._last.model] if isinstance(error, MixtureFailed) else []
         for model in (*models, *self._fallback.models):
             if self.text.written and has_grammar({**model.sampling, **self._sampling}):
                 continue  # Its grammar would begin the answer again.
-            call = await self._ask(model, answers, self.text.written)
-            logger.warning("The last aggregator failed; %s takes its place: %s", call.name, problem)
+            agent = await self._ask(model, answers, self.text.written)
+            text = "The last aggregator failed; %s takes its place: %s"
+            logger.warning(text, agent.name, problem)
             try:
-                await self._copy(call, lambda call=call: call.finish_reason)
+                await self._copy(agent)
             except UpstreamCancelled:
                 raise
             except Exception as other:
-                logger.warning("%s failed, too: %s", call.name, other)
+                logger.warning("%s failed, too: %s", agent.name, other)
                 continue
-            self.substitution = Substitution("aggregator", call.name, problem)
+            self.substitution = Substitution("aggregator", agent.name, problem)
             return
+        self._take_best(answers, error, problem)
+
+    def _take_best(self, answers: Sequence[AgentAnswer], error: Exception, problem: str) -> None:
+        """Take the best answer as the result: a whole one, of which its model was most confident.
+
+        Without probabilities the first one is the best.
+        """
         # The answer of an agent before the last has not the form that the client asked for.
         if not self._fallback.best_answer or has_grammar(self._sampling):
             raise error
         limit, written = token_limit(self._sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
-        answers = [answer for answer in answers if fits(answer, limit, written)]
+        answers = [answer for answer in answers if _fits(answer, limit, written)]
         if not answers:
             raise error
-        best = best_answer(answers)
+        best = max(answers, key=lambda one: (one.finish_reason == "stop", one.confidence or 0.0))
         text = "The last aggregator failed; %s's answer is the result: %s"
         logger.warning(text, best.name, problem)
         self.substitution = Substitution("answer", best.name, problem)
@@ -162,29 +169,12 @@ class Conclusion:
         self.text.write(piece)
 
 
-def best_layer(layers: Sequence[Sequence[AgentAnswer]]) -> list[AgentAnswer]:
-    """Return the complete answers of the last layer that has any; an empty list without any."""
-    for layer in reversed(layers):
-        if answers := [agent for agent in layer if agent.is_complete]:
-            return answers
-    return []
-
-
-def fits(answer: AgentAnswer, limit: int | None, written: int = 0) -> bool:
+def _fits(answer: AgentAnswer, limit: int | None, written: int = 0) -> bool:
     """Return whether an answer, after so many tokens, keeps to a limit of tokens, if there is one.
 
     An answer of an engine that does not count has at most as many tokens as characters.
     """
     return limit is None or written + answer.tokens <= limit
-
-
-def best_answer(answers: Sequence[AgentAnswer]) -> AgentAnswer:
-    """Return the answer that is whole and of which its model was most confident.
-
-    Answers that reached their ``max_tokens`` come after whole ones. If no engine was asked for
-    probabilities, the first answer is returned.
-    """
-    return max(answers, key=lambda agent: (agent.finish_reason == "stop", agent.confidence or 0.0))
 
 
 def vote(answers: Sequence[str], extract: Extract) -> Vote:
@@ -207,3 +197,31 @@ def vote(answers: Sequence[str], extract: Extract) -> Vote:
         return Vote(ballots, None, 0, nonempty[0])
     winner, count = common[0]
     return Vote(ballots, winner, count, ballots.index(winner))
+
+
+def vote_on_last(
+    rounds: Layers, extract: Extract, fallback: Fallback, limit: int | None
+) -> tuple[Vote, AgentAnswer, Substitution | None]:
+    """Vote on the last round with answers; return also whose answer wins, and why if not the last.
+
+    Args:
+        limit: how many tokens the client's answer may have; ``None``: any number. Only the last
+            round's agents were told, so that earlier answers may be longer.
+
+    Raises: MixtureFailed if there is none that may be voted on; what ``extract`` raises.
+    """
+    texts = [
+        [
+            one.text if one.is_complete and (round_ is rounds[-1] or _fits(one, limit)) else ""
+            for one in round_
+        ]
+        for round_ in rounds
+    ]
+    answered = [number for number, round_ in enumerate(texts) if any(round_)]
+    is_last = any(texts[-1])
+    problem = "; ".join(answer.problem for answer in rounds[-1])
+    if not answered or not (is_last or fallback.best_answer):
+        raise MixtureFailed(f"no agent answered; {problem}")
+    outcome = vote(texts[answered[-1]], extract)
+    winner = rounds[answered[-1]][outcome.place]
+    return outcome, winner, None if is_last else Substitution("answer", winner.name, problem)

@@ -18,7 +18,7 @@ from flashmoa.moa import (
     MixtureOfAgents,
     Model,
     Staircase,
-    agents,
+    models,
 )
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
@@ -79,10 +79,10 @@ class RecordingEmbedder:
 async def test_early_exit_compares_answers_without_thought() -> None:
     embedder = RecordingEmbedder()
     async with scripted_engine(SCRIPTS) as (_, client):
-        models = [Model(client, name) for name in ("parsed", "parsed", "hung")]
+        proposers = [Model(client, name) for name in ("parsed", "parsed", "hung")]
         policy = EarlyExit(embedder, tau=1.0, rule="threshold", threshold=0.1)
         mixture = MixtureOfAgents(
-            [models, [Model(client, "plain")]], prompt=PROMPT, early_exit=policy
+            [proposers, [Model(client, "plain")]], prompt=PROMPT, early_exit=policy
         )
         with anyio.fail_after(20):
             result = await mixture.answer("?")
@@ -247,14 +247,14 @@ async def test_engine_that_did_not_answer_is_asked_last_for_a_while() -> None:
             assert result.text == "It is 18."
             return [record.engine for record in result.agents]
 
-        agents.note_silence(client)
+        models.note_silence(client)
         assert await ask() == [other.url] * 3 and not first.bodies
         # Once that time is over, one of two agents tries it again, and no later one.
-        agents.SILENT_UNTIL[client] = 0.0
+        models.SILENT_UNTIL[client] = 0.0
         assert await ask() == [other.url] * 3 and len(first.bodies) == 1
         assert await ask() == [other.url] * 3 and len(first.bodies) == 1
         scripts["plain"] = SCRIPTS["plain"]
-        agents.SILENT_UNTIL[client] = 0.0
+        models.SILENT_UNTIL[client] = 0.0
         assert client.url in await ask()
         assert await ask() == [client.url] * 3
 

@@ -1,19 +1,17 @@
-"""Agents of a mixture or a debate: ``Model``, and how many tokens fit into its context."""
+"""Describe agents' models (``Model``), how much their contexts hold, and which engines answer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import anyio
 
-from flashmoa import EngineClient, UpstreamCancelled
-from flashmoa.engine import EngineError, RequestRefused, prompt_fields
-from flashmoa.moa.results import MixtureFailed
+from flashmoa import EngineClient
+from flashmoa.engine import EngineError, prompt_fields
 from flashmoa.moa.sampling import token_limit
 from flashmoa.moa.settings import Limits
 
@@ -130,6 +128,20 @@ class Model:
             return len(await self.engine.tokenize_chat(list(prompt), **fields))
 
 
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What answers if the last aggregator fails.
+
+    Attributes:
+        models: other last aggregators, asked in turn. They read the answers of the last layer that
+            has any, and continue what the aggregator has written.
+        best_answer: whether the best of these answers is the result if no aggregator could answer.
+    """
+
+    models: Sequence[Model] = ()
+    best_answer: bool = True
+
+
 def note_attempt(engine: EngineClient) -> None:
     """Note that an engine is asked; one that was silent gets no other request meanwhile."""
     if engine in SILENT_UNTIL:
@@ -174,25 +186,3 @@ async def room_for_answers(
         if room is not None:
             rooms.append(room)
     return min(rooms, default=None)
-
-
-@contextmanager
-def raise_as_mixture_failed(agent: str) -> Generator[None]:
-    """Turn an error of the agent that writes the last answer into a :class:`MixtureFailed`."""
-    try:
-        yield
-    except (MixtureFailed, UpstreamCancelled):
-        raise
-    except Exception as error:
-        raise MixtureFailed(f"{agent} failed: {error}") from error
-
-
-def common_refusal(errors: Sequence[Exception | None]) -> RequestRefused | None:
-    """Return why all of some agents' requests were refused; ``None`` if not all of them were.
-
-    Args:
-        errors: the error of each agent; ``None`` if it has none.
-    """
-    causes = [error.__cause__ if isinstance(error, MixtureFailed) else error for error in errors]
-    refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
-    return refusals[-1] if refusals and len(refusals) == len(errors) else None

@@ -6,7 +6,7 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa.moa import Model
-from flashmoa.moa.agents import CONTEXT_LENGTHS, room_for_answers
+from flashmoa.moa.models import CONTEXT_LENGTHS, room_for_answers
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,454 @@
+"""Write an agent's answer (``Agent``): its requests, their time limits and repetitions, its cost.
+
+An agent that reads whole answers writes its own in one request. On a staircase it writes a part in
+each round, while the answers that it reads are still written (Staircase Streaming). Requests that
+fail are repeated on the model's other engines, which continue what is written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import anyio
+
+from flashmoa import Answer, FlashMoAError, UpstreamCancelled, Workflow
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
+from flashmoa.engine.wire import Delta
+from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
+from flashmoa.linking.streamed_text import find_marks
+from flashmoa.moa.chunks import GrowingPrompt
+from flashmoa.moa.early_exit import confidence
+from flashmoa.moa.models import Model, note_answer, note_attempt, note_silence
+from flashmoa.moa.prompts import Message, Messages, add_role
+from flashmoa.moa.results import AgentAnswer, Spending, StaircaseRound
+from flashmoa.moa.sampling import has_grammar, token_limit
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Budget, Limits
+from flashmoa.moa.stop_filter import StopFilter
+from flashmoa.workflow import Pending
+
+# An answer may have a few more pieces than tokens, since engines hold text back and release it.
+_MORE_PIECES = 16
+
+
+class BudgetSpent(FlashMoAError):
+    """Raised when an agent is not asked because the question's budget is spent."""
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """What all agents of one question share.
+
+    Attributes:
+        limits: the limits of models that have none of their own.
+        agents: every agent so far.
+    """
+
+    flow: Workflow
+    limits: Limits = field(default_factory=Limits)
+    budget: Budget | None = None
+    agents: list[Agent] = field(default_factory=list["Agent"])
+
+    def spending(self) -> Spending:
+        """Return what the question has cost so far."""
+        spent = PromptUsage.total([agent.spent() for agent in self.agents])
+        total = spent.prompt_tokens + spent.completion_tokens
+        left = None if self.budget is None else max(0, self.budget.tokens - total)
+        return Spending(spent.prompt_tokens, spent.completion_tokens, left)
+
+    def check_budget(self, *, is_last: bool) -> None:
+        """Check that a further agent may be asked.
+
+        Args:
+            is_last: whether it writes the question's answer, for which tokens are reserved.
+
+        Raises: BudgetSpent if it may not.
+        """
+        if self.budget is None:
+            return
+        spending, reserve = self.spending(), 0 if is_last else self.budget.reserve
+        if (spending.tokens_left or 0) <= reserve:
+            raise BudgetSpent(
+                f"the budget of {self.budget.tokens} tokens is spent: {spending.tokens} are used"
+                + (f", and {reserve} are kept for the last answer" if reserve else "")
+            )
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request of an agent, which has cost an estimated number of tokens until it ends.
+
+    Attributes:
+        pieces, visible: number of pieces that have come, and of those that are no thought.
+        most, most_visible: the numbers at which it is left.
+    """
+
+    prompt_tokens: int
+    most: float
+    most_visible: float
+    pieces: int = 0
+    visible: int = 0
+    thinks: bool = False
+    usage: PromptUsage | None = None
+
+    def spent(self) -> PromptUsage:
+        estimate = PromptUsage(prompt_tokens=self.prompt_tokens, completion_tokens=self.pieces)
+        return self.usage or estimate
+
+
+class Agent(Answer):
+    """An agent's answer, without what was thought, and the requests that write it.
+
+    Args:
+        layer, place: its position, from 0. In events its name is ``LAYER.PLACE`` from 1, and the
+            name of a request on a staircase ``LAYER.PLACE.ROUND``.
+        is_last: whether it writes the question's answer; see :class:`Budget`.
+        continues: text of the answer that another agent has written.
+
+    Attributes:
+        record: what it has done so far; :meth:`fill_record` adds the answer.
+        asked: is set when the first request is sent, or when it is certain that none will be.
+        waiting: the number of clusters that wait for its answer.
+        error: why the answer failed; ``None`` if it did not.
+    """
+
+    def __init__(
+        self,
+        inquiry: Inquiry,
+        layer: int,
+        place: int,
+        model: Model,
+        *,
+        is_last: bool = False,
+        continues: str = "",
+    ) -> None:
+        super().__init__(f"{layer + 1}.{place + 1}")
+        self.record = AgentAnswer(layer, place, model.model, model.engine.url)
+        self.model = model
+        self.asked = anyio.Event()
+        self.waiting = 0
+        self.error: Exception | None = None
+        self._inquiry = inquiry
+        self._sampling = {**model.sampling}
+        self._limits = model.limits or inquiry.limits
+        self._is_last = is_last
+        self._continues = continues
+        self._requests: list[_Request] = []
+        # The number of requests before those that write the present part of the answer.
+        self._first_of_part = 0
+        self._stops = StopFilter([])
+        self._engine: EngineClient = model.engine
+        self._patience = anyio.CancelScope()
+        # The next request, until it is sent, and what announces it when the present part begins.
+        self._announced: Pending | None = None
+        self._announce_next: Callable[[], Pending] | None = None
+        inquiry.agents.append(self)
+
+    def spent(self) -> PromptUsage:
+        """Return the usage of all requests so far, partly estimated."""
+        return PromptUsage.total([request.spent() for request in self._requests])
+
+    def _usage(self, done: int = 0) -> PromptUsage:
+        """Return the usage of the requests after the first ``done``."""
+        usages = [request.spent() for request in self._requests[done:]]
+        return usages[0] if len(usages) == 1 else PromptUsage.total(usages)
+
+    @property
+    def tokens(self) -> int:
+        """Return the answer's length in tokens, as :attr:`AgentAnswer.tokens`."""
+        return self.fill_record().tokens
+
+    def fill_record(self) -> AgentAnswer:
+        """Return the record with the answer and its figures so far."""
+        record = self.record
+        record.text, record.finish_reason = self.written, self.finish_reason
+        if self._requests and (record.finished is not None or record.steps):
+            record.usage = self._usage()
+        record.confidence = confidence(self.logprobs) if self.logprobs else None
+        if self.error is not None and record.status == "used":
+            record.status = "failed"
+            record.problem = str(self.error) or type(self.error).__name__
+        return record
+
+    async def run(self, prompt: Messages | GrowingPrompt) -> None:
+        """Write the answer. An error fails the answer and is not raised.
+
+        Args:
+            prompt: messages with marks of texts that are being written, or on a staircase those
+                of all rounds.
+        """
+        with self._request_scope:
+            try:
+                if isinstance(prompt, GrowingPrompt):
+                    await self._write_in_rounds(prompt)
+                else:
+                    await self._write_at_once(prompt)
+                self.close()
+            except Exception as error:
+                self.error = error
+                self.fail(error)
+            finally:
+                self.asked.set()
+                # This has no effect on an answer that is complete or has failed.
+                self.fail(UpstreamCancelled(f"{self.name} was cancelled"))
+                if self._announced is not None:
+                    await self._announced.release()
+
+    async def _write_at_once(self, messages: Messages) -> None:
+        messages = add_role(messages, self.model.role)
+        if find_marks(messages):
+            self._announced = self._announce(messages, self.name)
+            messages = await self._announced.messages()
+        self._inquiry.check_budget(is_last=self._is_last)
+        await self._write_part(messages, None)
+
+    async def _write_in_rounds(self, prompt: GrowingPrompt) -> None:
+        """Write a part in each round, in which the prompt has one chunk more of every source.
+
+        The prompt is prefilled while the chunks are written. If a round's chunks do not fit into
+        the context, the answer is completed from those of the rounds before.
+        """
+        # The answer may end at a stop text of which each request writes a part.
+        stops: str | list[str] = self._sampling.pop("stop", None) or []
+        self._stops = StopFilter([stops] if isinstance(stops, str) else stops)
+        self._announced = self._announce_round(prompt, 0)
+        context = await self.model.context_length()
+        for number, size in enumerate(prompt.steps.sizes()):
+            messages = await self._announced.messages()
+            prompt.raise_if_all_failed()
+            if not number:
+                self._inquiry.check_budget(is_last=self._is_last)
+            step = StaircaseRound(time.time())
+            self.record.steps.append(step)
+            if number and context and not await self.model.fits(messages, context):
+                await self._announced.release()
+                step.out_of_room = True
+                self._announced = self._announce_round(prompt, number - 1)
+                messages = await self._announced.messages()
+            is_last = step.out_of_room or prompt.is_last_round(number)
+            # If the next prompt was prefilled earlier, that would delay this round's prefill.
+            announce_next = partial(self._announce_round, prompt, number + 1)
+            self._announce_next = None if is_last else announce_next
+            await self._write_step(step, messages, None if is_last else size)
+            if is_last or self._stops.found or self._left_tokens() == 0:
+                break
+            self._announced = self._announced or announce_next()
+        self._add(self._stops.end())
+
+    async def _write_step(self, step: StaircaseRound, messages: Messages, size: int | None) -> None:
+        """Write the part of a round.
+
+        Args:
+            size: number of tokens in the part; ``None``: it is the last part, to the answer's end.
+        """
+        begin, done = len(self.written), len(self._requests)
+        await self._write_part(messages, size)
+        own = self._requests[done:]
+        if size is not None and any(one.thinks for one in own) and not self.written[begin:].strip():
+            # It spent the part's tokens on thought. Now it gets as many as it likes, and is left
+            # after that number of pieces of its answer.
+            await self._write_part(messages, None, most_visible=size)
+        step.usage = self._usage(done)
+        step.text, step.finish_reason = self.written[begin:], self.finish_reason
+        step.finished = self.record.finished
+
+    def _announce_round(self, prompt: GrowingPrompt, number: int) -> Pending:
+        messages = add_role(prompt.messages(number), self.model.role)
+        return self._announce(messages, f"{self.name}.{number + 1}")
+
+    def _announce(self, messages: Messages, name: str) -> Pending:
+        """Announce a request, so that its prompt is prefilled while the texts in it are written."""
+        self.model = self.model.with_silent_engines_last()
+        parameters: dict[str, Any] = {**self._sampling, "model": self.model.model}
+        return self._inquiry.flow.announce(
+            messages,
+            engine=self.model.engine,
+            name=name,
+            namespace=kv_namespace(parameters) or None,
+            **prompt_fields(parameters),
+        )
+
+    async def _write_part(
+        self, messages: Messages, size: int | None, most_visible: float = math.inf
+    ) -> None:
+        """Send requests to the model's engines in turn until one has written the answer or part.
+
+        Args:
+            size: number of tokens in the part; ``None``: the whole answer, or its rest.
+            most_visible: number of pieces, without thought, after which the part ends.
+        """
+        pending, self._announced = self._announced, None
+        # Other agents may have found out, while this one waited, that its engine does not answer.
+        model = self.model.with_silent_engines_last()
+        if pending is not None and model.engine is not self.model.engine:
+            await pending.release()
+            pending = None
+        engines = [model.engine, *model.backups]
+        attempts = self._limits.attempts or len(engines)
+        self._first_of_part = len(self._requests)
+        for attempt in range(attempts):
+            self._engine = engines[attempt % len(engines)]
+            note_attempt(self._engine)
+            try:
+                await self._send(messages, pending, size, most_visible)
+                return
+            except BaseException as error:
+                if isinstance(error, EngineTimeout | EngineUnreachable):
+                    note_silence(self._engine)
+                if pending is not None:
+                    await pending.release()
+                    pending = None
+                if attempt + 1 == attempts or not self._can_repeat(error):
+                    raise
+                self.record.retries.append(f"{self._engine.url}: {error}")
+
+    def _can_repeat(self, error: BaseException) -> bool:
+        """Return whether another request may succeed, and go on with what is written.
+
+        An engine that separates thought would take a continued answer for thought, and one with a
+        grammar begins it again.
+        """
+        is_refused = isinstance(error, RequestRefused) and error.blames_request
+        own = self._requests[self._first_of_part :]
+        begins_anew = any(one.thinks for one in own) or has_grammar(self._sampling)
+        can_continue = not begins_anew or not any(one.visible for one in own)
+        return isinstance(error, Exception) and not is_refused and can_continue
+
+    async def _send(
+        self, messages: Messages, pending: Pending | None, size: int | None, most_visible: float
+    ) -> None:
+        """Send one request and write its answer, after what is written already."""
+        body: dict[str, Any] = {"model": self.model.model, **self._sampling}
+        if written := self._continues + self.written + self._stops.held:
+            messages, continuation = continue_answer(messages, written)
+            body |= continuation
+        if written or self.record.steps:
+            body |= self._token_limit(size)
+        length = sum(len(str(message.get("content"))) for message in messages)
+        limit = token_limit(body)
+        most = math.inf if limit is None else limit + _MORE_PIECES
+        request = _Request(length // CHARACTERS_PER_TOKEN, most, most_visible)
+        self._requests.append(request)
+        self.usage = self.finish_reason = None
+        self.record.engine = self._engine.url
+        self.record.started = self.record.started or time.time()
+        self.asked.set()
+        name = self.name
+        if self.record.steps:
+            name = f"{name}.{len(self.record.steps)}"
+        try:
+            await self._inquiry.flow.send(
+                self, messages, body, engine=self._engine, pending=pending, agent=name
+            )
+        except (EngineUnreachable, RequestRefused):
+            if not request.pieces:
+                self._requests.remove(request)  # No engine has computed anything for it.
+            raise
+        self.record.finished = time.time()
+
+    def _left_tokens(self) -> int | None:
+        """Return how many tokens the rest of the answer may have; ``None``: any number."""
+        if self.model.max_tokens is None:
+            return None
+        written = self.spent().completion_tokens + len(self._continues) // CHARACTERS_PER_TOKEN
+        return max(0, self.model.max_tokens - written)
+
+    def _token_limit(self, size: int | None) -> dict[str, int]:
+        """Return the limit of a request's tokens for the rest of a part, or of the answer."""
+        part = sum(request.pieces for request in self._requests[self._first_of_part :])
+        limits = [self._left_tokens(), None if size is None else size - part]
+        known = [limit for limit in limits if limit is not None]
+        name = "max_tokens"
+        if self._sampling.get("max_completion_tokens"):
+            name = "max_completion_tokens"
+        return {name: max(1, min(known))} if known else {}
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Keep the time limits of a request while its answer is read.
+
+        An answer that has a finish reason is complete, even if its usage does not arrive.
+
+        Raises: EngineTimeout if the answer does not begin in time, or stalls.
+        """
+        limits, now, request = self._limits, anyio.current_time(), self._requests[-1]
+        whole = anyio.CancelScope(deadline=_later(now, limits.answer_seconds))
+        self._patience = anyio.CancelScope(deadline=_later(now, limits.first_token_seconds))
+        with self._patience, whole:
+            try:
+                yield
+            except EngineError:
+                if self.finish_reason is None:
+                    raise
+        if self.finish_reason is not None:
+            return
+        if self._patience.cancelled_caught and request.pieces:
+            raise EngineTimeout(f"it stalled: nothing came for {limits.stall_seconds:g} s")
+        if self._patience.cancelled_caught or (whole.cancelled_caught and not request.pieces):
+            seconds = limits.first_token_seconds
+            if whole.cancelled_caught:
+                seconds = limits.answer_seconds
+            raise EngineTimeout(f"it did not begin: no token came within {seconds:g} s")
+        if whole.cancelled_caught:
+            self.finish_reason = "length"
+
+    def take(self, delta: Delta) -> bool:
+        """Add a step of the answer. Return whether more of it is wanted."""
+        request, record = self._requests[-1], self.record
+        self.usage = request.usage = delta.usage or request.usage
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        request.pieces += bool(delta.text or delta.reasoning)
+        if request.pieces:
+            self._patience.deadline = _later(anyio.current_time(), self._limits.stall_seconds)
+        if delta.reasoning:
+            request.thinks = True
+            record.thought += delta.reasoning
+        else:
+            self.logprobs += delta.logprobs
+        if delta.text:
+            self._begin_text(request)
+            self._add(self._stops.add(delta.text))
+        if self._stops.found:
+            self.finish_reason = "stop"
+            return False
+        if self.finish_reason is not None:
+            return True  # The usage follows.
+        if request.pieces >= request.most or request.visible >= request.most_visible:
+            self.finish_reason = "length"
+        return self.finish_reason is None
+
+    def _begin_text(self, request: _Request) -> None:
+        now = time.time()
+        request.visible += 1
+        note_answer(self._engine)
+        self.record.first_token = self.record.first_token or now
+        if self.record.steps:
+            step = self.record.steps[-1]
+            step.first_token = step.first_token or now
+        if self._announce_next is not None:
+            self._announced, self._announce_next = self._announce_next(), None
+
+    def _add(self, piece: str) -> None:
+        if piece:
+            self.write(piece)
+
+
+def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:
+    """Return messages that end with a beginning of their answer, and parameters to continue it.
+
+    If the last message is an answer's beginning already, the text is added to it.
+    """
+    messages = [dict(message) for message in messages]
+    if messages[-1]["role"] == "assistant":
+        written = messages.pop()["content"] + written
+    parameters = {"continue_final_message": True, "add_generation_prompt": False}
+    return [*messages, {"role": "assistant", "content": written}], parameters
+
+
+def _later(now: float, seconds: float | None) -> float:
+    return math.inf if seconds is None else now + seconds

@@ -51,7 +51,7 @@ async def main() -> None:
         with console.status("three rounds on a staircase"):
             staircase_result = await staircase.answer(QUESTION)
     for name, each in (("", result), (" on a staircase", staircase_result)):
-        assert each.vote is not None and each.time_to_first_token is not None
+        assert each.vote is not None
         ballots = ", ".join(ballot or "nothing" for ballot in each.vote.ballots)
         began = each.time_to_first_token
         console.print(f"\nThe last round{name} began after {began:.2f} s; its votes: {ballots}.")

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import anyio
 from rich.console import Console
 
-from flashmoa import EngineClient, FlashMoAError
+from flashmoa import FlashMoAError
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.doctor import EngineToCheck, Finding, check_engine
 
 if TYPE_CHECKING:
-    from flashmoa.moa.config import EarlyExitConfig, MixtureConfig
+    from flashmoa.moa.config import ServedSystem
+    from flashmoa.moa.early_exit import Embedder
 
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
@@ -38,13 +39,13 @@ def main(arguments: Sequence[str]) -> int:
         if not options.api_key:
             parser.error("--api-key is empty; give the key that clients must send, or leave it out")
     try:
-        from flashmoa.moa.serve.config_file import read_file
+        from flashmoa.moa.config import read_file
 
         try:
-            configs = read_file(options.config)
+            systems = read_file(options.config)
             if options.command == "check":
-                return anyio.run(_check, configs)
-            return _serve(configs, options)
+                return anyio.run(_check, systems)
+            return _serve(systems, options)
         except KeyboardInterrupt:
             return _EXIT_INTERRUPTED
         except (OSError, ValueError, FlashMoAError) as error:
@@ -114,62 +115,52 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-async def _check(configs: Sequence[MixtureConfig]) -> int:
-    """Check every engine of the models, and the embedders of early exit."""
-    asked = [
-        (url, model.api_key, model.model)
-        for config in configs
-        for layer in (*config.layers, config.fallback)
-        for model in layer.models
-        for url in model.urls
-    ]
-    findings: list[Finding] = []
-    for url, key, model in dict.fromkeys(asked):
-        target = EngineToCheck(url, key, None if model == "default" else model)
-        findings += [replace(one, text=f"{url}: {one.text}") for one in await check_engine(target)]
-    for config in configs:
-        if config.early_exit is not None:
-            findings.append(await _check_embedder(config.early_exit))
-    print_findings(findings, Console(highlight=False))
-    return 1 if any(finding.level == "fix" for finding in findings) else 0
+async def _check(systems: Sequence[ServedSystem]) -> int:
+    """Check the engines of every model as ``flashmoa doctor`` does, and embedders."""
+    findings: dict[tuple[str, str | None, str], list[Finding]] = {}
+    for served in systems:
+        system, embeds = served.system, served.system.early_exit
+        models = [model for layer in system.layers for model in layer] + [*system.fallback.models]
+        for (url, key), engine in served.engines.items():
+            names = [one.model for one in models if engine in (one.engine, *one.backups)]
+            for name in names:
+                if (url, key, name) not in findings:
+                    target = EngineToCheck(url, key, None if name == "default" else name)
+                    found = await check_engine(target)
+                    found = [replace(one, text=f"{url}: {one.text}") for one in found]
+                    findings[url, key, name] = found
+        if embeds is not None:
+            findings[served.name, None, ""] = [await _check_embedder(embeds.embedder)]
+        await served.close()
+    shown = [one for found in findings.values() for one in found]
+    print_findings(shown, Console(highlight=False))
+    return 1 if any(finding.level == "fix" for finding in shown) else 0
 
 
-async def _check_embedder(table: EarlyExitConfig) -> Finding:
+async def _check_embedder(embedder: Embedder) -> Finding:
     """Embed a text as early exit does."""
-    from flashmoa.moa.early_exit import EngineEmbedder
-
     try:
-        async with EngineClient(table.embedder, api_key=table.api_key, timeout=60) as engine:
-            await EngineEmbedder(engine, table.model).embed("Tuesday.")
+        await embedder.embed("Tuesday.")
     except FlashMoAError as error:
         return Finding("fix", "embedder", str(error), "correct [early_exit], or remove it")
-    return Finding("ok", "embedder", f"{table.embedder} embeds texts")
+    return Finding("ok", "embedder", "it embeds texts")
 
 
-def _serve(configs: Sequence[MixtureConfig], options: argparse.Namespace) -> int:
+def _serve(systems: Sequence[ServedSystem], options: argparse.Namespace) -> int:
     import uvicorn
 
     from flashmoa.moa.serve.application import ServeOptions, application
 
-    # A mistake that only shows when the models are built is told before anything is served.
-    anyio.run(_build, configs)
     app = application(
-        configs,
+        systems,
         ServeOptions(
             api_key=options.api_key,
             max_questions=options.max_questions,
             heartbeat_seconds=options.heartbeat_seconds,
         ),
     )
-    names = ", ".join(config.name for config in configs)
+    names = ", ".join(system.name for system in systems)
     with bind(options.host, options.port) as listening, suppress(KeyboardInterrupt):
         print(f"flashmoa: {names} on {api_url(options.host, options.port)}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
     return 0
-
-
-async def _build(configs: Sequence[MixtureConfig]) -> None:
-    """Build all models once. Raises: FlashMoAError if one cannot be built."""
-    async with AsyncExitStack() as stack:
-        for config in configs:
-            await config.build(stack)

@@ -51,25 +51,10 @@ class Member:
     slots: Sequence[AnswerSlot]
     used: bool | None = None
 
-    def write(self, piece: str, *, first: bool) -> None:
-        """Append a piece of the answer to the slots; the first one after the title."""
+    def finish(self, length: int | None = None) -> None:
+        """Complete the slots with the answer, or with so many characters of it."""
         for slot in self.slots:
-            slot.text.write(slot.title + piece if first else piece)
-
-    def finish(self, answer: str) -> None:
-        """Complete the slots with this answer."""
-        for slot in self.slots:
-            slot.text.finish(slot.title + answer)
-
-    def leave_out(self) -> None:
-        """Complete the slots without an answer."""
-        for slot in self.slots:
-            slot.text.finish(slot.absent)
-
-    def fail(self, error: Exception) -> None:
-        """Fail the slots, and with them the readers' requests."""
-        for slot in self.slots:
-            slot.text.fail(error)
+            slot.text.finish(slot.title + self.agent.written[:length])
 
 
 class Cluster:
@@ -143,7 +128,7 @@ class Cluster:
             _cut_to_fit(used, self._room)
         else:
             for member in used:
-                member.finish(member.agent.written)
+                member.finish()
 
     async def _copy_all(self) -> None:
         """Copy answers until it is decided for each of them whether it is used."""
@@ -169,7 +154,7 @@ class Cluster:
             return
         for member in self._members:
             if member.used and (self._share is None or member.agent.tokens <= self._share):
-                member.finish(member.agent.written)
+                member.finish()
 
     @property
     def _share(self) -> int | None:
@@ -227,7 +212,8 @@ class Cluster:
             async for piece in member.agent:
                 count += 1
                 if self._share is None or count <= self._share:
-                    member.write(piece, first=count == 1)
+                    for slot in member.slots:
+                        slot.text.write(slot.title + piece if count == 1 else piece)
         except UpstreamCancelled:
             return ""
         except Exception as error:
@@ -247,11 +233,13 @@ class Cluster:
             agent.record.status, agent.record.problem = "failed", problem
             logger.warning("%s is left out: %s", agent.name, problem)
         if any(other.used is not False for other in self._members):
-            member.leave_out()
-        else:
-            failure = MixtureFailed(f"no agent answered; {agent.name}: {problem}")
-            failure.__cause__ = common_refusal([one.agent.error for one in self._members])
-            member.fail(failure)
+            for slot in member.slots:
+                slot.text.finish(slot.absent)
+            return
+        failure = MixtureFailed(f"no agent answered; {agent.name}: {problem}")
+        failure.__cause__ = common_refusal([one.agent.error for one in self._members])
+        for slot in member.slots:
+            slot.text.fail(failure)
 
 
 def _cut_to_fit(used: Sequence[Member], room: int) -> None:
@@ -259,7 +247,7 @@ def _cut_to_fit(used: Sequence[Member], room: int) -> None:
     lengths = [member.agent.tokens for member in used]
     for member, length, share in zip(used, lengths, fair_shares(lengths, room), strict=True):
         member.agent.record.cut_tokens = length - share
-        member.finish(cut_answer(member.agent.written, length, share))
+        member.finish(len(cut_answer(member.agent.written, length, share)))
 
 
 async def wait_for_several(waits: Sequence[Callable[[], Awaitable[object]]], count: int) -> None:

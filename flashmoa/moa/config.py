@@ -1,53 +1,101 @@
-"""Describe a Mixture-of-Agents, a staircase or a debate by the tables of a TOML file.
+"""Read the TOML file of ``flashmoa moa serve`` (``read_file``), whose tables are the settings.
 
-name = "moa"                         # the model name in clients' requests
-topology = "9-3-1"                   # or 9x9x1, all-to-all; the default is a tree
-layout = "question-first"            # or answers-first
-
-[early_exit]                         # without this table, every agent is waited for
-embedder = "http://localhost:30002"  # the URL of an engine with an embedding model
-rule = "sample"
-
-[[layers]]                           # proposers first, the last aggregator last
-models = [
-    {engine = "http://localhost:30000", model = "small", repeat = 3, max_tokens = 512},
-    {engine = "http://localhost:30001", model = "large", repeat = 6, temperature = 0.7},
-]
-
-``flashmoa.moa.serve.config_file`` reads files. ``docs/mixture-of-agents.md`` has all keys.
+A file with one model has its keys at the top. A file with several has a table ``[systems.NAME]``
+of these keys for each. In both, agents refer to tables ``[models.NAME]`` by ``use = "NAME"``, or by
+the name alone. ``docs/mixture-of-agents.md`` has examples, and all keys.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import AsyncExitStack
-from dataclasses import fields
-from typing import Any, Literal
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from flashmoa import FlashMoAError
-from flashmoa.moa.building import build_system, check_parts
-from flashmoa.moa.early_exit import EarlyExit, Embedder, Rule
-from flashmoa.moa.prompts import AggregationPrompt, Layout, Memory
-from flashmoa.moa.run import System
-from flashmoa.moa.sampling import Sampling
+from flashmoa import EngineClient, FlashMoAError
+from flashmoa.moa.debate import Debate
+from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
+from flashmoa.moa.mixture import MixtureOfAgents, Staircase
+from flashmoa.moa.models import Fallback, Model
+from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
+from flashmoa.moa.run import System, SystemSettings
+from flashmoa.moa.sampling import Sampling, suggest
 from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
 
-Kind = Literal["mixture", "staircase", "debate"]
+_Kind = TypeVar("_Kind", bound=BaseModel)
+# The tables that only some kinds have, and the kinds that have them.
+_TABLES = {
+    "topology": ("mixture",),
+    "early_exit": ("mixture",),
+    "staircase": ("staircase", "debate"),
+    "debate": ("debate",),
+}
 
 
 class ConfigError(FlashMoAError):
     """Raised when a file does not describe a mixture; the message names the wrong key."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedSystem:
+    """A model of the server.
+
+    Attributes:
+        name: what clients ask for.
+        engines: the clients of its engines, by URL and API key.
+    """
+
+    name: str
+    system: System
+    engines: Mapping[tuple[str, str | None], EngineClient]
+
+    @property
+    def engine_names(self) -> dict[str, str]:
+        """Return what clients read in place of each engine's URL: ``engine 1``, ``engine 2``."""
+        urls = dict.fromkeys(engine.url for engine in self.engines.values())
+        return {url: f"engine {number}" for number, url in enumerate(urls, 1)}
+
+    async def close(self) -> None:
+        """Close the connections to its engines."""
+        for engine in self.engines.values():
+            await engine.close()
+
+
+@dataclass(slots=True)
+class _File:
+    """What the tables of one system refer to: the tables ``[models.NAME]``, and engines."""
+
+    models: Mapping[str, dict[str, Any]]
+    engines: dict[tuple[str, str | None], EngineClient] = field(
+        default_factory=dict[tuple[str, str | None], EngineClient]
+    )
+
+    def connect(self, url: str, api_key: str | None) -> EngineClient:
+        """Return the client of an engine. Raises: ValueError if the URL is not one."""
+        if (url, api_key) not in self.engines:
+            self.engines[url, api_key] = EngineClient(url, api_key=api_key)
+        return self.engines[url, api_key]
+
+
 class _Table(BaseModel):
     """A table of the file. Unknown keys in it are errors."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
-class ModelConfig(Sampling):
+class ModelTable(Sampling):
     """``repeat`` agents with one model, and their sampling parameters.
 
     With several ``engines``, each agent asks another one first, and the others if that fails.
@@ -65,24 +113,42 @@ class ModelConfig(Sampling):
     limits: Limits | None = None
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _use(cls, table: Any, info: ValidationInfo) -> Any:
+        """Return the table of a model that is given by its name, or with keys besides ``use``."""
+        used: Any = {"use": table} if isinstance(table, str) else table
+        if not isinstance(used, dict) or "use" not in used:
+            return table
+        given = dict(cast("dict[str, Any]", used))
+        name, models = str(given.pop("use")), cast("_File", info.context).models
+        if name not in models:
+            advice = suggest(name, models) if models else "add a table [models.NAME]"
+            raise ValueError(f"there is no model {name!r}: {advice}")
+        return {**models[name], **given}
+
     @model_validator(mode="after")
-    def _has_engine(self) -> ModelConfig:
+    def _has_engine(self) -> ModelTable:
         if (self.engine is None) == (not self.engines):
             raise ValueError("a model needs engine = 'URL', or engines = ['URL', ...]")
         return self
 
-    @property
-    def urls(self) -> list[str]:
-        """Return the URLs of its engines."""
-        return [self.engine] if self.engine is not None else self.engines
+    def build(self, file: _File) -> list[Model]:
+        """Return an agent's model for each agent. Their engines take turns at being the first."""
+        urls = [self.engine] if self.engine is not None else self.engines
+        engines = [file.connect(url, self.api_key) for url in urls]
+        sampling = {**self.given_parameters(), **self.extra_body}
+        models: list[Model] = []
+        for number in range(self.repeat):
+            first = number % len(engines)
+            backups = [*engines[first + 1 :], *engines[:first]]
+            models.append(
+                Model(engines[first], self.model, sampling, backups, self.limits, self.role)
+            )
+        return models
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters: ``temperature``, ``max_tokens``, ..."""
-        return {**self.given_parameters(), **self.extra_body}
 
-
-class PromptConfig(_Table):
+class _PromptTable(_Table):
     """An :class:`AggregationPrompt`; a key that is not given is that of the whole file's."""
 
     layout: Layout | None = None
@@ -91,132 +157,223 @@ class PromptConfig(_Table):
     closing: str | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the keys that are given."""
-        names = [field.name for field in fields(AggregationPrompt)]
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        names = {"layout", "instruction", "heading", "closing"}
+        return self.model_dump(include=names, exclude_none=True)
 
 
-class LayerConfig(PromptConfig):
+class _LayerTable(_PromptTable):
     """The models of one layer, their prompt, and the quorum of those who read them."""
 
-    models: list[ModelConfig] = Field(min_length=1)
+    models: list[ModelTable] = Field(min_length=1)
     quorum: Quorum | None = None
 
 
-class EarlyExitConfig(_Table):
-    """The arguments of :class:`EarlyExit`; ``embedder`` is an engine's URL.
-
-    ``algorithm = "published"`` is :meth:`EarlyExit.as_published`.
-    """
-
-    embedder: str
-    model: str = "default"
-    api_key: str | None = None
-    algorithm: Literal["ours", "published"] = "ours"
-    tau: float = 0.7
-    rule: Rule = "sample"
-    threshold: float = 0.8
-    min_answers: int = 2
-    diagonal: bool = False
-    seed: int = 0
-
-    @model_validator(mode="after")
-    def _has_keys_with_an_effect(self) -> EarlyExitConfig:
-        without_effect: dict[str, str] = {}
-        if self.algorithm == "published":
-            fixed = ("tau", "rule", "threshold", "min_answers", "diagonal")
-            without_effect = dict.fromkeys(fixed, "algorithm = 'published' has its own")
-        elif self.rule == "sample":
-            without_effect["threshold"] = "rule = 'sample' has none"
-        else:
-            without_effect["seed"] = "rule = 'threshold' draws no numbers"
-        for name, reason in without_effect.items():
-            if name in self.model_fields_set:
-                raise ValueError(f"{name} is set, but {reason}; remove it")
-        return self
-
-    @property
-    def least_answers(self) -> int:
-        """Return the number of complete answers before which no exit is possible."""
-        return 1 if self.algorithm == "published" else self.min_answers
-
-    def build(self, embedder: Embedder) -> EarlyExit:
-        """Return the policy."""
-        if self.algorithm == "published":
-            return EarlyExit.as_published(embedder, self.seed)
-        given = self.model_dump(exclude={"embedder", "model", "api_key", "algorithm"})
-        return EarlyExit(embedder, **given)
-
-
-class FallbackConfig(_Table):
-    """The arguments of :class:`Fallback`."""
-
-    models: list[ModelConfig] = []
+class _FallbackTable(_Table):
+    models: list[ModelTable] = Field(default_factory=list[ModelTable])
     best_answer: bool = True
 
 
-class DebateConfig(_Table):
+class _DebateTable(_Table):
     """The arguments of :class:`Debate`.
 
     ``ballot`` is a regular expression: an answer's ballot is the first group of its last match, or
     the whole match if it has no group.
     """
 
-    rounds: int = Field(default=2, ge=1)
+    rounds: int = 2
     memory: Memory = "all"
-    ballot: str | None = None
-
-    @field_validator("ballot")
-    @classmethod
-    def _compiles(cls, ballot: str | None) -> str | None:
-        try:
-            re.compile(ballot or "")
-        except re.error as error:
-            raise ValueError(f"{ballot!r} is not a regular expression: {error}") from error
-        return ballot
+    ballot: re.Pattern[str] | None = None
 
     def extract(self, answer: str) -> str | None:
         """Return the ballot in an answer."""
-        matches = list(re.finditer(self.ballot or "", answer))
+        matches = list(self.ballot.finditer(answer)) if self.ballot is not None else []
         return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
 
 
-class MixtureConfig(PromptConfig):
+def _connect_embedder(table: Any, info: ValidationInfo) -> Any:
+    """Return a table with an embedder in place of its engine's URL, ``api_key`` and ``model``."""
+    if not isinstance(table, dict) or not isinstance(table.get("embedder"), str):  # pyright: ignore[reportUnknownMemberType]
+        return cast("Any", table)
+    given = dict(cast("dict[str, Any]", table))
+    engine = cast("_File", info.context).connect(given["embedder"], given.pop("api_key", None))
+    given["embedder"] = EngineEmbedder(engine, given.pop("model", "default"))
+    return given
+
+
+class SystemTable(_PromptTable):
     """A whole file, or the table of one model in a file with several."""
 
     name: str = "moa"
-    kind: Kind = "mixture"
+    kind: Literal["mixture", "staircase", "debate"] = "mixture"
     topology: str | None = None
-    early_exit: EarlyExitConfig | None = None
+    early_exit: Annotated[EarlyExit | None, BeforeValidator(_connect_embedder)] = None
     limits: Limits = Limits()
     quorum: Quorum | None = None
     budget: Budget | None = None
-    fallback: FallbackConfig = FallbackConfig()
-    staircase: Steps = Steps()
-    debate: DebateConfig = DebateConfig()
-    layers: list[LayerConfig] = Field(min_length=1)
+    fallback: _FallbackTable = _FallbackTable()
+    staircase: Steps | None = None
+    debate: _DebateTable = _DebateTable()
+    layers: list[_LayerTable] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _has_its_parts(self) -> MixtureConfig:
-        check_parts(self)
-        return self
+    def build(self, file: _File) -> System:
+        """Build what the table describes. Raises: ValueError if its parts do not fit together."""
+        for table, kinds in _TABLES.items():
+            if table in self.model_fields_set and self.kind not in kinds:
+                raise ValueError(
+                    f"{table} is set, but a {self.kind} has none; remove it, or change kind"
+                )
+        layers = [
+            [one for each in layer.models for one in each.build(file)] for layer in self.layers
+        ]
+        others = [one for each in self.fallback.models for one in each.build(file)]
+        fallback = Fallback(others, self.fallback.best_answer)
+        settings = SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
+        quorums = [layer.quorum or self.quorum for layer in self.layers]
+        if self.kind == "mixture":
+            prompts = [self._prompt(layer) for layer in self.layers[1:]]
+            return MixtureOfAgents(
+                layers,
+                self.topology,
+                prompt=prompts,
+                early_exit=self.early_exit,
+                quorum=quorums[:-1],
+                **settings,
+            )
+        votes = self.kind == "debate" and self.debate.ballot is not None
+        widths = [len(layer) for layer in layers]
+        if len(layers) != (1 if votes else 2) or not (votes or widths[-1] == 1):
+            needs = "one layer" if votes else "two layers, and one agent in the second"
+            raise ValueError(f"its layers have {widths} agents; this {self.kind} needs {needs}")
+        if votes:
+            prompt = DebatePrompt(memory=self.debate.memory)
+            conclusion = self.debate.extract
+        else:
+            aggregation = self._prompt(self.layers[1], layout="question-first")
+            if self.kind == "staircase":
+                return Staircase(
+                    layers[0],
+                    layers[1][0],
+                    prompt=aggregation,
+                    steps=self.staircase,
+                    quorum=quorums[0],
+                    **settings,
+                )
+            prompt = DebatePrompt(memory=self.debate.memory, aggregation=aggregation)
+            conclusion = layers[1][0]
+        return Debate(
+            layers[0],
+            self.debate.rounds,
+            conclusion,
+            prompt=prompt,
+            staircase=self.staircase,
+            quorum=quorums[0],
+            **settings,
+        )
 
-    @property
-    def overlaps(self) -> bool:
-        """Return whether agents read answers chunk by chunk; a debate does with that table."""
-        return self.kind == "staircase" or "staircase" in self.model_fields_set
+    def _prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
+        return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
 
-    async def build(self, stack: AsyncExitStack) -> System:
-        """Build what the file describes.
 
-        Args:
-            stack: closes the clients of its engines.
+def read_file(path: Path) -> list[ServedSystem]:
+    """Return what a file describes, in its order.
 
-        Raises:
-            ConfigError: if the parts of the file do not fit together.
-        """
-        try:
-            return await build_system(self, stack)
-        except ValueError as error:
-            raise ConfigError(f"{self.name}: {error}") from error
+    Raises:
+        OSError: if it cannot be read.
+        ConfigError: if it is not valid; the message names the key, its table and what is valid.
+    """
+    try:
+        return read_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
+    """Return what the tables of a file describe. Raises: ConfigError, as :func:`read_file`."""
+    tables = dict(tables)
+    models = _expect_tables(tables.pop("models", {}), "models")
+    if "systems" not in tables:
+        systems = [_build(tables, models, ())]
+    else:
+        named = _expect_tables(tables.pop("systems"), "systems")
+        if tables:
+            names = ", ".join(tables)
+            raise ConfigError(
+                f"{names}: a file with [systems.NAME] has no such key outside of them"
+            )
+        if not named:
+            raise ConfigError("systems is empty; add a table [systems.NAME]")
+        systems = [
+            _build({"name": name, **table}, models, ("systems", name))
+            for name, table in named.items()
+        ]
+    for name, table in models.items():  # Those that no agent uses, too; these may add the engine.
+        has_engine = "engine" in table or "engines" in table
+        whole = table if has_engine else {**table, "engine": ""}
+        _validate(ModelTable, whole, _File(models), ("models", name))
+    return systems
+
+
+def _expect_tables(value: Any, name: str) -> dict[str, dict[str, Any]]:
+    tables = cast("dict[str, Any]", value) if isinstance(value, dict) else {"": value}
+    for key, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} must consist of tables [{name}.NAME]; {key!r} is none")
+    return tables
+
+
+def _build(
+    table: dict[str, Any], models: Mapping[str, dict[str, Any]], place: tuple[str, ...]
+) -> ServedSystem:
+    file = _File(models)
+    found = _validate(SystemTable, table, file, place)
+    if place and found.name != place[-1]:
+        raise ConfigError(
+            f"{'.'.join(place)}.name: the table is called {place[-1]!r}; leave it out"
+        )
+    try:
+        return ServedSystem(found.name, found.build(file), file.engines)
+    except ValueError as error:
+        raise ConfigError(f"{'.'.join(place) or found.name}: {error}") from error
+
+
+def _validate(
+    kind: type[_Kind], table: dict[str, Any], file: _File, place: tuple[str, ...]
+) -> _Kind:
+    """Return what a table describes. Raises: ConfigError, as :func:`read_file`."""
+    try:
+        return kind.model_validate(table, context=file)
+    except ValidationError as error:
+        problems = [_explain(problem, kind, place) for problem in error.errors(include_url=False)]
+        raise ConfigError("; ".join(problems)) from error
+
+
+def _explain(problem: Any, kind: type[BaseModel], place: tuple[str, ...]) -> str:
+    """Return a problem as a sentence that names the key and its table."""
+    *table, key = [str(part) for part in problem["loc"]] or [""]
+    if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
+        where = ".".join(part for part in (*place, *table, key) if part)
+        return f"{where or 'the file'}: {problem['msg'].removeprefix('Value error, ')}"
+    where = ".".join([*place, *table])
+    known = _keys_at(kind, table)
+    return f"{where or 'the file'} has no key {key!r}: {suggest(key, known)}"
+
+
+def _keys_at(table: Any, path: list[str]) -> list[str]:
+    """Return the keys of the table at a path."""
+    for part in path:
+        types: dict[str, Any] = get_type_hints(table)
+        if part in types:
+            table = _find_table(types[part]) or table
+    return list(table.model_fields if issubclass(table, BaseModel) else get_type_hints(table))
+
+
+def _find_table(annotation: Any) -> Any:
+    """Return the type of a table, or of the tables in a list, by its annotation."""
+    if is_dataclass(annotation):
+        return annotation
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_find_table(argument) for argument in get_args(annotation))
+    return next((table for table in found if table is not None), None)

@@ -8,7 +8,7 @@ from typing import Unpack
 from flashmoa.moa.final_answer import Extract
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt, AnswerForms, DebatePrompt, Messages
-from flashmoa.moa.run import Settings, Slots, System
+from flashmoa.moa.run import Slots, System, SystemSettings
 from flashmoa.moa.settings import Quorum, Steps, check_quorums
 from flashmoa.moa.topology import Reads
 
@@ -34,7 +34,7 @@ class Debate(System):
             for whole answers, and so they do for parameters that need one request
             (``in_one_request_for`` of the result).
         quorum: how many answers of a round suffice after some time; ``None``: all are waited for.
-        settings: see :class:`flashmoa.moa.run.Settings`.
+        settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
     Raises: ValueError if there are fewer than two debaters, no round, or a quorum of more debaters.
     """
@@ -48,7 +48,7 @@ class Debate(System):
         prompt: DebatePrompt | None = None,
         staircase: Steps | None = None,
         quorum: Quorum | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[SystemSettings],
     ) -> None:
         if len(debaters) < 2:
             raise ValueError(f"a debate needs at least two debaters; there are {len(debaters)}")

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import anyio
 import anyio.lowlevel
@@ -35,6 +35,7 @@ _TINY = 1e-12
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
+@runtime_checkable
 class Embedder(Protocol):
     """The interface of an embedding model. The answers of all models go to one embedder."""
 

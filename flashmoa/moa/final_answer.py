@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 
@@ -24,16 +24,10 @@ logger = logging.getLogger(__name__)
 Extract = Callable[[str], str | None]
 # The answers of a question's agents, by layer.
 Layers = Sequence[Sequence[AgentAnswer]]
+# Asks another aggregator to answer from given answers, after what is written already.
+Ask = Callable[[Model, Sequence[AgentAnswer], str], Awaitable[Agent]]
 # Between what a failed aggregator had written, and the answer that takes its place.
 _BREAK = "\n\n"
-
-
-class Ask(Protocol):
-    """Asks another aggregator to answer from given answers, after what is written already."""
-
-    async def __call__(
-        self, model: Model, answers: Sequence[AgentAnswer], written: str
-    ) -> Agent: ...
 
 
 class FinalAnswer:

@@ -8,7 +8,7 @@ from typing import Unpack
 from flashmoa.moa.early_exit import EarlyExit
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import AggregationPrompt
-from flashmoa.moa.run import Settings, System
+from flashmoa.moa.run import System, SystemSettings
 from flashmoa.moa.settings import Quorum, Steps, check_quorums
 from flashmoa.moa.topology import Topology
 
@@ -29,7 +29,7 @@ class MixtureOfAgents(System):
         early_exit: policy for all clusters in all layers; ``None``: every agent is waited for.
         quorum: how many answers of a cluster suffice after some time, or one such setting for each
             layer but the last; ``None``: all are waited for.
-        settings: see :class:`flashmoa.moa.run.Settings`.
+        settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
     Raises: ValueError if the layers do not match the topology, or the prompts or quorums the
         layers, or if a quorum needs more answers than are read together.
@@ -43,7 +43,7 @@ class MixtureOfAgents(System):
         prompt: AggregationPrompt | Sequence[AggregationPrompt] | None = None,
         early_exit: EarlyExit | None = None,
         quorum: Quorum | Sequence[Quorum | None] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[SystemSettings],
     ) -> None:
         widths = tuple(len(layer) for layer in layers)
         self.topology = Topology.of(widths, topology)
@@ -82,7 +82,7 @@ class Staircase(System):
             ``question-first``, the default, since only the end of a prompt can grow.
         steps: the chunks in which it reads, and their order in its prompt.
         quorum: how many proposers suffice after some time: to begin with, and in the end.
-        settings: see :class:`flashmoa.moa.run.Settings`.
+        settings: see :class:`flashmoa.moa.run.SystemSettings`.
 
     Raises: ValueError if there are no proposers, or fewer than the quorum needs.
     """
@@ -95,7 +95,7 @@ class Staircase(System):
         prompt: AggregationPrompt | None = None,
         steps: Steps | None = None,
         quorum: Quorum | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[SystemSettings],
     ) -> None:
         if not proposers:
             raise ValueError("a staircase needs at least one proposer; there is none")

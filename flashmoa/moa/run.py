@@ -1,4 +1,4 @@
-"""Run agents in layers (``System``, ``Run``): mixtures, staircases and debates differ in prompts.
+"""Run agents in layers (``System``, ``SystemRun``) of mixtures, staircases and debates.
 
 Each agent of a layer reads agents of the layer before, and its request is sent when their answers
 are complete; until then its prompt is prefilled as they are written. With ``steps``, agents read
@@ -52,7 +52,7 @@ Sampling = Mapping[str, Any]
 Slots = Sequence[Mapping[Reads, Sequence[Sequence[str]]]]
 
 
-class Settings(TypedDict, total=False):
+class SystemSettings(TypedDict, total=False):
     """What mixtures, staircases and debates have in common.
 
     Attributes:
@@ -89,7 +89,7 @@ class System(ABC):
         layers: Sequence[Sequence[Model]],
         reads: Sequence[Sequence[Reads]],
         quorums: Sequence[Quorum | None],
-        settings: Settings,
+        settings: SystemSettings,
         *,
         steps: Steps | None = None,
         early_exit: EarlyExit | None = None,
@@ -176,7 +176,7 @@ class System(ABC):
     @asynccontextmanager
     async def answering(
         self, question: Question, sampling: Sampling | None = None
-    ) -> AsyncGenerator[Run]:
+    ) -> AsyncGenerator[SystemRun]:
         """Answer a question and yield the run. Leaving the context stops every agent.
 
         The arguments and exceptions are those of :meth:`answer`.
@@ -186,14 +186,14 @@ class System(ABC):
         async with flow:
             one = self.in_one_request_for(sampling)
             inquiry = Inquiry(flow, self.limits, self.budget)
-            run = Run(self, inquiry, messages, self._models(sampling), sampling, one)
+            run = SystemRun(self, inquiry, messages, self._models(sampling), sampling, one)
             try:
                 yield run
             finally:
                 run.cancel()
 
 
-class Run:
+class SystemRun:
     """Answers one question.
 
     ``async for`` yields the pieces of the last aggregator's answer or, after a vote, the answer.
@@ -283,7 +283,7 @@ class Run:
     def _add_decisions(self, result: Result) -> None:
         clusters = self._clusters
         result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
-        if result.decisions:
+        if self._system.early_exit is not None:
             # Only the decisions on the critical path delayed the answer.
             reads = self._system.reads
             path = critical_path(reads, lambda key: clusters[key].last.agent.record.place)

@@ -70,12 +70,11 @@ def check_quorums(quorums: Sequence[Quorum | None], sizes: Sequence[Sequence[int
     """
     for quorum in quorums:
         layers = [number for number, other in enumerate(quorums) if other is quorum]
-        most = max((size for number in layers for size in sizes[number]), default=0)
+        most = max(size for number in layers for size in sizes[number])
         if quorum is not None and quorum.answers > most:
-            names = ", ".join(map(str, layers))
             raise ValueError(
-                f"the quorum of layer {names} (from 0) needs {quorum.answers} answers, but at most "
-                f"{most} are read together; give at most {most}"
+                f"the quorum of layer {', '.join(map(str, layers))} (from 0) needs "
+                f"{quorum.answers} answers, but at most {most} are read together"
             )
 
 

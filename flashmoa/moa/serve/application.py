@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,18 +22,24 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
-from flashmoa.moa.config import MixtureConfig
+from flashmoa.moa.config import ServedSystem
 from flashmoa.moa.results import Result
-from flashmoa.moa.run import Run
 from flashmoa.moa.serve.answers import Completion, error_body
 from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused, parse_object
-from flashmoa.moa.serve.event_stream import sending_events
-from flashmoa.moa.serve.metrics import ServeMetrics
-from flashmoa.moa.serve.served import ServedSystem
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 5
+# In seconds. A question takes as long as several answers after each other.
+_BUCKETS = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480)
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx buffers answers unless they say that it must not.
+    (b"x-accel-buffering", b"no"),
+]
+# The lines of a comment begin with a colon. Every client skips them.
+_HEARTBEAT = b": agents are working\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,14 @@ class ServeOptions:
     max_body_bytes: int = 32 << 20
 
 
-class _AsciiResponse(JSONResponse):
-    """JSON in ASCII: engines' errors may have half of a surrogate pair, which UTF-8 has not."""
+def application(systems: Sequence[ServedSystem], options: ServeOptions | None = None) -> Starlette:
+    """Return a server of OpenAI's chat completions and models, ``/health`` and ``/metrics``.
 
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False).encode()
-
-
-def application(configs: Sequence[MixtureConfig], options: ServeOptions | None = None) -> Starlette:
-    """Return a server of OpenAI's chat completions and models, ``/health`` and ``/metrics``."""
-    server = _Server(configs, options or ServeOptions())
+    When it ends, it closes the connections to engines.
+    """
+    server = _Server(systems, options or ServeOptions())
     routes = [
-        Route("/v1/chat/completions", _ChatCompletions(server), methods=["POST"]),
+        Route("/v1/chat/completions", server, methods=["POST"]),
         Route("/v1/models", server.list_models),
         Route("/v1/models/{name:path}", server.show_model),
         # These need no API key, as engines' do not.
@@ -73,6 +78,13 @@ def application(configs: Sequence[MixtureConfig], options: ServeOptions | None =
         HTTPException: _answer_http_error,
     }
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
+
+
+class _AsciiResponse(JSONResponse):
+    """JSON in ASCII: engines' errors may have half of a surrogate pair, which UTF-8 has not."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 def _error_response(error: Exception, engines: Mapping[str, str] | None = None) -> Response:
@@ -92,28 +104,119 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     return _error_response(ChatRequestRefused(problem, status=error.status_code))
 
 
-class _Server:
-    """Holds the models of a server and the number of questions that they are answering."""
+class _Metrics:
+    """The metrics of one server; ``model`` is the name that clients ask for."""
 
-    def __init__(self, configs: Sequence[MixtureConfig], options: ServeOptions) -> None:
-        self.options = options
-        self.metrics = ServeMetrics()
-        self._configs = {config.name: config for config in configs}
-        self._systems: dict[str, ServedSystem] = {}
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.questions = self._make(Counter, "questions", "Questions by ending", "ending")
+        self.running = self._make(Gauge, "running", "Questions that are being answered")
+        text = "Agents by what became of their answers"
+        self.agents = self._make(Counter, "agents", text, "agent_model", "status")
+        self.tokens = self._make(Counter, "tokens", "Tokens by kind", "agent_model", "kind")
+        text = "Answers that another agent gave in place of the last one"
+        self.substitutions = self._make(Counter, "substitutions", text, "kind")
+        self.seconds = self._make(Histogram, "seconds", "Time of a question", buckets=_BUCKETS)
+        text = "Time to a streamed answer's first token"
+        self.first_token = self._make(Histogram, "first_token_seconds", text, buckets=_BUCKETS)
+
+    def _make(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        return kind(
+            f"flashmoa_moa_{name}", text, ["model", *labels], registry=self.registry, **more
+        )
+
+
+class _Question:
+    """A question that is being answered, for metrics and logs.
+
+    Attributes:
+        ending: ``left`` unless it is answered, refused or fails, since the client disconnected.
+    """
+
+    def __init__(self, chat: ChatQuestion, served: ServedSystem, metrics: _Metrics) -> None:
+        self.chat = chat
+        self.served = served
+        self.ending = "left"
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._has_begun = False
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncGenerator[Any]:
+        """Yield its run, and count its tokens however it ends; estimated if no engine counted."""
+        chat, name, tokens = self.chat, self.served.name, self._metrics.tokens
+        async with self.served.system.answering(chat.messages, chat.parameters) as run:
+            try:
+                yield run
+            finally:
+                for agent in run.agents:
+                    spent, model = agent.spent(), agent.model.model
+                    tokens.labels(name, model, "prompt").inc(spent.prompt_tokens)
+                    tokens.labels(name, model, "completion").inc(spent.completion_tokens)
+
+    def begin(self) -> None:
+        """Note that a piece of the answer is sent."""
+        if not self._has_begun:
+            self._has_begun = True
+            seconds = time.monotonic() - self._started
+            self._metrics.first_token.labels(self.served.name).observe(seconds)
+
+    def finish(self, result: Result) -> None:
+        """Note that it is answered."""
+        self.ending, name, metrics = "answered", self.served.name, self._metrics
+        metrics.seconds.labels(name).observe(time.monotonic() - self._started)
+        if result.substitution is not None:
+            metrics.substitutions.labels(name, result.substitution.kind).inc()
+        for agent in result.agents:
+            metrics.agents.labels(name, agent.model, agent.status).inc()
+
+    def fail(self, error: Exception) -> None:
+        """Log why the question is not answered."""
+        status, _ = error_body(error)
+        self.ending = "refused" if status < 500 else "failed"
+        unexpected = error if status == 500 else None
+        logger.warning("%s did not answer: %s", self.served.name, error, exc_info=unexpected)
+
+
+class _Server:
+    """Answers questions, as an ASGI application, so that each is answered within one call."""
+
+    def __init__(self, systems: Sequence[ServedSystem], options: ServeOptions) -> None:
+        self._options = options
+        self._metrics = _Metrics()
+        self._systems = {system.name: system for system in systems}
         self._started = int(time.time())
         self._running = 0
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
-        """Build the models while the server runs."""
-        async with AsyncExitStack() as stack:
-            for name, config in self._configs.items():
-                self._systems[name] = await ServedSystem.build(config, stack)
+        """Close the connections to engines when the server ends."""
+        try:
             yield
+        finally:
+            for system in self._systems.values():
+                await system.close()
 
-    def check_key(self, request: Request) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a chat completion."""
+        request, name = Request(scope, receive), ""
+        try:
+            self._check_key(request)
+            body = parse_object(await self._read(request))
+            name = self._name_of(body.get("model"))
+            chat = ChatQuestion.parse(body)
+            served = self._find(chat.model)
+            with self._place(served.name):
+                await self._answer(request, send, _Question(chat, served, self._metrics))
+        except ChatRequestRefused as error:
+            self._metrics.questions.labels(name, "refused").inc()
+            await _error_response(error)(scope, receive, send)
+        except ClientDisconnect:
+            self._metrics.questions.labels(name, "left").inc()
+
+    def _check_key(self, request: Request) -> None:
         """Refuse a request without the API key. Raises: ChatRequestRefused"""
-        expected = self.options.api_key
+        expected = self._options.api_key
         if expected is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -125,46 +228,100 @@ class _Server:
         problem = "Incorrect API key provided; send the header Authorization: Bearer KEY"
         raise ChatRequestRefused(problem, code="invalid_api_key", status=401)
 
-    def name_of(self, given: object) -> str:
+    async def _read(self, request: Request) -> bytes:
+        most, body = self._options.max_body_bytes, bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                problem = f"the body is larger than {most} bytes; send a smaller request"
+                raise ChatRequestRefused(problem, status=413)
+        return bytes(body)
+
+    def _name_of(self, given: object) -> str:
         """Return the name of the model that a body asks for; empty if there is none."""
         if given is None and len(self._systems) == 1:
             [given] = self._systems
         return given if isinstance(given, str) and given in self._systems else ""
 
-    def find(self, name: str | None) -> ServedSystem:
+    def _find(self, name: str | None) -> ServedSystem:
         """Return a model by its name. Raises: ChatRequestRefused if there is none."""
-        if known := self.name_of(name):
+        if known := self._name_of(name):
             return self._systems[known]
-        names = ", ".join(repr(name) for name in self._configs)
+        names = ", ".join(repr(name) for name in self._systems)
         problem = f"there is no model {name!r}; ask for {names}"
         raise ChatRequestRefused(problem, param="model", code="model_not_found", status=404)
 
     @contextmanager
-    def place(self, name: str) -> Generator[None]:
+    def _place(self, name: str) -> Generator[None]:
         """Count a question among the running ones.
 
         Raises: ChatRequestRefused if there are as many as there may be.
         """
-        most = self.options.max_questions
+        most = self._options.max_questions
         if self._running >= most:
             problem = f"{most} questions are being answered, the most at once; ask again later"
             raise ChatRequestRefused(problem, code="rate_limit_exceeded", status=429)
         self._running += 1
-        self.metrics.count_running(name, 1)
+        self._metrics.running.labels(name).inc()
         try:
             yield
         finally:
             self._running -= 1
-            self.metrics.count_running(name, -1)
+            self._metrics.running.labels(name).dec()
+
+    async def _answer(self, request: Request, send: Send, question: _Question) -> None:
+        """Answer a question, and stop its agents if the client disconnects."""
+        try:
+            async with while_connected(request):
+                if question.chat.streams:
+                    await self._stream(send, question)
+                else:
+                    await self._send_whole(request, send, question)
+        finally:
+            self._metrics.questions.labels(question.served.name, question.ending).inc()
+
+    async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
+        """Send the answer when it is complete."""
+        name, engines = question.served.name, question.served.engine_names
+        try:
+            async with question.answering() as run:
+                result = await run.result()
+        except Exception as error:
+            question.fail(error)
+            response = _error_response(error, engines)
+        else:
+            question.finish(result)
+            response = _AsciiResponse(Completion(name, engines).whole(result))
+        await response(request.scope, request.receive, send)
+
+    async def _stream(self, send: Send, question: _Question) -> None:
+        """Send the answer while it is written."""
+        engines = question.served.engine_names
+        completion = Completion(question.served.name, engines)
+        async with sending_events(send, self._options.heartbeat_seconds) as stream:
+            try:
+                async with question.answering() as run:
+                    await stream.event(completion.chunk({"role": "assistant", "content": ""}))
+                    async for piece in run:
+                        question.begin()
+                        await stream.event(completion.chunk({"content": piece}))
+                    result = await run.result()
+            except Exception as error:
+                question.fail(error)
+                await stream.event(error_body(error, engines)[1])
+                return
+            question.finish(result)
+            for body in completion.last_chunks(result, has_usage=question.chat.includes_usage):
+                await stream.event(body)
 
     async def list_models(self, request: Request) -> Response:
-        self.check_key(request)
-        models = [self._describe(name) for name in self._configs]
+        self._check_key(request)
+        models = [self._describe(name) for name in self._systems]
         return _AsciiResponse({"object": "list", "data": models})
 
     async def show_model(self, request: Request) -> Response:
-        self.check_key(request)
-        return _AsciiResponse(self._describe(self.find(request.path_params["name"]).name))
+        self._check_key(request)
+        return _AsciiResponse(self._describe(self._find(request.path_params["name"]).name))
 
     def _describe(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._started, "owned_by": "flashmoa"}
@@ -173,122 +330,44 @@ class _Server:
         return Response(status_code=200)
 
     async def show_metrics(self, _request: Request) -> Response:
-        return Response(self.metrics.page, media_type="text/plain; version=0.0.4")
+        page = generate_latest(self._metrics.registry)
+        return Response(page, media_type="text/plain; version=0.0.4")
 
 
-class _ChatCompletions:
-    """Answers questions, as an ASGI application, so that each is answered within one call."""
+class EventStream:
+    """The body of an answer of which each part is a server-sent event."""
 
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-        self._metrics = server.metrics
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last_sent = -math.inf
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, name = Request(scope, receive), ""
-        try:
-            self._server.check_key(request)
-            body = parse_object(await self._read(request))
-            name = self._server.name_of(body.get("model"))
-            chat = ChatQuestion.parse(body)
-            system = self._server.find(chat.model)
-            with self._server.place(system.name):
-                await self._answer(request, send, chat, system)
-        except ChatRequestRefused as error:
-            self._metrics.count_ending(name, "refused")
-            await _error_response(error)(scope, receive, send)
-        except ClientDisconnect:
-            self._metrics.count_ending(name, "left")
+    async def event(self, body: Mapping[str, Any]) -> None:
+        """Send a JSON object."""
+        await self._write(f"data: {json.dumps(body)}\n\n".encode())
 
-    async def _read(self, request: Request) -> bytes:
-        most, body = self._server.options.max_body_bytes, bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > most:
-                problem = f"the body is larger than {most} bytes; send a smaller request"
-                raise ChatRequestRefused(problem, status=413)
-        return bytes(body)
+    async def _write(self, data: bytes) -> None:
+        self._last_sent = anyio.current_time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _answer(
-        self, request: Request, send: Send, chat: ChatQuestion, system: ServedSystem
-    ) -> None:
-        """Answer a question, and stop its agents if the client disconnects."""
-        question = _Question(chat, system)
-        try:
-            async with while_connected(request):
-                if chat.streams:
-                    await self._stream(send, question)
-                else:
-                    await self._send_whole(request, send, question)
-        finally:
-            self._metrics.count_ending(system.name, question.ending)
-
-    @asynccontextmanager
-    async def _answering(self, question: _Question) -> AsyncGenerator[Run]:
-        """Yield the run of a question, and count its tokens however it ends."""
-        async with question.system.answering(question.chat) as run:
-            try:
-                yield run
-            finally:
-                self._metrics.count_tokens(question.system.name, run.agents)
-
-    async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
-        """Send the answer when it is complete."""
-        system = question.system
-        try:
-            async with self._answering(question) as run:
-                result = await run.result()
-        except Exception as error:
-            question.fail(error)
-            response = _error_response(error, system.engines)
-        else:
-            self._finish(question, result)
-            response = _AsciiResponse(Completion(system.name, system.engines).whole(result))
-        await response(request.scope, request.receive, send)
-
-    async def _stream(self, send: Send, question: _Question) -> None:
-        """Send the answer while it is written."""
-        chat, system = question.chat, question.system
-        completion, has_begun = Completion(system.name, system.engines), False
-        async with sending_events(send, self._server.options.heartbeat_seconds) as stream:
-            try:
-                async with self._answering(question) as run:
-                    await stream.event(completion.chunk({"role": "assistant", "content": ""}))
-                    async for piece in run:
-                        if not has_begun:
-                            self._metrics.observe_first_token(system.name, question.seconds)
-                            has_begun = True
-                        await stream.event(completion.chunk({"content": piece}))
-                    result = await run.result()
-            except Exception as error:
-                question.fail(error)
-                await stream.event(error_body(error, system.engines)[1])
-                return
-            self._finish(question, result)
-            for body in completion.last_chunks(result, has_usage=chat.includes_usage):
-                await stream.event(body)
-
-    def _finish(self, question: _Question, result: Result) -> None:
-        question.ending = "answered"
-        self._metrics.observe_result(question.system.name, result, question.seconds)
+    async def keep_alive(self, seconds: float) -> None:
+        """Send a comment whenever nothing was sent for some seconds, until it is cancelled."""
+        while True:
+            await anyio.sleep_until(self._last_sent + seconds)
+            if anyio.current_time() >= self._last_sent + seconds:
+                await self._write(_HEARTBEAT)
 
 
-class _Question:
-    """Records how a question ends; ``left`` is what remains if the client disconnects."""
+@asynccontextmanager
+async def sending_events(send: Send, heartbeat_seconds: float) -> AsyncGenerator[EventStream]:
+    """Send the head of an answer, yield its body, and end it.
 
-    def __init__(self, chat: ChatQuestion, system: ServedSystem) -> None:
-        self.chat = chat
-        self.system = system
-        self.ending = "left"
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Return how long ago the question came."""
-        return time.monotonic() - self._started
-
-    def fail(self, error: Exception) -> None:
-        """Log why the question is not answered."""
-        status, _ = error_body(error)
-        self.ending = "refused" if status < 500 else "failed"
-        unexpected = error if status == 500 else None
-        logger.warning("%s did not answer: %s", self.system.name, error, exc_info=unexpected)
+    Proxies and clients end connections on which nothing comes for a while. So a comment is sent
+    while there is no event for ``heartbeat_seconds``.
+    """
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+    stream = EventStream(send)
+    async with anyio.create_task_group() as group:
+        group.start_soon(stream.keep_alive, heartbeat_seconds)
+        yield stream
+        group.cancel_scope.cancel()
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -10,8 +10,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from flashmoa.engine.local import LocalEngine
+from flashmoa.moa.config import read_file
 from flashmoa.moa.serve.application import ServeOptions, application
-from flashmoa.moa.serve.config_file import read_file
 from tests.integration.router.serving import serve
 
 FILE = """

@@ -5,16 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, Fallback, MixtureFailed, Model, Result
+from flashmoa.moa import Debate, DebatePrompt, Model, Result
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
-from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -66,38 +63,6 @@ async def test_aggregator_concludes_and_streams_its_answer(
     assert len(pieces) > 1 and "".join(pieces) == result.text
     assert result.final.text == result.text and result.final.name == "4.1"
     assert result.vote is None and len(result.layers) == 4
-
-
-async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
-    small, _ = pair
-    failing = agent(small, 2, max_tokens=-1)
-    three = Debate([agent(small, 1), failing, agent(small, 3)], 2, first_letter, prompt=PROMPT)
-    result = await three.answer(QUESTION)
-    for round_ in result.layers:
-        assert [answer.status for answer in round_] == ["used", "failed", "used"]
-        assert round_[1].problem
-    assert result.vote is not None and result.vote.ballots[1] is None
-    with pytest.raises(MixtureFailed, match="no agent answered"):
-        await Debate([failing, failing], 2, first_letter).answer(QUESTION)
-    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-        await debate(pair, failing, fallback=Fallback(best_answer=False)).answer(QUESTION)
-    await wait_until_idle(small)
-
-
-async def test_cancelled_debate_frees_its_engines(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, large = pair
-    slow = [agent(small, max_tokens=2000), agent(large, max_tokens=2000)]
-    endless = Debate(slow, 2, first_letter)
-    with anyio.move_on_after(0.5):
-        await endless.answer(QUESTION)
-    async with endless.answering(QUESTION) as debating:
-        debating.cancel()
-        with pytest.raises(UpstreamCancelled):
-            await debating.result()
-    for engine in pair:
-        await wait_until_idle(engine)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(

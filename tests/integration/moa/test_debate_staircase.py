@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, Fallback, MixtureFailed, Result, Steps
+from flashmoa.moa import Debate, DebatePrompt, Result, Steps
 from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
 from tests.integration.support import wait_until_idle
 
@@ -58,36 +57,3 @@ async def test_aggregator_writes_along_with_debaters(
     assert len(pieces) > 1 and "".join(pieces) == result.text
     assert len(result.final.steps) == 2
     assert result.final.first_token is not None and result.finish_reason == "length"
-
-
-async def test_failed_debater_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
-    small, _ = pair
-    failing = agent(small, 2, temperature=-1)
-    two = Debate(
-        [agent(small, 1, max_tokens=24), failing], 2, first_letter, prompt=PROMPT, staircase=Steps()
-    )
-    result = await two.answer(QUESTION)
-    for round_ in result.layers:
-        assert [answer.status for answer in round_] == ["used", "failed"] and round_[1].problem
-    assert result.vote is not None and result.vote.ballots[1] is None
-    with pytest.raises(MixtureFailed, match="no agent answered"):
-        await Debate([failing, failing], 2, first_letter, staircase=Steps()).answer(QUESTION)
-    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-        async with EngineClient("http://127.0.0.1:9") as nowhere:
-            strict = Fallback(best_answer=False)
-            await debate(pair, agent(nowhere), fallback=strict).answer(QUESTION)
-    await wait_until_idle(small)
-
-
-async def test_cancelled_debate_frees_its_engines(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    slow = [agent(engine, max_tokens=2000) for engine in pair]
-    async with Debate(slow, 3, slow[0], staircase=Steps()).answering(QUESTION) as debating:
-        async for _ in debating:
-            break
-        debating.cancel()
-        with pytest.raises(UpstreamCancelled):
-            await debating.result()
-    for engine in pair:
-        await wait_until_idle(engine)

@@ -19,8 +19,15 @@ from flashmoa.moa import (
     Quorum,
     Staircase,
 )
-from tests.integration.moa.agents import QUESTION, agent, first_letter, read_answer
-from tests.integration.moa.faulty_agents import PROBLEMS, check_agent, faulty
+from tests.integration.moa.agents import (
+    PROBLEMS,
+    QUESTION,
+    agent,
+    check_agent,
+    faulty,
+    first_letter,
+    read_answer,
+)
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
 

@@ -8,8 +8,13 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import AggregationPrompt, Debate, DebatePrompt, Fallback, Model, Staircase, Steps
-from tests.integration.moa.agents import agent, read_answer
-from tests.integration.moa.faulty_agents import PROBLEMS, check_agent, faulty
+from tests.integration.moa.agents import (
+    PROBLEMS,
+    agent,
+    check_agent,
+    faulty,
+    read_answer,
+)
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, wait_until_idle
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 
@@ -18,7 +17,6 @@ from flashmoa.moa import (
     EarlyExit,
     Fallback,
     Limits,
-    MixtureFailed,
     MixtureOfAgents,
     Model,
     Result,
@@ -170,48 +168,6 @@ async def test_only_scored_answers_have_logprobs(
     first, second = scored
     assert client.logprobs == [first] * 6 + [second] * 2 + [False]
     assert {decision.of for decision in result.decisions} <= ({3, 2} if second else {3})
-
-
-async def test_failed_proposer_is_left_out(pair: tuple[EngineClient, EngineClient]) -> None:
-    small, large = pair
-    failing = agent(small, 2, max_tokens=-1)
-    async with EngineClient("http://127.0.0.1:9") as nowhere:
-        layers = [[agent(nowhere), agent(small, 1), failing], [agent(large)]]
-        result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
-    assert [answer.status for answer in result.layers[0]] == ["failed", "used", "failed"]
-    assert "cannot be reached" in result.layers[0][0].problem
-    assert result.layers[0][2].problem and result.text
-
-
-async def test_mixture_fails_when_all_proposers_or_the_aggregator_fail(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, large = pair
-    failing = agent(small, max_tokens=-1)
-    mixture = MixtureOfAgents([[failing] * 4, [agent(large)] * 2, [agent(large)]], prompt=PROMPT)
-    with pytest.raises(MixtureFailed, match="no agent answered"):
-        await mixture.answer(QUESTION)
-    strict = Fallback(best_answer=False)
-    mixture = MixtureOfAgents([[agent(large)], [failing]], prompt=PROMPT, fallback=strict)
-    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-        await mixture.answer(QUESTION)
-    await wait_until_idle(large)
-
-
-async def test_cancelled_mixture_frees_its_engines(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, large = pair
-    slow = agent(small, max_tokens=2000)
-    mixture = MixtureOfAgents([[slow, slow], [agent(large)]], prompt=PROMPT)
-    await small.flush_cache()
-    with anyio.move_on_after(0.1):
-        await mixture.answer(QUESTION)
-    async with mixture.answering(QUESTION):
-        pass
-    # An answer written to its end would be in the cache.
-    assert (await wait_until_idle(small)).evictable < 2000
-    await wait_until_idle(large)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(

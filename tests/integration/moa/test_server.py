@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
 from openai import APIError, APIStatusError, AsyncOpenAI
 
@@ -52,24 +51,6 @@ async def test_streamed_answer_equals_the_unstreamed_one(
     assert usage.usage.completion_tokens == whole.usage.completion_tokens
 
 
-async def test_usage_is_that_of_the_agent_that_wrote_the_answer(openai_client: AsyncOpenAI) -> None:
-    whole = await openai_client.chat.completions.create(model="three", messages=QUESTION)
-    assert whole.usage is not None and whole.usage.completion_tokens == 8
-    assert whole.choices[0].finish_reason == "length"
-    assert [agent["status"] for agent in extra(whole)["agents"]] == ["used"] * 3
-
-
-async def test_parameters_reach_the_agent_that_answers_and_no_other(
-    openai_client: AsyncOpenAI,
-) -> None:
-    whole = await openai_client.chat.completions.create(
-        model="three", messages=QUESTION, max_completion_tokens=3, seed=1, user="ada"
-    )
-    *proposers, last = extra(whole)["agents"]
-    assert last["usage"]["completion_tokens"] == 3
-    assert all(agent["usage"]["completion_tokens"] > 3 for agent in proposers)
-
-
 @pytest.mark.parametrize("name", ["three", "stairs"])
 async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI, name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
@@ -92,17 +73,6 @@ async def test_an_answer_has_the_asked_form(openai_client: AsyncOpenAI, name: st
         assert in_one_request_for == (["response_format"] if name == "stairs" else [])
 
 
-@pytest.mark.parametrize("system", ["three", "stairs"])
-async def test_an_answer_ends_before_the_stop_text(openai_client: AsyncOpenAI, system: str) -> None:
-    whole = await openai_client.chat.completions.create(model=system, messages=QUESTION)
-    text = whole.choices[0].message.content or ""
-    stopped = await openai_client.chat.completions.create(
-        model=system, messages=QUESTION, stop=text[3]
-    )
-    assert stopped.choices[0].message.content == text[: text.index(text[3])]
-    assert stopped.choices[0].finish_reason == "stop"
-
-
 async def test_content_parts_and_results_of_tools_are_read(openai_client: AsyncOpenAI) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages: list[Any] = [
@@ -115,26 +85,6 @@ async def test_content_parts_and_results_of_tools_are_read(openai_client: AsyncO
         whole = await openai_client.chat.completions.create(model=model, messages=messages)
         assert whole.choices[0].message.content
         assert {agent["status"] for agent in extra(whole)["agents"]} == {"used"}
-
-
-@pytest.mark.parametrize(("name", "status"), [("other", 404), ("three", 400)])
-async def test_wrong_model_or_messages_are_refused(
-    openai_client: AsyncOpenAI, name: str, status: int
-) -> None:
-    messages: Any = QUESTION if status == 404 else [{"role": "assistant", "content": "?"}]
-    with pytest.raises(APIStatusError) as refused:
-        await openai_client.chat.completions.create(model=name, messages=messages)
-    assert refused.value.status_code == status
-
-
-async def test_unreachable_engines_are_reported(moa_url: str) -> None:
-    async with httpx.AsyncClient(base_url=moa_url, timeout=60) as http:
-        body = {"model": "gone", "messages": QUESTION}
-        answer = await http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 502 and "cannot be reached" in answer.text
-        assert answer.json()["error"]["type"] == "server_error"
-        answer = await http.post("/v1/chat/completions", json={**body, "stream": True})
-        assert "cannot be reached" in answer.text and answer.text.endswith("[DONE]\n\n")
 
 
 async def test_a_client_of_openai_raises_the_error_of_a_stream(openai_client: AsyncOpenAI) -> None:

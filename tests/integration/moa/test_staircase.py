@@ -9,7 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import AggregationPrompt, Fallback, MixtureFailed, Model, Result, Staircase, Steps
+from flashmoa.moa import AggregationPrompt, Model, Result, Staircase, Steps
 from flashmoa.moa.models import CONTEXT_LENGTHS
 from flashmoa.moa.settings import Order
 from tests.integration.moa.agents import QUESTION
@@ -123,26 +123,6 @@ async def test_answer_ends_before_a_stop_text_that_two_rounds_write(
         await wait_until_idle(engine)
 
 
-async def test_failed_proposer_is_left_out(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    whole = staircase(pair)
-    [proposer, _], [aggregator] = whole.layers
-    failing = Model(pair[0], sampling={**SAMPLING, "max_tokens": -1})
-    alone = Staircase([proposer], aggregator, prompt=PROMPT)
-    both = Staircase([proposer, failing], aggregator, prompt=PROMPT)
-    assert (await alone.answer(QUESTION)).text == (await both.answer(QUESTION)).text
-    with pytest.raises(MixtureFailed, match="no agent answered"):
-        await Staircase([failing], aggregator).answer(QUESTION)
-    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-        async with EngineClient("http://127.0.0.1:9") as nowhere:
-            strict = Fallback(best_answer=False)
-            last = Staircase(whole.layers[0], Model(nowhere), fallback=strict)
-            await last.answer(QUESTION)
-    for engine in pair:
-        await wait_until_idle(engine)
-
-
 @pytest.mark.parametrize("order", ["contiguous", "rounds"])
 async def test_chunks_that_do_not_fit_are_not_read(
     pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch, order: Any
@@ -166,18 +146,3 @@ async def test_chunks_that_do_not_fit_are_not_read(
     assert [round_.out_of_room for round_ in linked.final.steps] == [False, False, True]
     assert unlinked.text == linked.text and written(linked) == 40
     await wait_until_idle(pair[1])
-
-
-async def test_cancelled_staircase_frees_its_engines(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, large = pair
-    slow = [Model(engine, sampling={**SAMPLING, "max_tokens": 2000}) for engine in pair]
-    for engine in pair:
-        await engine.flush_cache()
-    async with Staircase([slow[0]], slow[1], prompt=PROMPT).answering(QUESTION) as run:
-        async for _ in run:
-            break
-    # An answer written to its end would be in the cache.
-    assert (await wait_until_idle(small)).evictable < 2000
-    assert (await wait_until_idle(large)).evictable < 2000

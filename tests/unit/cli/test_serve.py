@@ -181,7 +181,7 @@ def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(moa, "_check", interrupt)
-    monkeypatch.setattr("flashmoa.moa.serve.config_file.read_file", lambda _: [])
+    monkeypatch.setattr("flashmoa.moa.config.read_file", lambda _: [])
     assert moa.main(["check", "moa.toml"]) == 130
 
 

@@ -87,7 +87,7 @@ async def test_early_exit_compares_answers_without_thought() -> None:
         with anyio.fail_after(20):
             result = await mixture.answer("?")
     assert embedder.texts == ["It is 18."] * 2
-    assert result.decisions[-1].left
+    assert result.decisions[-1].left and result.deciding > 0
     # The thought's tokens are less likely than the answer's.
     assert [record.confidence for record in result.layers[0][:2]] == pytest.approx(
         [math.exp(-1)] * 2

@@ -133,6 +133,15 @@ async def test_quorum_leaves_out_the_others_once_its_time_is_over() -> None:
     assert not agents[2].agent.record.problem
 
 
+async def test_an_agent_for_which_another_cluster_waits_is_not_cancelled() -> None:
+    agents = members("one", None)
+    Cluster([Member(agents[1].agent, [])], anyio.sleep_forever)
+    agents[0].agent.asked.set()
+    with anyio.fail_after(10):
+        await run_cluster(agents, None, Quorum(1, 0.0))
+    assert agents[1].used is False and not agents[1].agent.is_over
+
+
 async def test_quorum_waits_until_enough_answers_are_complete() -> None:
     agents = members("one", None, None)
     agents[2].agent.asked.set()

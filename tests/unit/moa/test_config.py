@@ -1,11 +1,14 @@
-"""A TOML file becomes a mixture, a staircase or a debate with all of its settings."""
+"""The file of ``flashmoa moa serve`` becomes systems with its settings; errors name the key."""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashmoa.moa import (
     Budget,
@@ -16,12 +19,30 @@ from flashmoa.moa import (
     Staircase,
     Steps,
 )
-from flashmoa.moa.config import ConfigError
+from flashmoa.moa.config import ConfigError, ServedSystem, read_file, read_tables
 from flashmoa.moa.run import System
-from flashmoa.moa.serve.config_file import read_file
 
-pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[3]
+MODELS = """
+[models.small]
+engine = "http://a"
+temperature = 0.5
+max_tokens = 7
+"""
+SEVERAL = f"""{MODELS}
+[systems.careful]
+layers = [
+    {{models = [{{use = "small", repeat = 2}}, "small"]}},
+    {{models = ["small", {{use = "small", temperature = 0.2}}], instruction = "Doubt:"}},
+    {{models = ["small"]}},
+]
+topology = "3x2x1"
+fallback = {{models = ["small"]}}
 
+[systems.quick]
+kind = "staircase"
+layers = [{{models = ["small", "small"]}}, {{models = ["small"]}}]
+"""
 MIXTURE = """
 instruction = "Weigh:"
 heading = "\\n{number}) "
@@ -39,7 +60,8 @@ best_answer = false
 [early_exit]
 embedder = "http://e"
 model = "embedding"
-algorithm = "published"
+min_answers = 1
+diagonal = true
 
 [[layers]]
 quorum = {answers = 1, seconds = 10}
@@ -63,16 +85,19 @@ models = [{engine = "http://a"}]
 """
 
 
-async def build(tmp_path: Path, text: str) -> System:
-    path = tmp_path / "moa.toml"
+def read(folder: Path, text: str) -> list[ServedSystem]:
+    path = folder / "moa.toml"
     path.write_text(text)
-    async with AsyncExitStack() as stack:
-        [config] = read_file(path)
-        return await config.build(stack)
+    return read_file(path)
 
 
-async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
-    mixture = await build(tmp_path, MIXTURE)
+def build(folder: Path, text: str) -> System:
+    [served] = read(folder, text)
+    return served.system
+
+
+def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
+    mixture = build(tmp_path, MIXTURE)
     assert isinstance(mixture, MixtureOfAgents)
     assert mixture.budget == Budget(9000, reserve=1000)
     assert mixture.limits == Limits(30, attempts=3)
@@ -90,8 +115,8 @@ async def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     assert proposer.sampling == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 64, "seed": 7}
 
 
-async def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -> None:
-    mixture = await build(tmp_path, MIXTURE)
+def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -> None:
+    mixture = build(tmp_path, MIXTURE)
     assert isinstance(mixture, MixtureOfAgents)
     urls = [
         [engine.url for engine in (agent.engine, *agent.backups)] for agent in mixture.layers[0]
@@ -99,22 +124,22 @@ async def test_agents_take_turns_at_the_engines_of_their_model(tmp_path: Path) -
     assert urls == [["http://a", "http://b"], ["http://b", "http://a"], ["http://a", "http://b"]]
 
 
-async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
+def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     layers = '[[layers]]\nmodels = [{engine = "http://a", repeat = 2}]\n'
     last = '[[layers]]\nmodels = [{engine = "http://a"}]\n'
     steps = '[staircase]\norder = "contiguous"\nfirst = 4\nlargest = 32\n'
-    staircase = await build(tmp_path, f'kind = "staircase"\n{steps}{layers}{last}')
+    staircase = build(tmp_path, f'kind = "staircase"\n{steps}{layers}{last}')
     assert isinstance(staircase, Staircase)
     assert staircase.steps == Steps(4, 2.0, 32, "contiguous")
     assert [len(layer) for layer in staircase.layers] == [2, 1]
     assert staircase.prompt(1, 0).layout == "question-first"
-    debate = await build(
+    debate = build(
         tmp_path, f"kind = \"debate\"\n[debate]\nrounds = 3\nballot = '\\((\\d+)\\)'\n{layers}"
     )
     assert isinstance(debate, Debate) and debate.rounds == 3 and debate.steps is None
     assert debate.extract is not None
     assert [debate.extract(text) for text in ("(1) and (23).", "4")] == ["23", None]
-    debate = await build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
+    debate = build(tmp_path, f'kind = "debate"\n{steps}{layers}{last}')
     assert isinstance(debate, Debate) and debate.steps is not None
     assert debate.extract is None
 
@@ -123,56 +148,188 @@ async def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ('kind = "staircase"\ntopology = "2-1"\n@2\n@1', "topology is set, but a staircase has"),
-        ("@2", "a mixture needs at least two"),
-        ('kind = "debate"\n@2', "this debate needs two layers"),
+        ("@2", "give at least two layers"),
+        ('kind = "debate"\n@2', r"its layers have \[2\] agents; this debate needs two layers"),
+        ('kind = "staircase"\n@2\n@2', "this staircase needs two layers, and one agent in the sec"),
         ("@2\n@2", "the last layer has 2 agents; it must have one"),
-        ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "reserve is 10; it must be less"),
+        ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "budget: reserve is 10; it must be less"),
         ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "a quorum needs at least 1 answer"),
         ("limits = {stall_seconds = 0}\n@2\n@1", "stall_seconds is 0.0; it must be positive"),
-        (
-            "limits = {patience = 1}\n@2\n@1",
-            "limits has no key 'patience': use one of answer_seconds",
-        ),
+        ("limits = {patience = 1}\n@2\n@1", "no key 'patience': use one of answer_seconds"),
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
-        # What serving would refuse is refused when the file is read, so by check.
-        (
-            'kind = "debate"\ndebate = {rounds = 0}\n@2\n@1',
-            "debate.rounds: .* greater than or equal",
-        ),
-        ('kind = "debate"\n@1\n@1', "the first layer has 1 agent; a debate needs"),
+        ('kind = "debate"\ndebate = {rounds = 0}\n@2\n@1', "at least one round; rounds is 0"),
+        ('kind = "debate"\n@1\n@1', "a debate needs at least two debaters; there are 1"),
         ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "first is 0; a chunk needs"),
         ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
-        # Keys that would change nothing.
-        (
-            'early_exit = {embedder = "http://e", algorithm = "published", tau = 0.5}\n@3\n@1',
-            "tau is set, but algorithm = 'published' has its own",
-        ),
-        (
-            "early_exit = {embedder = 'http://e', threshold = 0.5}\n@3\n@1",
-            "threshold is set, but rule = 'sample'",
-        ),
-        (
-            'early_exit = {embedder = "http://e", rule = "threshold", seed = 1}\n@3\n@1',
-            "seed is set, but rule = 'threshold' draws",
-        ),
-        (
-            "early_exit = {embedder = 'http://e', min_answers = 3}\n@3\n@1",
-            "needs 3 complete answers, but at most 3",
-        ),
-        (
-            'kind = "debate"\nlayout = "answers-first"\ndebate = {ballot = \'x\'}\n@2',
-            "layout is about a prompt with answers, but this debate ends with a vote",
-        ),
-        ('@2\nheading = "x"\n@1', "heading is about a prompt .* the first layer read none"),
-        (
-            'kind = "debate"\ndebate = {memory = "last"}\nstaircase = {first = 4}\n@2\n@1',
-            "debate.memory is set, but with a staircase",
-        ),
+        ("early_exit = {tau = 0.5}\n@3\n@1", "early_exit.embedder: Field required"),
+        ("early_exit = {embedder = 'e'}\n@3\n@1", "early_exit: .*'e'"),
     ],
 )
-async def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
+def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
     for count in "123":
         layer = f'[[layers]]\nmodels = [{{engine = "http://a", repeat = {count}}}]'
         text = text.replace(f"@{count}", layer)
     with pytest.raises(ConfigError, match=problem):
-        await build(tmp_path, text)
+        build(tmp_path, text)
+
+
+def test_models_of_a_file_are_those_of_its_tables(tmp_path: Path) -> None:
+    careful, quick = read(tmp_path, SEVERAL)
+    assert (careful.name, quick.name) == ("careful", "quick")
+    assert isinstance(careful.system, MixtureOfAgents) and isinstance(quick.system, Staircase)
+    assert [len(layer) for layer in careful.system.layers] == [3, 2, 1]
+    assert [model.sampling for model in careful.system.layers[1]] == [
+        {"temperature": 0.5, "max_tokens": 7},
+        {"temperature": 0.2, "max_tokens": 7},
+    ]
+    assert careful.system.prompt(1, 0).instruction == "Doubt:"
+    assert careful.system.fallback.models[0].engine.url == "http://a"
+    assert careful.engine_names == {"http://a": "engine 1"}
+
+
+def test_a_file_with_one_model_needs_no_table_for_it(tmp_path: Path) -> None:
+    layers = 'layers = [{models = ["small"]}, {models = [{use = "small", seed = 1}]}]'
+    [served] = read(tmp_path, f'name = "alone"\n{layers}\n{MODELS}')
+    assert served.name == "alone"
+    assert served.system.layers[1][0].sampling["seed"] == 1
+
+
+@pytest.mark.parametrize("more", [{"lora_path": "x"}, {"models": ["x"]}])
+def test_parameters_that_are_not_known_have_a_table_of_their_own(
+    tmp_path: Path, more: dict[str, object]
+) -> None:
+    [(name, value)] = more.items()
+    extra = f"max_tokens = 7\nextra_body = {{{name} = {value!r}}}"
+    [careful, _] = read(tmp_path, SEVERAL.replace("max_tokens = 7", extra))
+    assert careful.system.layers[0][0].sampling[name] == value
+
+
+@pytest.mark.parametrize(
+    ("topology", "quorum", "problem"),
+    [
+        ("4-2-1", "layer", "quorum of layer 0 (from 0) needs 3 answers, but at most 2"),
+        ("4-2-1", "all", "quorum of layer 0, 1 (from 0) needs 3 answers, but at most 2"),
+        ("4x2x1", "layer", None),
+        ("4x2x1", "all", None),
+    ],
+)
+def test_a_quorum_has_no_more_answers_than_are_read_together(
+    tmp_path: Path, topology: str, quorum: str, problem: str | None
+) -> None:
+    """One quorum for all layers must be possible in one of them."""
+    table = "quorum = {answers = 3, seconds = 1}"
+    first = "models = [{use = 'small', repeat = 4}]" + (f", {table}" if quorum == "layer" else "")
+    layers = f"layers = [{{{first}}}, {{models = ['small', 'small']}}, {{models = ['small']}}]"
+    text = f"topology = '{topology}'\n{layers}\n{table if quorum == 'all' else ''}\n{MODELS}"
+    if problem is None:
+        assert read(tmp_path, text)
+        return
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read(tmp_path, text)
+
+
+def test_a_staircases_quorum_has_no_more_answers_than_proposers(tmp_path: Path) -> None:
+    text = SEVERAL + "quorum = {answers = 3, seconds = 1}\n"
+    with pytest.raises(ConfigError, match="needs 3 answers, but at most 2 are read"):
+        read(tmp_path, text)
+
+
+def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
+    unused = '[models.unused]\nengine = "http://a"\ntemprature = 1\n'
+    problem = "models.unused has no key 'temprature': did you mean 'temperature'"
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, unused + SEVERAL)
+    # Agents that use it may give the engine.
+    assert read(tmp_path, "[models.half]\nmax_tokens = 3\n" + SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("temperature = 0.5", "temprature = 0.5",
+         r"systems.careful.layers.0.models.0 has no key 'temprature': did you mean 'temperature'"),
+        ("temperature = 0.5", "temperature = 5",
+         r"systems.careful.layers.0.models.0.temperature: Input should be less than or equal"),
+        ('topology = "3x2x1"', 'topolgy = "3x2x1"',
+         r"systems.careful has no key 'topolgy': did you mean 'topology'"),
+        ('topology = "3x2x1"', "limits = {stall_second = 3}",
+         r"systems.careful.limits has no key 'stall_second': did you mean 'stall_seconds'"),
+        ('topology = "3x2x1"', "quorum = {answers = 2, secs = 3}",
+         r"systems.careful.quorum has no key 'secs': did you mean 'seconds'"),
+        ('instruction = "Doubt:"', 'instructions = "Doubt:"',
+         r"systems.careful.layers.1 has no key 'instructions': did you mean 'instruction'"),
+        ('"small"]}]', '"smal"]}]',
+         r"systems.quick.layers.1.models.0: there is no model 'smal': did you mean 'small'"),
+        ('kind = "staircase"', 'kind = "stairs"', r"systems.quick.kind: Input should be 'mixture'"),
+        ('kind = "staircase"', 'name = "x"', r"systems.quick.name: the table is called 'quick'"),
+        ("[systems.quick]", "[system.quick]", r"system: a file with \[systems.NAME\] has no"),
+        ("[models.small]", "[model.small]", r"model: a file with \[systems.NAME\] has no such key"),
+        ("repeat = 2", "models = []", r"layers.0.models.0 has no key 'models'"),
+        ('topology = "3x2x1"', 'topology = "3x2x1"\nbudget = {tokens = 0}',
+         r"systems.careful.budget: tokens is 0"),
+        ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
+         r"systems.quick: debate is set, but a mixture has none"),
+        ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',
+         r"systems.quick.debate.ballot: Input should be a valid regular expression"),
+        ("[models.small]", "[models]", r"models must consist of tables \[models.NAME\]"),
+        ("[models.small]", "[models.small", "is not valid TOML"),
+    ],
+)  # fmt: skip
+def test_error_of_a_wrong_file_names_the_key_and_its_table(
+    tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    assert old in SEVERAL
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, SEVERAL.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("layers = 3", "layers: Input should be a valid list"),
+        ("[[layers]", "is not valid TOML"),
+        ("nmae = 'x'", "the file has no key 'nmae': did you mean 'name'"),
+        ("", "layers: Field required"),
+    ],
+)
+def test_error_of_a_wrong_file_names_the_place(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, text)
+
+
+toml_values = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["models", "layers", "systems", "use", "engine", "limits", "quorum", "x"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    file=st.dictionaries(
+        st.sampled_from(["models", "layers", "systems", "kind", "debate", "early_exit", "x"]),
+        toml_values,
+    )
+)
+def test_any_file_is_read_or_refused_with_a_sentence(file: dict[str, object]) -> None:
+    try:
+        configs = read_tables(file)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert configs
+
+
+def test_examples_of_the_documentation_are_valid() -> None:
+    page = (ROOT / "docs" / "mixture-of-agents.md").read_text()
+    examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    served = [one for text in examples for one in read_tables(tomllib.loads(text))]
+    assert {type(one.system) for one in served} == {MixtureOfAgents, Staircase, Debate}

@@ -81,7 +81,7 @@ def test_winner_has_the_highest_count(answers: list[str]) -> None:
         assert outcome.winner == most_common[0] == answers[outcome.place]
 
 
-def test_debate_on_a_staircase_says_for_what_it_in_one_request_for() -> None:
+def test_debate_on_a_staircase_says_for_what_it_needs_one_request() -> None:
     plain = Model(EngineClient("http://127.0.0.1:9"))
     strict = plain.with_sampling({"regex": "[0-9]"})
     form = {"response_format": {"type": "json_object"}, "min_tokens": 0, "stop": ["."]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.stop_filter import StopFilter
+from flashmoa.moa.agent import StopFilter
 
 
 @given(

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa import EngineClient
+from flashmoa.moa import MixtureOfAgents, Model
 from flashmoa.moa.topology import Topology, critical_path
 
 
@@ -57,3 +59,9 @@ def test_invalid_layers_are_refused(layers: tuple[tuple[tuple[int, ...], ...], .
 def test_invalid_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Topology.parse(text)
+
+
+def test_layers_must_match_the_topology() -> None:
+    model = Model(EngineClient("http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match=r"\(2, 1\) models for a topology of \(3, 1\)"):
+        MixtureOfAgents([[model, model], [model]], "3-1")

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from flashmoa.moa.config import read_tables
+from flashmoa.moa.serve.answers import without_urls
 from flashmoa.moa.serve.application import application
-from flashmoa.moa.serve.config_file import read_tables
 from tests.integration.router.serving import serve
 from tests.unit.moa.scripted_engine import scripted_engine
 
@@ -85,3 +86,19 @@ async def test_errors_do_not_show_the_urls_of_engines(caplog: pytest.LogCaptureF
     for answer in answers:
         assert "engine 1 cannot be reached" in answer.text and NOWHERE not in answer.text
     assert NOWHERE in caplog.text
+
+
+ENGINES = {"http://gpu1:3000": "engine 1", "http://gpu1:30001": "engine 2", "http://gpu1": "other"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("http://gpu1:3000: cannot be reached.", "engine 1: cannot be reached."),
+        ("http://gpu1:30001/v1 failed", "engine 2/v1 failed"),
+        ("see http://gpu1.", "see other."),
+        ("http://gpu1-b and http://gpu1.lan", "http://gpu1-b and http://gpu1.lan"),
+    ],
+)
+def test_each_url_has_the_name_of_its_own_engine(text: str, seen: str) -> None:
+    assert without_urls(text, ENGINES) == seen

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.moa.serve.event_stream import sending_events
+from flashmoa.moa.serve.application import sending_events
 
 pytestmark = pytest.mark.anyio
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from flashmoa.moa.config import read_tables
 from flashmoa.moa.serve.application import application
-from flashmoa.moa.serve.config_file import read_tables
 from tests.integration.router.serving import serve
 from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
 

@@ -184,7 +184,6 @@ class Options:
         return int(match[1]), int(match[2])
 
     def on_device(self) -> float:
-        """Return which part of the experts the replicas' devices have together."""
         return {"d2d": 1.0, "hybrid": self.asyncep_on_device}.get(self.asyncep, 0.0)
 
     @classmethod

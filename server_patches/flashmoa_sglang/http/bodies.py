@@ -100,7 +100,6 @@ class Prompt(_Piece, Target):
     add_generation_prompt: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat request."""
         fields = self.model_dump(exclude_none=True)
         return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
 

@@ -135,7 +135,6 @@ def decodes(obj: Any) -> bool:
 
 
 def _list_params(sampling_params: Any) -> list[dict[str, Any]]:
-    """Return the parameters of a request, or of each request of a batch, as a list."""
     all_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
     return [params for params in all_params if isinstance(params, dict)]
 

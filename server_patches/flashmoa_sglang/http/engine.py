@@ -63,7 +63,6 @@ class Engine:
 
     @cached_property
     def _arguments(self) -> Any:
-        """SGLang's resolved arguments."""
         return RELEASE.resolve_arguments(self._manager.server_args)
 
     @property
@@ -86,10 +85,6 @@ class Engine:
     @property
     def has_radix_cache(self) -> bool:
         return not self._arguments.disable_radix_cache
-
-    @property
-    def page_size(self) -> int:
-        return self._arguments.page_size or 1
 
     @property
     def max_unchunked_prompt(self) -> int:
@@ -155,7 +150,6 @@ class Engine:
         return RELEASE.data_parallel_ranks(self._arguments)
 
     def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
-        """Register a handler for a type of message from the schedulers."""
         handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
@@ -202,7 +196,6 @@ class Engine:
             Prefilled.read(meta)
 
     def hand_over(self, tokens: StreamTokens) -> None:
-        """Send new tokens of prompt streams to the schedulers."""
         RELEASE.to_scheduler(self._manager, tokens)
 
     async def generate(  # noqa: PLR0913 - these are a request's fields
@@ -277,7 +270,6 @@ class Engine:
             raise EngineBusy(f"SGLang cannot take this prefill now: {error.detail}") from error
 
     def abort(self, rid: str) -> None:
-        """Abort a request."""
         self._manager.abort_request(rid)
 
     def use_costs(self, costs: Costs, waits_for: int | None) -> None:

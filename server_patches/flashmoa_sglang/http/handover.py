@@ -46,7 +46,6 @@ class Handover:
         engine.handle(StreamProgress, self._note)
 
     def open(self, stream: PromptStream) -> None:
-        """Open a stream in its scheduler."""
         self._opening.append(stream)
         self._changed.set()
 

@@ -59,6 +59,5 @@ def count(name: str, amount: int = 1, **labels: str) -> None:
 
 
 def set_open(streams: int) -> None:
-    """Show how many streams are open."""
     if _metrics:
         _metrics["streams_open"].labels(**_labels).set(streams)

@@ -46,7 +46,6 @@ class PromptReader:
         return TokenBuffer(tokenizer, prompt.add_special_tokens), prompt.text or ""
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
-        """Render the messages of a prompt with the engine's chat template."""
         self.require_tokenizer()
         return self._renderer.render(prompt.chat_fields())
 
@@ -75,7 +74,6 @@ class PromptReader:
             )
 
     def check_room(self, tokens: int) -> None:
-        """Refuse a prompt with more tokens than the server takes."""
         room = self._engine.max_prompt_tokens
         if tokens > room:
             raise PromptTooLarge(

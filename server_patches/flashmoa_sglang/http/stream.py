@@ -33,7 +33,6 @@ class Terms:
     expected_output: int | None = None
 
     def namespace(self) -> dict[str, Any]:
-        """Return the namespace as fields of a ``GenerateReqInput``."""
         return RELEASE.namespace_fields(self.cache_salt, self.extra_key, self.lora_path)
 
 

@@ -146,7 +146,6 @@ class StreamRequest:
 
 
 def _shares_kv(obj: Any, stream: PromptStream) -> bool:
-    """Return whether a request and its stream have the same namespace of KV."""
     return all(
         (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
     )

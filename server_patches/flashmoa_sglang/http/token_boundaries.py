@@ -253,7 +253,6 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _is_swallowed(boundary: re.Pattern[str], added_tokens: Iterable[Any]) -> bool:
-    """Return whether an added token swallows white space on one side of a boundary."""
     return any(
         (
             getattr(token, "rstrip", False)

@@ -77,7 +77,6 @@ class CanonicalTokenizer:
         self._has_failed = False
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a whole text."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_window(self, text: str, start: int, anchored: bool) -> list[tuple[int, int]] | None:
@@ -108,7 +107,6 @@ class CanonicalTokenizer:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with the special ones."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

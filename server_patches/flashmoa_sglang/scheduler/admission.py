@@ -181,7 +181,6 @@ def _need(scheduler: Any, req: Any) -> int:
 
 
 def _asked_of_pool(req: Any, page: int) -> int:
-    """Return the number of KV slots that SGLang requires to admit a request."""
     return total_tokens(req) - RELEASE.cached_tokens(req) + output_left(req) + page
 
 

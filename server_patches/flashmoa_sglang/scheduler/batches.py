@@ -123,7 +123,6 @@ def next_prefill_batch(
 
 
 def _may_prefill(scheduler: Any) -> bool:
-    """Return whether there may be something to prefill."""
     # A request whose grammar has been compiled joins the queue when SGLang builds a batch.
     return bool(
         scheduler.waiting_queue
@@ -230,7 +229,6 @@ def _riding_prompts(
 
 
 def _decoding(batch: Any) -> int:
-    """Return how many requests of the running batch wait for their next token."""
     return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 

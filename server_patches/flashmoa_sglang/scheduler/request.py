@@ -35,7 +35,6 @@ class RequestState:
 
     @property
     def stream(self) -> str | None:
-        """The prompt stream that the request belongs to, if any."""
         return self.mark.stream if self.mark is not None else None
 
     @property

@@ -185,7 +185,6 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
 
 
 def _continue_result() -> Any:
-    """Return the result of ``add_one_req`` after which SGLang offers other requests."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return AddReqResult.CONTINUE

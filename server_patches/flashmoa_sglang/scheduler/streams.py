@@ -72,7 +72,6 @@ class SchedulerStream:
 
     @property
     def may_grow(self) -> bool:
-        """Whether an increment may be made now."""
         return self.opener is not None and not self.claimed and self.increment is None
 
 
@@ -112,7 +111,6 @@ class SchedulerStreams:
         return [self._growth(stream) for stream in streams]
 
     def _growth(self, stream: SchedulerStream) -> int:
-        """Return how many tokens of a stream could be prefilled now."""
         return self._kept(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0
 
     def _kept(self, tokens: int) -> int:
@@ -318,7 +316,6 @@ class SchedulerStreams:
             self._progress.append((id_, tokens, max(0, tokens - req.cached_tokens), seconds))
 
     def _of(self, req: Any) -> SchedulerStream | None:
-        """Return the stream whose increment a request is, if the request is still its newest."""
         stream = self._open.get(state_of(req).increment_of or "")
         return stream if stream is not None and stream.increment is req else None
 

@@ -39,7 +39,7 @@ def import_sglang() -> None:
     from flashmoa_sglang import plugin
 
     # The forked engines inherit the result and need not verify again.
-    plugin.verify_what_is_known()
+    plugin.verify()
     gc.freeze()
     gc.enable()
 

@@ -224,7 +224,7 @@ def register() -> None:
     """
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
-    verify_what_is_known()
+    verify()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if installed() not in TESTED:
@@ -240,46 +240,35 @@ def register() -> None:
     _verify_application(HookRegistry, originals)
 
 
-def verify_what_is_known() -> None:
-    """Verify the features that are known to be used before SGLang's arguments are read.
+def verify(arguments: Any = None) -> None:
+    """Verify that SGLang has what this engine uses, once for this process and its forks.
 
-    Raises: SystemExit if SGLang lacks something that they need.
+    Args: arguments: SGLang's; ``None`` before they are read, when only some features are known.
+
+    Raises: SystemExit if something is missing.
     """
-    verify(internals.EVERYBODY)
-    if cpu.lacks_accelerator():
-        verify(internals.CPU)
-    _verify_options()
-
-
-def verify_arguments(arguments: Any) -> None:
-    """Verify the features that SGLang's arguments turn on.
-
-    Raises: SystemExit if SGLang lacks something that they need.
-    """
-    if arguments.disaggregation_mode not in (None, "null"):
-        verify(internals.PD)
-    _verify_options()
-
-
-def _verify_options() -> None:
-    plugin_options = options.Options.from_environment()
-    if plugin_options.asyncep != "off":
-        verify(internals.ASYNCEP)
-    if plugin_options.kv_cache == "off":
-        verify(internals.KV_OFF)
+    own = options.Options.from_environment()
+    is_pair = arguments is not None and arguments.disaggregation_mode not in (None, "null")
+    uses = {
+        internals.EVERYBODY: True,
+        internals.CPU: cpu.lacks_accelerator(),
+        internals.ASYNCEP: own.asyncep != "off",
+        internals.KV_OFF: own.kv_cache == "off",
+        internals.PD: is_pair,
+    }
+    for feature in (feature for feature, is_used in uses.items() if is_used):
+        if problem := _problem(feature):
+            _stop(
+                problem if feature == internals.EVERYBODY else f"{problem}, which {feature} needs"
+            )
 
 
 @cache
-def verify(feature: str) -> None:
-    """Verify that SGLang has what a feature needs, once for this process and its forks.
-
-    Raises: SystemExit if it has not.
-    """
+def _problem(feature: str) -> str:
     source = internals.installed()
-    if source is not None and (
-        problem := internals.looked_at(installed(), source, feature, hooked(feature)).problem
-    ):
-        _stop(problem if feature == internals.EVERYBODY else f"{problem}, which {feature} needs")
+    if source is None:
+        return ""
+    return internals.looked_at(installed(), source, feature, hooked(feature)).problem
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
@@ -337,4 +326,4 @@ def _refuse_unsupported(arguments: Any) -> None:
             raise SystemExit(str(error)) from error
     if kv_free.is_on():
         kv_free.refuse_unsupported(arguments)
-    verify_arguments(arguments)
+    verify(arguments)

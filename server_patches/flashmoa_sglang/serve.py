@@ -68,7 +68,7 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 
     arguments = prepare_server_args(RELEASE.server_arguments(argv))
     if not is_stock():
-        plugin.verify_arguments(arguments)
+        plugin.verify(arguments)
     launch_server(
         arguments,
         run_scheduler_process_func=run_scheduler_process,
@@ -127,7 +127,7 @@ def main() -> None:
         from flashmoa_sglang import plugin
 
         # Importing SGLang takes long, so a problem is reported before that.
-        plugin.verify_what_is_known()
+        plugin.verify()
     from sglang.srt.utils import kill_process_tree
 
     try:

@@ -35,9 +35,9 @@ RENAMED = {
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing has been looked at in this process."""
-    plugin.verify.cache_clear()
+    plugin._problem.cache_clear()
     yield
-    plugin.verify.cache_clear()
+    plugin._problem.cache_clear()
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -84,10 +84,10 @@ def test_each_feature_is_looked_at_where_it_is_on(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(internals, "installed", lambda: Renamed("run_moe_core"))
-    plugin.verify_what_is_known()
+    plugin.verify()
     monkeypatch.setenv("FLASHMOA_ASYNCEP", "h2d")
     with pytest.raises(SystemExit, match=r"FusedMoE\.run_moe_core, which --flashmoa-asyncep needs"):
-        plugin.verify_what_is_known()
+        plugin.verify()
 
 
 @pytest.mark.parametrize("name", slow_except(("waiting_queue", "flush_cache"), "waiting_queue"))

@@ -232,12 +232,11 @@ async def test_the_arguments_are_those_that_sglang_resolved(
     # SGLang has these from 0.5.18 on.
     pytest.importorskip("sglang.srt.arg_groups.overrides")
     monkeypatch.setattr(RELEASE, "resolve_arguments", Release0523().resolve_arguments)
-    overrides = [("memory", {"chunked_prefill_size": 64}), ("backend", {"page_size": 16})]
-    given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384, "page_size": None}
+    overrides = [("memory", {"chunked_prefill_size": 64})]
+    given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384}
     arguments = SimpleNamespace(**given, _resolved_overrides=overrides)
     engine = Engine(Manager(server_args=arguments))
     assert engine.max_unchunked_prompt == 64
-    assert engine.page_size == 16
 
 
 @pytest.mark.parametrize(

@@ -94,42 +94,6 @@ async def test_priorities_come_before_sizes(one_at_a_time: LocalEngine, words: W
     assert order == ["urgent", "short"]
 
 
-@pytest.mark.nightly
-async def test_a_pool_for_half_of_the_streams_serves_them_all(
-    engines: LocalEngines, model: Path, words: Words
-) -> None:
-    """32 streams of 600 tokens in a pool for 16 are all answered, in time."""
-    answers: dict[int, str] = {}
-    # Only a few final requests are sent at once, like those of agents that end one by one.
-    turnstile = anyio.Semaphore(4)
-
-    async def pipeline(client: EngineClient, number: int) -> None:
-        prompt = words(500, number)
-        stream = await client.open_stream(text=prompt)
-        for seq in range(4):
-            piece = words(26, 1000 + 4 * number + seq)[3:]
-            prompt += piece
-            await client.append(stream.id, seq, text=piece, end=seq == 3)
-        async with turnstile:
-            answers[number], _ = await generate(client, prompt + " of", 8, stream.id)
-        prompts[number] = prompt
-
-    prompts: dict[int, str] = {}
-    async with (
-        start_special_engine(engines, model, pool=9600) as engine,
-        EngineClient(engine.url, timeout=120) as client,
-    ):
-        with anyio.fail_after(120):
-            async with anyio.create_task_group() as group:
-                for number in range(32):
-                    group.start_soon(pipeline, client, number)
-        state = await wait_until_idle(client)
-        assert state.total == 9600
-        for number, prompt in prompts.items():
-            assert answers[number] == (await generate(client, prompt + " of", 8))[0]
-        await wait_until_idle(client)
-
-
 # With this, SGLang expects short answers from the start.
 EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
 
@@ -182,31 +146,6 @@ async def test_streams_fill_next_to_answers_that_may_become_long(
             assert not done
             assert (kv.pinned_streams, kv.gave_way) == (1, 0)
         assert done == [850] * 4
-        assert (await fetch_kv_state(client)).gave_way >= 1
-        # Room that may be needed again is not filled over and over.
-        assert (await client.stream_state(stream.id)).computed_tokens < 2 * state.received_tokens
-        assert not retractions(engine)
-        await client.delete_stream(stream.id)
-        await wait_until_idle(client)
-
-
-@pytest.mark.nightly
-async def test_a_stream_in_small_forwards_leaves_the_room_that_decodes_need(
-    engines: LocalEngines, model: Path, words: Words
-) -> None:
-    """No increment is larger than a chunk, and the stream gives way when an answer needs room."""
-    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "32"]
-    async with (
-        start_special_engine(engines, model, *args, pool=1000) as engine,
-        EngineClient(engine.url, timeout=120) as client,
-    ):
-        stream = await client.open_stream(text=words(400, 521), ttl_seconds=300)
-        await client.append(stream.id, 0, text=words(9, 522)[3:], end=True)
-        state = await wait_until_prefilled(client, stream.id, 408)
-        assert state.increments >= 408 // 32
-        assert (await fetch_kv_state(client)).pinned_streams == 1
-        usage = await decode(client, words(20, 520), 930, anyio.Event())
-        assert usage.completion_tokens == 930
         assert (await fetch_kv_state(client)).gave_way >= 1
         # Room that may be needed again is not filled over and over.
         assert (await client.stream_state(stream.id)).computed_tokens < 2 * state.received_tokens

@@ -6,14 +6,12 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, StreamGone
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
-    GREEDY,
     LAG,
     complete_stream,
     fetch_kv_state,
@@ -183,61 +181,6 @@ async def test_a_stream_serves_one_request(client: EngineClient) -> None:
     assert unknown.prompt_stream is not None and unknown.prompt_stream.status == "unknown"
 
 
-async def test_deleted_and_expired_streams_release_their_kv(
-    client: EngineClient, words: Words
-) -> None:
-    before = await wait_until_idle(client)
-    opened = await client.open_stream(text=words(300, 51))
-    await complete_stream(client, opened.id)
-    held = (await client.info()).kv[0]
-    assert held.pinned_streams == 1
-    assert held.protected >= 290
-    await client.delete_stream(opened.id)
-    await wait_until_idle(client)
-    brief = await client.open_stream(text=words(300, 52), ttl_seconds=0.5)
-    with anyio.fail_after(20):
-        while True:
-            try:
-                await client.stream_state(brief.id)
-            except StreamGone as gone:
-                assert "expired" in str(gone)
-                break
-            await anyio.sleep(0.05)
-    after = await wait_until_idle(client)
-    assert after.total == before.total
-
-
-async def test_a_disconnected_clients_request_releases_its_kv(
-    client: EngineClient, words: Words
-) -> None:
-    prefix = words(300, 61)
-    opened = await client.open_stream(text=prefix)
-    await complete_stream(client, opened.id)
-    sampling = {**GREEDY, "max_new_tokens": 4000}
-    async with client.generate(
-        text=prefix + " go", sampling=sampling, prompt_stream_id=opened.id
-    ) as deltas:
-        async for _ in deltas:
-            break
-    assert (await wait_until_idle(client)).pinned_streams == 0
-
-
-async def test_a_request_aborted_before_its_first_token_frees_its_stream(
-    client: EngineClient, words: Words
-) -> None:
-    prefix = words(3000, 62)
-    opened = await client.open_stream(text=prefix)
-    with anyio.move_on_after(0.15):
-        async with client.generate(
-            text=prefix + " go",
-            sampling={**GREEDY, "max_new_tokens": 50},
-            prompt_stream_id=opened.id,
-        ) as deltas:
-            async for _ in deltas:
-                pass
-    assert (await wait_until_idle(client)).pinned_streams == 0
-
-
 async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: Words) -> None:
     await client.flush_cache()
     opened = await client.open_stream(text=words(6000, 63))
@@ -266,15 +209,3 @@ async def test_streams_give_way_under_kv_pressure(
             assert got
             assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
         await wait_until_idle(client)
-
-
-async def test_the_cache_can_be_flushed_while_streams_are_open(
-    client: EngineClient, words: Words
-) -> None:
-    opened = await client.open_stream(text=words(200, 71))
-    await wait_until_prefilled(client, opened.id, 200 - LAG)
-    await client.flush_cache()
-    await client.append(opened.id, 0, text=" and a lot more text for it to grow by")
-    got, usage = await generate(client, words(200, 71), 3, opened.id)
-    assert got
-    assert usage.prompt_tokens == 200

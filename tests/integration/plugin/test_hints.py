@@ -1,4 +1,4 @@
-"""The fields that clients add to ordinary requests are checked, and never change an answer."""
+"""Clients' requests are checked, and the fields that they add to them never change an answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
 from tests.integration.support import complete_stream, generate, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -77,7 +78,7 @@ async def test_a_clients_custom_params_are_kept(http: httpx.AsyncClient) -> None
     assert (await http.post("/generate", json=body)).status_code == 200
 
 
-@pytest.mark.parametrize("expected", [-1, 1.5, "3", True, [], {}])
+@pytest.mark.parametrize("expected", [-1, 2**31, 1.5, "3", True, [], {}])
 @pytest.mark.parametrize("make", [generation, chat])
 async def test_an_expected_output_that_is_not_a_count_is_refused(
     http: httpx.AsyncClient, make: Callable[..., tuple[str, Body]], expected: object
@@ -171,3 +172,50 @@ async def test_a_chat_that_continues_an_answer_uses_its_stream(
     # A stream of the joined text has other tokens, unless there is a boundary between the two.
     if opened_by == "messages" or start == "The plan so far is":
         assert linked["usage"]["prompt_stream"]["status"] == "hit"
+
+
+def ids_body(ids: Any) -> Body:
+    return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ids_body([-1]), ids_body([10**6]), ids_body([[1], [-1]]), ids_body([]), ids_body([[1], []]),
+        generation(text="")[1], generation(text=["a", ""])[1],
+        generation(return_logprob=True, token_ids_logprob=[10**6])[1],
+        generation(return_logprob=True, token_ids_logprob=[-1])[1],
+        generation(expected_output_tokens=10**400)[1],
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_prompts_and_numbers_that_would_end_sglang_are_refused(
+    engine: LocalEngine, http: httpx.AsyncClient, body: Body
+) -> None:
+    answer = await http.post("/generate", json=body)
+    assert answer.status_code == 400, answer.text
+    assert (await http.post("/generate", json=generation()[1])).status_code == 200
+    assert engine.is_running()
+
+
+async def test_numbers_too_large_for_a_scheduler_open_no_stream(http: httpx.AsyncClient) -> None:
+    for name in ("expected_output_tokens", "priority"):
+        answer = await http.post("/prompt_streams", json={"text": "x y", name: 10**400})
+        assert answer.status_code == 400 and name in answer.text
+    assert (await http.get("/prompt_streams")).json()["open"] == 0
+
+
+async def test_requests_that_keep_no_kv_share_none_in_their_batch(
+    engine: LocalEngine, http: httpx.AsyncClient
+) -> None:
+    """A client may mark requests as SGLang's warm-ups of PD pairs, on any engine."""
+    beginning = " ".join(f"word{number}" for number in range(60))
+    sampling = {"max_new_tokens": 2, "temperature": 0}
+    _, body = generation(
+        text=[f"{beginning} {number}" for number in range(8)], sampling_params=sampling
+    )
+    warm_up = {"bootstrap_host": ["2.2.2.2"] * 8, "bootstrap_room": [*range(8)]}
+    marked = await http.post("/generate", json={**body, **warm_up})
+    plain = await http.post("/generate", json=body)
+    answers = [[one["text"] for one in answer.json()] for answer in (marked, plain)]
+    assert answers[0] == answers[1] and engine.is_running()

@@ -78,16 +78,17 @@ class Api:
                 self._reader,
                 self._renderer,
                 self._table,
-                sglang_routes,
                 self._named_rank,
             )
             routes += [
-                ("POST", "/v1/score", scoring.score),
                 ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),
                 ("POST", "/v2/rerank", scoring.rerank),
                 ("POST", "/v1/classify", scoring.classify),
             ]
+            # With --enable-mis, SGLang packs the items into one prompt, which is faster.
+            if not self._engine.packs_items:
+                routes.append(("POST", "/v1/score", scoring.score))
         for method, path, handler in routes:
             app.add_api_route(path, _make_endpoint(handler), methods=[method])
         own_routes = app.router.routes[len(sglang_routes) :]

@@ -1,4 +1,4 @@
-"""What the plugin's scoring routes refuse, and what they pass on to SGLang's own."""
+"""What the plugin's scoring routes refuse."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"input": ["a"] * 9_999, "labels": ["x", "y"], "instruct": "b" * 30_000},
         "characters in their prompts together",
     ),
+    (RERANK, {"query": "q", "documents": [[{"type": "text"}]]}, "documents.0."),
+    (
+        SCORE,
+        {"query": "a", "label_token_ids": [1], "return_pooled_hidden_states": True},
+        "--flashmoa-scoring off",
+    ),
+    (SCORE, {"query": "a", "items": ["b"], "label_token_ids": [[1]]}, "label_token_ids.0: "),
     (CLASSIFY, {"input": "a"}, "labels: Field required"),
     (CLASSIFY, {"input": "a", "labels": ["x"]}, "2 to 26"),
     (CLASSIFY, {"input": "a", "labels": ["x", "x"]}, "not 2 with 1 different"),
@@ -65,15 +72,3 @@ async def test_refused_item_is_named(http: httpx.AsyncClient) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["item"]) == (400, "candidate_refused", 1)
     assert error["message"].startswith("items[1]: The candidate 'al' is tokenised together")
-
-
-async def test_what_only_sglang_can_do_is_passed_on_to_its_own_routes(
-    http: httpx.AsyncClient,
-) -> None:
-    """The texts are those of SGLang's errors."""
-    pooled = {"query": "a", "items": [" b"], "label_token_ids": [1]}
-    answer = await http.post("/v1/score", json={**pooled, "return_pooled_hidden_states": True})
-    assert answer.status_code == 400 and "CausalLM" in answer.json()["message"]
-    parts = [{"type": "text", "text": "a"}]
-    answer = await http.post("/v1/rerank", json={"query": "a", "documents": [parts]})
-    assert answer.status_code == 400 and "error" not in answer.json()

@@ -17,13 +17,12 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http.errors import EngineBusy, MalformedRequest  # noqa: E402
 from flashmoa_sglang.http.scoring.answers import ScoreForm  # noqa: E402
-from flashmoa_sglang.http.scoring.delivery import stream, while_connected  # noqa: E402
 from flashmoa_sglang.http.scoring.forwards import (  # noqa: E402
-    ItemScores,
     ListScorer,
     PrefillRoom,
     ScoredPrompt,
 )
+from flashmoa_sglang.http.scoring.routes import stream, while_connected  # noqa: E402
 from flashmoa_sglang.http.stream import Terms  # noqa: E402
 from starlette.requests import ClientDisconnect  # noqa: E402
 
@@ -87,8 +86,8 @@ async def score(
     *,
     shares: bool = True,
     room: PrefillRoom | None = None,
-) -> list[ItemScores]:
-    found: list[ItemScores] = []
+) -> list[ScoredPrompt]:
+    found: list[ScoredPrompt] = []
     room = room or PrefillRoom(engine.max_queued_requests)
     scorer = ListScorer(engine, Terms(dp_rank=1), None, room, shares, found.append)  # type: ignore[arg-type]
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
@@ -115,7 +114,7 @@ async def test_a_list_fills_neither_the_engine_nor_its_queue(
     found = await score(engine, items, [[7, number] for number in range(candidates)])
     assert engine.most_under_way == most
     assert max(len(batch.input_ids) for batch in engine.batches) == largest
-    assert sorted(scores.prompt.index for scores in found) == list(range(items))
+    assert sorted(scores.index for scores in found) == list(range(items))
     assert sum(len(batch.input_ids) for batch in engine.batches) == items * candidates
 
 

@@ -10,16 +10,17 @@ from flashmoa_sglang.cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest  # noqa: E402
-from flashmoa_sglang.http.scoring.bodies import ClassifyBody, RerankBody, ScoreBody  # noqa: E402
 from flashmoa_sglang.http.scoring.candidates import refuse_duplicates  # noqa: E402
 from flashmoa_sglang.http.scoring.questions import (  # noqa: E402
+    ClassifyBody,
+    RerankBody,
+    ScoreBody,
     classify_question,
     document_texts,
     rerank_question,
     score_question,
-    sees,
 )
-from flashmoa_sglang.http.scoring.size import check_size  # noqa: E402
+from flashmoa_sglang.http.scoring.routes import check_size  # noqa: E402
 from flashmoa_sglang.http.streams import Limits  # noqa: E402
 
 RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
@@ -58,24 +59,6 @@ def test_query_may_be_an_object_with_a_text() -> None:
     for query in ("  ", {"text": " "}, {"title": "lakes"}):
         with pytest.raises(MalformedRequest, match="query"):
             rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
-
-
-@pytest.mark.parametrize(
-    "ours",
-    [
-        {"cache_salt": "a"},
-        {"extra_key": "a"},
-        {"lora_path": "a"},
-        {"priority": 1},
-        {"stream": True},
-        {"candidates": [" a"]},
-        {"messages": []},
-    ],
-)
-def test_lists_with_fields_that_sglang_lacks_are_not_left_to_it(ours: dict[str, Any]) -> None:
-    body = {"query": "q", "items": ["a"], "label_token_ids": [1]}
-    assert ScoreBody(**body).is_sglangs
-    assert not ScoreBody(**body, **ours).is_sglangs
 
 
 def test_what_prompts_share_comes_before_what_they_do_not() -> None:
@@ -147,27 +130,34 @@ def test_a_document_without_any_of_the_rank_fields_is_refused() -> None:
         document_texts(body)
 
 
-def test_templates_of_rerankers_that_see_are_told_apart() -> None:
-    assert not sees(RERANKER) and not sees("<|vision_start|> {{ messages }}")
-    assert sees(RERANKER + "<|vision_start|>{{ query }}") and sees("<|image_pad|>" + RERANKER)
+@pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
+def test_templates_of_rerankers_that_see_are_left_to_sglang(picture: str) -> None:
+    with pytest.raises(MalformedRequest, match="--flashmoa-scoring off"):
+        rerank_question(RerankBody(**BODY), ["one"], RERANKER + picture)
+    assert rerank_question(RerankBody(**BODY), ["one"], "{{ messages }}" + picture).prompts
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "refused"),
     [
-        ({}, False),
-        ({"temperature": 1.0, "return_token_logprobs": False}, False),
+        ({"temperature": 1.0, "return_token_logprobs": False, "item_embed_overrides": None}, False),
+        ({"user": "a client's own field"}, False),
         ({"temperature": 0.5}, True),
         ({"return_token_logprobs": True}, True),
         ({"score_extraction_token": 7}, True),
-        ({"label_token_ids": [[1], [2]]}, True),
     ],
 )
-def test_fields_of_newer_releases_are_left_to_sglang(
-    fields: dict[str, Any], expected: bool
+def test_fields_that_only_sglangs_route_has_are_refused(
+    fields: dict[str, Any], refused: bool
 ) -> None:
-    body = ScoreBody(**{"query": "q", "items": ["a", "b"], "label_token_ids": [1, 2], **fields})
-    assert body.needs_sglang is expected
+    body = ScoreBody.model_validate(
+        {"query": "q", "items": ["a"], "label_token_ids": [1, 2], **fields}
+    )
+    if refused:
+        with pytest.raises(MalformedRequest, match="Only SGLang's own route has"):
+            body.check()
+    else:
+        body.check()
 
 
 @pytest.mark.parametrize(

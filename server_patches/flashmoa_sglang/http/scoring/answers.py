@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flashmoa_sglang.http.scoring.forwards import ItemScores, ScoringUsage
+from flashmoa_sglang.http.scoring.forwards import ScoredPrompt, ScoringUsage
 from flashmoa_sglang.http.stream_requests import StreamRequest
 
 
 class Form(Protocol):
     """The form of a route's answer."""
 
-    def item(self, scores: ItemScores) -> dict[str, Any]:
+    def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
         """Return the part of the answer that is about one item."""
         ...
 
@@ -42,18 +42,18 @@ class ScoreForm:
     softmax: bool
     with_tokens: bool
 
-    def item(self, scores: ItemScores) -> dict[str, Any]:
-        logprobs = scores.logprobs
+    def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
+        logprobs = prompt.logprobs
         result: dict[str, Any] = {
-            "index": scores.prompt.index,
+            "index": prompt.index,
             "scores": softmax(logprobs) if self.softmax else [math.exp(one) for one in logprobs],
             # JSON has no number for infinity.
             "logprobs": [one if math.isfinite(one) else None for one in logprobs],
-            "prefills": scores.usage.prefills,
-            "prompt_tokens": scores.usage.prompt_tokens,
-            "computed_tokens": scores.usage.prompt_tokens - scores.usage.cached_tokens,
+            "prefills": prompt.usage.prefills,
+            "prompt_tokens": prompt.usage.prompt_tokens,
+            "computed_tokens": prompt.usage.prompt_tokens - prompt.usage.cached_tokens,
         }
-        return result | ({"candidate_tokens": scores.prompt.candidates} if self.with_tokens else {})
+        return result | ({"candidate_tokens": prompt.candidates} if self.with_tokens else {})
 
     def rest(self) -> dict[str, Any]:
         return {"object": "scoring", "model": self.model}
@@ -77,9 +77,9 @@ class RerankForm:
     top_n: int | None
     documents: Sequence[dict[str, Any]] | None
 
-    def item(self, scores: ItemScores) -> dict[str, Any]:
-        index = scores.prompt.index
-        result: dict[str, Any] = {"index": index, "relevance_score": softmax(scores.logprobs)[0]}
+    def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
+        index = prompt.index
+        result: dict[str, Any] = {"index": index, "relevance_score": softmax(prompt.logprobs)[0]}
         return result | ({"document": self.documents[index]} if self.documents is not None else {})
 
     def rest(self) -> dict[str, Any]:
@@ -98,13 +98,13 @@ class ClassifyForm:
     model: str
     labels: Sequence[str]
 
-    def item(self, scores: ItemScores) -> dict[str, Any]:
-        shares = softmax(scores.logprobs)
+    def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
+        shares = softmax(prompt.logprobs)
         best = max(range(len(shares)), key=shares.__getitem__)
         pairs = zip(self.labels, shares, strict=True)
         return {
             "object": "classification",
-            "index": scores.prompt.index,
+            "index": prompt.index,
             "label": self.labels[best],
             "probs": shares,
             "num_classes": len(shares),
@@ -112,7 +112,7 @@ class ClassifyForm:
             "score": shares[best],
             "predictions": [{"label": label, "score": share} for label, share in pairs],
             # How much of the model's probability the letters of all labels have together.
-            "mass": math.fsum(map(math.exp, scores.logprobs)),
+            "mass": math.fsum(map(math.exp, prompt.logprobs)),
         }
 
     def rest(self) -> dict[str, Any]:

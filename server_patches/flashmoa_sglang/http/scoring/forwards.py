@@ -32,19 +32,6 @@ _PREFILLS_AT_ONCE = 256
 _PREFILLS_IN_BATCH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredPrompt:
-    """A prompt, and the tokens of the candidates that may follow it.
-
-    ``name``: the item's name in messages, ``documents[3]``.
-    """
-
-    index: int
-    name: str
-    ids: Sequence[int]
-    candidates: list[list[int]]
-
-
 @dataclass(slots=True)
 class ScoringUsage:
     """Counts prefills, and the tokens of their prompts."""
@@ -59,42 +46,51 @@ class ScoringUsage:
         self.cached_tokens += cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ItemScores:
-    """The natural logarithm of each candidate's probability after one prompt."""
-
-    prompt: ScoredPrompt
-    logprobs: list[float]
-    usage: ScoringUsage
-
-
-@contextmanager
-def name_item(name: str, index: int) -> Generator[None]:
-    """Name the item in the message of an :class:`ApiError`, and its index in ``item``."""
-    try:
-        yield
-    except ApiError as error:
-        details = {**error.details, "item": index}
-        raise type(error)(f"{name}: {error}", **details) from error
-
-
 @dataclass(slots=True)
-class _Item:
-    """A prompt whose prefills are under way, of which ``left`` have no result yet."""
+class ScoredPrompt:
+    """A prompt, the tokens of the candidates that may follow it, and what its prefills have found.
 
-    prompt: ScoredPrompt
-    left: int = 0
-    logprobs: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    ``name``: the item's name in messages, ``documents[3]``. ``left``: prefills without a result.
+    """
+
+    index: int
+    name: str
+    ids: Sequence[int]
+    candidates: list[list[int]]
     usage: ScoringUsage = field(default_factory=ScoringUsage)
+    left: int = 0
+    _found: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The natural logarithm of each candidate's probability, once no prefill is left."""
+        return [self._found[tuple(tokens)] for tokens in self.candidates]
 
     def prefills(self) -> list[_Prefill]:
         """Return one prefill for all candidates of one token, and one for each longer one."""
-        candidates = self.prompt.candidates
-        single = [tokens[0] for tokens in candidates if len(tokens) == 1]
-        longer = [_Prefill(self, tokens) for tokens in candidates if len(tokens) > 1]
+        single = [tokens[0] for tokens in self.candidates if len(tokens) == 1]
+        longer = [_Prefill(self, tokens) for tokens in self.candidates if len(tokens) > 1]
         prefills = [_Prefill(self, [], single), *longer] if single else longer
         self.left = len(prefills)
         return prefills
+
+    def keep(self, prefill: _Prefill, meta: dict[str, Any]) -> None:
+        """Keep the log-probabilities in SGLang's ``meta_info``.
+
+        Raises: EngineBusy or EngineFailed if SGLang has aborted the prefill.
+        """
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
+            raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
+        if prefill.candidate:
+            values = [value for value, *_ in meta["input_token_logprobs"][1:]]
+            self._found[tuple(prefill.candidate)] = math.fsum(map(_to_float, values))
+        else:
+            found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
+            self._found |= {(token,): _to_float(found[token]) for token in prefill.single}
+        self.usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
+        self.left -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +104,20 @@ class _Prefill:
         stream: the prompt stream that it uses, if any.
     """
 
-    item: _Item
+    prompt: ScoredPrompt
     candidate: list[int]
     single: list[int] = field(default_factory=list[int])
     stream: StreamRequest | None = None
 
-    @property
-    def ids(self) -> list[int]:
-        return [*self.item.prompt.ids, *self.candidate]
 
-    @property
-    def logprob_start(self) -> int:
-        """The position after which SGLang gives log-probabilities of the prefilled tokens."""
-        return len(self.item.prompt.ids) - 1 if self.candidate else -1
-
-    def keep(self, meta: dict[str, Any]) -> None:
-        """Keep the log-probabilities in SGLang's ``meta_info``.
-
-        Raises: EngineBusy or EngineFailed if SGLang has aborted the prefill.
-        """
-        _check_end(meta)
-        item = self.item
-        if self.candidate:
-            values = [value for value, *_ in meta["input_token_logprobs"][1:]]
-            item.logprobs[tuple(self.candidate)] = math.fsum(map(_to_float, values))
-        else:
-            found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
-            item.logprobs |= {(token,): _to_float(found[token]) for token in self.single}
-        item.usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
-        item.left -= 1
+@contextmanager
+def name_item(name: str, index: int) -> Generator[None]:
+    """Name the item in the message of an :class:`ApiError`, and its index in ``item``."""
+    try:
+        yield
+    except ApiError as error:
+        details = {**error.details, "item": index}
+        raise type(error)(f"{name}: {error}", **details) from error
 
 
 class PrefillRoom:
@@ -186,7 +167,7 @@ class ListScorer:
     http_request: Any
     room: PrefillRoom
     shares: bool
-    on_scores: Callable[[ItemScores], None]
+    on_scores: Callable[[ScoredPrompt], None]
     stream: StreamRequest | None = None
     usage: ScoringUsage = field(default_factory=ScoringUsage)
 
@@ -195,7 +176,7 @@ class ListScorer:
 
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
-        items = [_Item(prompt).prefills() for prompt in prompts]
+        items = [prompt.prefills() for prompt in prompts]
         if self.stream is not None:
             items[0][0] = replace(items[0][0], stream=self.stream)
         if self.shares:
@@ -237,25 +218,24 @@ class ListScorer:
         async with aclosing(outputs):
             async for output in outputs:
                 prefill = prefills[output.get("index", 0)]
-                with name_item(prefill.item.prompt.name, prefill.item.prompt.index):
-                    self._keep(prefill, output["meta_info"])
-
-    def _keep(self, prefill: _Prefill, meta: dict[str, Any]) -> None:
-        item = prefill.item
-        prefill.keep(meta)
-        if not item.left:
-            scores = [item.logprobs[tuple(tokens)] for tokens in item.prompt.candidates]
-            usage = item.usage
-            self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
-            self.on_scores(ItemScores(item.prompt, scores, usage))
+                prompt = prefill.prompt
+                with name_item(prompt.name, prompt.index):
+                    prompt.keep(prefill, output["meta_info"])
+                if not prompt.left:
+                    usage = prompt.usage
+                    self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
+                    self.on_scores(prompt)
 
     def _request(self, prefills: Sequence[_Prefill]) -> Any:
         """Return SGLang's request for log-probabilities: a batch, unless it uses a stream."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         own: dict[str, list[Any]] = {
-            "input_ids": [prefill.ids for prefill in prefills],
-            "logprob_start_len": [prefill.logprob_start for prefill in prefills],
+            "input_ids": [[*prefill.prompt.ids, *prefill.candidate] for prefill in prefills],
+            # SGLang gives log-probabilities of the prefilled tokens after this position.
+            "logprob_start_len": [
+                len(prefill.prompt.ids) - 1 if prefill.candidate else -1 for prefill in prefills
+            ],
             "token_ids_logprob": [prefill.single for prefill in prefills],
             "rid": [new_rid() for _ in prefills],
         }
@@ -276,14 +256,6 @@ class ListScorer:
             **self.terms.namespace(),
             **(unsent() if self.engine.role == "prefill" else {}),
         )
-
-
-def _check_end(meta: dict[str, Any]) -> None:
-    """Raise EngineBusy or EngineFailed if SGLang has aborted a prefill."""
-    reason = meta.get("finish_reason") or {}
-    if reason.get("type") == "abort":
-        refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
-        raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
 
 
 def _to_float(value: float | None) -> float:

@@ -1,7 +1,8 @@
 """Turns queries, documents and labels into prompts whose next token is the answer.
 
 Whatever the prompts of a list have in common comes first in them, because the engine computes a
-common beginning once.
+common beginning once. Bodies are those of SGLang, Cohere and Jina, and have what they lack. Other
+fields are ignored, as these services do, since clients send fields that mean nothing here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoa_sglang.http.bodies import Prompt
-from flashmoa_sglang.http.errors import MalformedRequest
-from flashmoa_sglang.http.scoring.bodies import ClassifyBody, RerankBody, ScoreBody
+from pydantic import Field, StrictInt, StrictStr
 
+from flashmoa_sglang.http.bodies import Prompt, Target
+from flashmoa_sglang.http.errors import MalformedRequest
+
+Tokens = list[StrictInt]
 RELEVANT = "Judge whether the document is relevant to the query."
 RELEVANT_QUESTION = "Is the document relevant? Answer Yes or No."
 LABEL = "Which of these labels fits the text best?"
@@ -26,6 +29,104 @@ _RERANKER = ("answer can only be", '"yes"', '"no"')
 _SEES = ("<|vision_start|>", "<|image_pad|>")
 # A model that thinks first would not answer with its next token.
 _NO_THOUGHTS = {"enable_thinking": False}
+# Fields of /v1/score that only SGLang's own route handles, in some releases.
+_OF_SGLANG = (
+    "query_embed_overrides",
+    "item_embed_overrides",
+    "return_pooled_hidden_states",
+    "return_token_logprobs",
+    "score_extraction_token",
+    "temperature",
+)
+
+
+class ListBody(Target):
+    """A request with a list of items.
+
+    ``stream``: whether each result is sent as soon as it is there. ``chat_template_kwargs``:
+    arguments of the chat template.
+    """
+
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ScoreBody(ListBody, extra="allow"):
+    """Asks how likely candidates follow each prompt: the query, or the messages, with an item.
+
+    The candidates are ``label_token_ids``, as in SGLang's route, or ``candidates`` of any length.
+    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt.
+    """
+
+    query: StrictStr | Tokens | None = None
+    messages: list[dict[str, Any]] | None = None
+    items: StrictStr | list[StrictStr] | list[Tokens] | None = None
+    label_token_ids: Tokens | None = None
+    candidates: list[StrictStr | Tokens] | None = None
+    prompt_stream_id: StrictStr | None = None
+    apply_softmax: bool = False
+    item_first: bool = False
+
+    @property
+    def labels(self) -> Tokens:
+        return self.label_token_ids or []
+
+    def check(self) -> None:
+        """Raise MalformedRequest for fields that do not go together, or are SGLang's alone."""
+        for names in (("query", "messages"), ("label_token_ids", "candidates")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) != 1:
+                text = f"Give exactly one of {', '.join(names)}; got {given or 'none'}."
+                raise MalformedRequest(text)
+        if self.item_first and self.messages is not None:
+            raise MalformedRequest("item_first goes with query only; leave it out with messages.")
+        if self.prompt_stream_id is not None and isinstance(self.items, list) and self.items[1:]:
+            raise MalformedRequest("prompt_stream_id goes with one prompt; give one item or none.")
+        if not (self.candidates or self.label_token_ids):
+            raise MalformedRequest("Give at least one candidate.")
+        others = self.model_extra or {}
+        for name in _OF_SGLANG:
+            value = others.get(name)
+            if value is not None and value is not False and (name, value) != ("temperature", 1):
+                raise MalformedRequest(
+                    f"Only SGLang's own route has {name}; start the engine with --flashmoa-scoring "
+                    "off to have it answer."
+                )
+
+
+class RerankBody(ListBody):
+    """Asks how relevant documents are to a query, in the form of Cohere, Jina and SGLang.
+
+    A document is a text, or an object with a ``text`` or with the fields that ``rank_fields``
+    names; the query may be an object with a ``text``, too. ``top_k`` is what Voyage and SGLang's
+    router call ``top_n``; 0, which vLLM's clients send, asks for all.
+    """
+
+    query: StrictStr | dict[str, Any]
+    documents: list[StrictStr | dict[str, Any]]
+    top_n: StrictInt | None = Field(default=None, ge=0)
+    top_k: StrictInt | None = Field(default=None, ge=0)
+    return_documents: bool | None = None
+    rank_fields: list[StrictStr] | None = None
+    max_tokens_per_doc: StrictInt | None = Field(default=None, ge=1)
+    instruct: StrictStr | None = None
+
+    @property
+    def best(self) -> int | None:
+        """How many of the best documents are answered; ``None``: all."""
+        return self.top_n or self.top_k or None
+
+
+class ClassifyBody(ListBody):
+    """Asks which of some labels fits each text, in the form of Jina and SGLang."""
+
+    input: StrictStr | list[StrictStr] | list[dict[str, Any]]
+    labels: list[StrictStr]
+    instruct: StrictStr | None = None
+
+    @property
+    def inputs(self) -> list[str] | list[dict[str, Any]]:
+        return [self.input] if isinstance(self.input, str) else self.input
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +149,9 @@ def score_question(body: ScoreBody) -> Question:
     items = [body.items] if isinstance(body.items, str) else body.items
     candidates: list[str | list[int]] = list(body.candidates or ())
     candidates += [[token] for token in body.labels]
-    prompts = [_score_prompt(body, item) for item in _or_none(items)]
+    # Without items, the query itself is the only prompt.
+    prompts = [_score_prompt(body, item) for item in ([None] if items is None else items)]
     return Question("items", prompts, candidates, may_repeat=body.candidates is None)
-
-
-def _or_none(items: Sequence[Any] | None) -> Sequence[Any]:
-    """Return the items; without the field, the query itself is the only prompt."""
-    return [None] if items is None else items
 
 
 def _score_prompt(body: ScoreBody, item: str | list[int] | None) -> Prompt:
@@ -93,14 +190,6 @@ def document_texts(body: RerankBody) -> list[str]:
     ]
 
 
-def query_text(body: RerankBody) -> str:
-    """Return the text of the query. Raises: MalformedRequest if it has none."""
-    text = _text(body.query, "query")
-    if not text.strip():
-        raise MalformedRequest("Give a query that is not empty.")
-    return text
-
-
 def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
     """Return the documents in the form of an answer; ``None`` if it has none."""
     if not body.return_documents:
@@ -110,12 +199,7 @@ def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
 
 def input_texts(body: ClassifyBody) -> list[str]:
     """Return the texts to classify. Raises: MalformedRequest if an input has none."""
-    return [_text(one, f"input[{index}]") for index, one in enumerate(inputs(body))]
-
-
-def inputs(body: ClassifyBody) -> list[str] | list[dict[str, Any]]:
-    """Return what is classified, as a list."""
-    return [body.input] if isinstance(body.input, str) else body.input
+    return [_text(one, f"input[{index}]") for index, one in enumerate(body.inputs)]
 
 
 def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
@@ -131,21 +215,22 @@ def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
     return text
 
 
-def sees(template: str) -> bool:
-    """Return whether a template is that of a reranker that sees, such as Qwen3-VL-Reranker."""
-    is_reranker = all(words in template.lower() for words in _RERANKER)
-    return is_reranker and any(word in template for word in _SEES)
-
-
 def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -> Question:
     """Return a prompt for each document, and the answers for and against it.
 
     Args: template: the model's chat template; empty if it has none.
 
-    Raises: MalformedRequest if the query is empty.
+    Raises: MalformedRequest if the query is empty, or the template reads no messages.
     """
-    query = query_text(body)
+    query = _text(body.query, "query")
+    if not query.strip():
+        raise MalformedRequest("Give a query that is not empty.")
     if all(words in template.lower() for words in _RERANKER):
+        if any(word in template for word in _SEES):
+            raise MalformedRequest(
+                "Only SGLang's own route asks rerankers that see; start the engine with "
+                "--flashmoa-scoring off to have it answer."
+            )
         instruct = {"instruct": body.instruct} if body.instruct else {}
         template_args = {**instruct, **(body.chat_template_kwargs or {})}
         prompts = [

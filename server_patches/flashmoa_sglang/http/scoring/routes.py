@@ -2,29 +2,31 @@
 
 SGLang has the first, third and fifth of these routes itself. On a model that generates text, its
 rerank and classify routes do nothing useful, or answer in a form of its own; on other models the
-plugin adds no routes. What only SGLang's route can do is passed on to it.
+plugin adds no routes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.responses import Response
-from starlette.routing import Match
+from starlette.requests import ClientDisconnect
 
-from flashmoa_sglang.http import bodies as plugin_bodies
+from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.errors import (
     ApiError,
     CandidateRefused,
     DecodesOnly,
+    EngineFailed,
     MalformedRequest,
 )
-from flashmoa_sglang.http.scoring import bodies, questions
+from flashmoa_sglang.http.scoring import questions
 from flashmoa_sglang.http.scoring.answers import (
     ClassifyForm,
     Form,
@@ -32,33 +34,28 @@ from flashmoa_sglang.http.scoring.answers import (
     ScoreForm,
     usage_fields,
 )
-from flashmoa_sglang.http.scoring.candidates import (
-    CandidateTokenizer,
-    refuse_duplicates,
-)
-from flashmoa_sglang.http.scoring.delivery import stream, while_connected
+from flashmoa_sglang.http.scoring.candidates import CandidateTokenizer, refuse_duplicates
 from flashmoa_sglang.http.scoring.forwards import (
-    ItemScores,
     ListScorer,
     PrefillRoom,
     ScoredPrompt,
     name_item,
 )
-from flashmoa_sglang.http.scoring.size import check_size
 from flashmoa_sglang.http.stream_requests import StreamRequest
 from flashmoa_sglang.http.token_buffer import common_length
 
 if TYPE_CHECKING:
     from fastapi import Request
-    from starlette.routing import BaseRoute
-    from starlette.types import Message, Receive, Scope, Send
 
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.prompts import PromptReader
     from flashmoa_sglang.http.rendering import ChatRenderer
-    from flashmoa_sglang.http.streams import StreamTable
+    from flashmoa_sglang.http.streams import Limits, StreamTable
     from flashmoa_sglang.http.token_buffer import TokenBuffer
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 # Lists of thousands of candidates must not hold up other requests.
 _CANDIDATES_BETWEEN_PAUSES = 64
 # Number of characters for each wanted token of which a long document is tokenised. A text that has
@@ -71,7 +68,6 @@ class ScoringApi:
 
     Args:
         table: of the prompt streams, whose limits hold for the size of a request, too.
-        sglang_routes: SGLang's own routes, to which some requests are passed on.
         named_rank: returns the data-parallel rank that a request names, if any.
     """
 
@@ -81,14 +77,12 @@ class ScoringApi:
         reader: PromptReader,
         renderer: ChatRenderer,
         table: StreamTable,
-        sglang_routes: Sequence[BaseRoute],
         named_rank: Callable[[Request], int | None],
     ) -> None:
         self._engine = engine
         self._reader = reader
         self._renderer = renderer
         self._table, self._limits = table, table.limits
-        self._sglang_routes = list(sglang_routes)
         self._named_rank = named_rank
         self._candidates = CandidateTokenizer(reader.require_tokenizer)
         self._room = PrefillRoom(engine.max_queued_requests)
@@ -98,9 +92,7 @@ class ScoringApi:
     async def score(self, request: Request) -> Any:
         """Answer how likely candidates are after each of several prompts."""
         self._require_prefills()
-        body = await plugin_bodies.parse(request, bodies.ScoreBody)
-        if body.needs_sglang or (body.is_sglangs and self._engine.packs_items):
-            return await self._pass_on(request)
+        body = await bodies.parse(request, questions.ScoreBody)
         body.check()
         items = body.items if isinstance(body.items, list) else [body.items]
         answers = body.candidates or body.labels
@@ -123,10 +115,8 @@ class ScoringApi:
 
     async def _rerank(self, request: Request) -> Any:
         self._require_prefills()
-        body = await plugin_bodies.parse(request, bodies.RerankBody)
+        body = await bodies.parse(request, questions.RerankBody)
         self._reader.require_tokenizer()
-        if body.has_pictures or questions.sees(self._renderer.template):
-            return await self._pass_on(request)
         if not body.documents:
             raise MalformedRequest("Give at least one document.")
         shared = [body.query, body.instruct, body.chat_template_kwargs]
@@ -144,10 +134,10 @@ class ScoringApi:
     async def classify(self, request: Request) -> Any:
         """Answer which of some labels fits each text."""
         self._require_prefills()
-        body = await plugin_bodies.parse(request, bodies.ClassifyBody)
+        body = await bodies.parse(request, questions.ClassifyBody)
         self._reader.require_tokenizer()
         shared = [body.labels, body.instruct, body.chat_template_kwargs]
-        check_size(self._limits, "input", questions.inputs(body), shared)
+        check_size(self._limits, "input", body.inputs, shared)
         texts = questions.input_texts(body)
         question = questions.classify_question(body, texts, self._renderer.template)
         form = ClassifyForm(self._name(body), body.labels)
@@ -156,7 +146,7 @@ class ScoringApi:
     async def _answer(
         self,
         request: Request,
-        body: bodies.ListBody,
+        body: questions.ListBody,
         form: Form,
         question: questions.Question,
         prompt_stream: StreamRequest | None = None,
@@ -164,8 +154,8 @@ class ScoringApi:
         prompts = await while_connected(request, self._read(question))
         found: dict[int, dict[str, Any]] = {}
 
-        def keep(scores: ItemScores) -> None:
-            found[scores.prompt.index] = form.item(scores)
+        def keep(prompt: ScoredPrompt) -> None:
+            found[prompt.index] = form.item(prompt)
 
         terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
         shares = await self._are_shared()
@@ -213,7 +203,7 @@ class ScoringApi:
         return tokens
 
     async def _tokenize(
-        self, prompts: Sequence[plugin_bodies.Prompt], names: Sequence[str]
+        self, prompts: Sequence[bodies.Prompt], names: Sequence[str]
     ) -> list[array[int]]:
         """Return the tokens of prompts. What they begin with in common is tokenised once.
 
@@ -277,33 +267,91 @@ class ScoringApi:
                 "pair's prefill engine."
             )
 
-    def _name(self, body: bodies.ListBody) -> str:
+    def _name(self, body: questions.ListBody) -> str:
         return body.model or self._engine.model["name"]
 
-    async def _pass_on(self, request: Request) -> Response:
-        """Let SGLang's own route answer. Raises: MalformedRequest if there is none."""
-        content = await request.body()
-        for route in self._sglang_routes:
-            match, child_scope = route.matches(request.scope)
-            if match is Match.FULL:
-                return _OwnAnswer(route, {**request.scope, **child_scope}, content)
-        raise MalformedRequest("This SGLang cannot answer that; send text only.")
+
+async def stream(
+    scorer: ListScorer, prompts: Sequence[ScoredPrompt], form: Form
+) -> AsyncGenerator[str]:
+    """Yield an event for each result as soon as it is there, and one with the rest at the end."""
+    results: asyncio.Queue[ScoredPrompt | None] = asyncio.Queue()
+    scorer.on_scores = results.put_nowait
+    work = asyncio.create_task(scorer.run(prompts))
+    work.add_done_callback(lambda _: results.put_nowait(None))
+    try:
+        while (scored := await results.get()) is not None:
+            yield _event(form.item(scored))
+        await work
+        yield _event({**form.rest(), "usage": usage_fields(scorer.usage, scorer.stream)})
+    except ApiError as error:
+        yield _event(error.body())
+    except Exception:
+        logger.exception("A list of scores has failed")
+        yield _event(EngineFailed("The engine has failed; see its log").body())
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+    yield "data: [DONE]\n\n"
 
 
-class _OwnAnswer(Response):
-    """The answer of one of SGLang's routes to a request whose body was read already."""
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do work for a client, and return its result.
 
-    def __init__(self, route: BaseRoute, scope: Scope, content: bytes) -> None:
-        super().__init__()
-        self._route = route
-        self._scope = scope
-        self._content: bytes | None = content
+    Raises: ClientDisconnect if the client leaves first; the work is cancelled.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def receive_again() -> Message:
-            if self._content is None:
-                return await receive()
-            body, self._content = self._content, None
-            return {"type": "http.request", "body": body, "more_body": False}
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-        await self._route.handle(self._scope, receive_again, send)
+    done = asyncio.create_task(work)
+    tasks: list[asyncio.Task[Any]] = [done, asyncio.create_task(leave())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientDisconnect
+        return done.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _event(fields: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def check_size(
+    limits: Limits,
+    field: str,
+    entries: Sequence[object],
+    shared: Sequence[object],
+    answers: int = 2,
+) -> None:
+    """Raise MalformedRequest if a list is too long, or its prompts together would be.
+
+    Args:
+        field: the field of the body that has the list, for messages.
+        shared: what each entry's prompt has besides the entry, as texts or in JSON's types.
+        answers: number of answers that are scored after each prompt.
+    """
+    count = len(entries)
+    repeated = sum(len(str(part)) for part in shared if part) * count
+    if count > limits.scored_items:
+        problem = (
+            f"{field} has {count:,} entries; this server takes at most {limits.scored_items:,}"
+        )
+    elif answers * count > limits.scores:
+        problem = (
+            f"{count:,} {field} with {answers:,} candidates each are {answers * count:,} scores; "
+            f"this server takes at most {limits.scores:,}"
+        )
+    elif repeated > limits.repeated_characters:
+        problem = (
+            f"What all {count:,} {field} share would be {repeated:,} characters in their prompts "
+            f"together; this server takes at most {limits.repeated_characters:,}"
+        )
+    else:
+        return
+    raise MalformedRequest(f"{problem}. Send several requests.")

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import httpx
 from flashmoa_sglang.costs import STEP_SIZES, Costs
-from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
-from flashmoa_sglang.modelled_gpu.tables import MeasuredTables
+from flashmoa_sglang.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 
 from flashmoa.engine.local import LocalEngine
 

@@ -55,18 +55,16 @@ class TabulatedTimes:
 
     def __init__(self, gpu: str, model: str, tensor_parallel: int = 1) -> None:
         try:
-            forward: Any = import_module("flashmoa_sglang.modelled_gpu.forward")
+            modelled: Any = import_module("flashmoa_sglang.modelled_gpu.gpu")
             specs: Any = import_module("flashmoa_sglang.modelled_gpu.specs")
             if gpu.endswith(".json"):
-                roofline: Any = import_module("flashmoa_sglang.modelled_gpu.roofline")
                 sheet, shape = specs.Gpu.load(gpu), specs.Model.load(model, "bfloat16")
-                self._times = roofline.Roofline(sheet, shape, tensor_parallel)
+                self._times = modelled.Roofline(sheet, shape, tensor_parallel)
             else:
-                tables: Any = import_module("flashmoa_sglang.modelled_gpu.tables")
-                self._times = tables.MeasuredTables(gpu, model, tensor_parallel)
+                self._times = modelled.MeasuredTables(gpu, model, tensor_parallel)
         except (ImportError, ValueError) as error:
             raise EngineError(f"there are no times of {model} on {gpu}: {error}") from error
-        self._forward = forward
+        self._forward = modelled
 
     def prefill(self, prompts: tuple[tuple[int, int], ...]) -> float:
         return self.mixed(prompts, 0, 0)

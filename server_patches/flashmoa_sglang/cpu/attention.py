@@ -17,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from flashmoa_sglang.modelled_gpu.hash_model import FACTORS, PRIME, WIDTH
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -110,6 +111,40 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
             attend = _attend_in_place if _in_place(rows) else _attend_fused
             out[rows.start : rows.end] = attend(query, keys, values, rows, layer.scaling)
         return out.view(queries.shape[0], -1)
+
+
+class HashAttentionBackend(CpuAttentionBackend):
+    """Reads the ids of a request's context from the KV pool, and returns their hash.
+
+    The hash stands in the last row of each request; the other rows are zero.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        generator = torch.Generator().manual_seed(0)
+        size = (model_runner.model_config.context_len + 1,)
+        self._factors = torch.randint(1, FACTORS, size, generator=generator).double()
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, RELEASE.write_location(self, forward_batch), k, v)
+        keys = pool.get_key_buffer(layer.layer_id)
+        ids = keys.view(-1)
+        sums = [
+            torch.dot(read_slots(ids, rows.runs).double(), self._factors[: rows.kv_len])
+            for rows in self._rows
+        ]
+        out = torch.zeros(q.shape[0], WIDTH)
+        out[[rows.end - 1 for rows in self._rows], 0] = (torch.stack(sums) % PRIME).float()
+        return out
 
 
 def _in_place(rows: _Rows) -> bool:

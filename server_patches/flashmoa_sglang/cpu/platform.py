@@ -122,10 +122,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
             # Only now the classes that this hooks can be imported.
             hooks.install()
             prepare_pd_pairs(runner.server_args)
-            if ARCHITECTURE in (runner.model_config.hf_config.architectures or ()):
-                from flashmoa_sglang.modelled_gpu.models.hash_causal_lm import HashAttentionBackend
+            from flashmoa_sglang.cpu.attention import CpuAttentionBackend, HashAttentionBackend
 
-                return HashAttentionBackend(runner)
-            from flashmoa_sglang.cpu.attention import CpuAttentionBackend
-
-            return CpuAttentionBackend(runner)
+            hashes = ARCHITECTURE in (runner.model_config.hf_config.architectures or ())
+            return HashAttentionBackend(runner) if hashes else CpuAttentionBackend(runner)

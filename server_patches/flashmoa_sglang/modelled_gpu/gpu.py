@@ -1,16 +1,226 @@
-"""``ModelledGpu``: the GPU whose time an engine on a CPU takes, as its options say."""
+"""``ModelledGpu``: the GPU whose time an engine on a CPU takes, as its options say.
+
+``Roofline`` and ``MeasuredTables`` say how long a ``Forward`` takes there.
+"""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, Protocol
 
-from flashmoa_sglang.modelled_gpu.forward import Forward, StepTimes
-from flashmoa_sglang.modelled_gpu.roofline import Roofline
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
-from flashmoa_sglang.modelled_gpu.tables import MeasuredTables
 from flashmoa_sglang.options import Options
+
+_BYTES_OF_BFLOAT16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills:
+    """Equal prefills that cost as much together as those of a forward.
+
+    Args:
+        requests: number of requests.
+        tokens: new tokens of all requests together.
+        cached: tokens before the new ones, per request, which attention reads.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    cached: int = 0
+
+    @classmethod
+    def of(cls, requests: Iterable[tuple[int, int]]) -> Prefills:
+        """Return equal prefills for requests of given (cached tokens, new tokens).
+
+        Requests, new tokens and the pairs of tokens that attention compares stay the same. Their
+        times are tabulated for equal requests only.
+        """
+        pairs = [(cached, new) for cached, new in requests if new > 0]
+        tokens = sum(new for _, new in pairs)
+        if not tokens:
+            return cls()
+        compared = sum(new * (cached + new / 2) for cached, new in pairs)
+        cached = compared / tokens - tokens / len(pairs) / 2
+        return cls(len(pairs), tokens, max(0, round(cached)))
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What one forward computes: prefills, and decodes of one token each.
+
+    Args:
+        decodes: number of requests that decode.
+        context: tokens that each of them has on average, with the new one.
+    """
+
+    prefills: Prefills = Prefills()
+    decodes: int = 0
+    context: int = 0
+
+
+class StepTimes(Protocol):
+    def seconds(self, forward: Forward) -> float:
+        """Return the seconds that the GPU computes a forward."""
+        ...
+
+
+class Roofline:
+    """Times forwards by the roofline model: no kernel is faster than its arithmetic or its reads.
+
+    It knows no launches, no synchronization and no inefficiency, so it is a lower bound of what is
+    measured. It needs no package, and serves for GPUs and models that have not been measured.
+
+    Raises: ValueError if the weights are in FP8, and the GPU does not compute in it.
+    """
+
+    def __init__(self, gpu: Gpu, model: Model, tensor_parallel: int = 1) -> None:
+        layer_flops = gpu.flops if model.bytes_per_weight == _BYTES_OF_BFLOAT16 else gpu.fp8_flops
+        if not layer_flops:
+            raise ValueError(f"{gpu.name} has no FP8, so its weights cannot be {model.weights}.")
+        self._layer_flops = layer_flops * tensor_parallel
+        self._flops = gpu.flops * tensor_parallel
+        self._bandwidth = gpu.bandwidth * tensor_parallel
+        self._model = model
+
+    def seconds(self, forward: Forward) -> float:
+        prefills, model = forward.prefills, self._model
+        requests = prefills.requests + forward.decodes
+        tokens = prefills.tokens + forward.decodes
+        if not tokens:
+            return 0.0
+        weight = model.bytes_per_weight
+        linear = max(
+            model.attention_weights * weight / self._bandwidth,
+            2 * tokens * model.attention_weights / self._layer_flops,
+        )
+        # How many of the experts some token needs, if each token takes them at random.
+        idle = (1 - model.experts_per_token / model.experts) ** tokens
+        needed = model.experts * (1 - idle) if model.experts > 1 else 1
+        reads = needed * model.expert_weights * weight / self._bandwidth
+        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
+        layer = linear + max(reads, computed)
+        logits = max(
+            model.head_weights * _BYTES_OF_BFLOAT16 / self._bandwidth,
+            2 * requests * model.head_weights / self._flops,
+        )
+        return model.layers * layer + self._attention(forward) + logits
+
+    def _attention(self, forward: Forward) -> float:
+        prefills, model = forward.prefills, self._model
+        query = model.config["num_attention_heads"] * model.head_size
+        # Each new token is compared with the tokens before it: a product of the query with the
+        # key, and one of the weight with the value.
+        pairs = prefills.tokens * prefills.cached + prefills.tokens**2 / 2 / max(
+            1, prefills.requests
+        )
+        computed = model.layers * 4 * query * (pairs + forward.decodes * forward.context)
+        read = prefills.requests * prefills.cached + prefills.tokens
+        read += forward.decodes * forward.context
+        return max(computed / self._flops, read * model.kv_bytes_per_token / self._bandwidth)
+
+
+class MeasuredTables:
+    """Times the forwards of a model on a GPU that NVIDIA has measured, as SGLang computes them.
+
+    The tables hold the time of each operation by its size. A forward's time is their sum: attention
+    is looked up for prefills and decodes apart, everything else once for all tokens together, as a
+    mixed batch computes it.
+
+    Args:
+        gpu: such as ``h200_sxm``, ``h100_sxm`` or ``a100_sxm``.
+        model: name on Hugging Face, of those that the package knows, or a folder with a
+            ``config.json``.
+        tensor_parallel: number of GPUs among which the model is divided.
+        weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
+
+    Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
+    """
+
+    def __init__(
+        self, gpu: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+    ) -> None:
+        try:
+            # Pandas, which the package imports, may warn.
+            with warnings.catch_warnings(action="ignore"):
+                from aiconfigurator_core import sdk
+        except ImportError as error:
+            raise ValueError(
+                f"The times of {gpu} need aiconfigurator-core ({error}): "
+                "pip install 'flashmoa-sglang[device]'."
+            ) from error
+        logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+        modes = ("gemm_quant_mode", "moe_quant_mode")
+        precision = {} if weights == "bfloat16" else dict.fromkeys(modes, weights)
+        try:
+            self.engine = sdk.EngineHandle.compile(
+                model, gpu, "sglang", tp_size=tensor_parallel, **precision
+            )
+            self.engine.predict_decode_latency(1, 1)
+        except Exception as error:  # The package raises errors of many classes.
+            message = f"aiconfigurator-core has no times for {model} ({weights}) on {gpu}: {error}."
+            raise ValueError(message) from error
+
+    def seconds(self, forward: Forward) -> float:
+        prefills, decodes = forward.prefills, forward.decodes
+        if not prefills.tokens:
+            return self._decode(decodes, forward.context) if decodes else 0.0
+        together = self._other_than_attention(
+            prefills.requests + decodes, prefills.tokens + decodes
+        )
+        attention = self._attention(prefills)
+        return together + attention + self._decode_attention(decodes, forward.context)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - there is one object for the whole process
+    def _decode(self, requests: int, context: int) -> float:
+        return self.engine.predict_decode_latency(requests, context) / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _other_than_attention(self, requests: int, tokens: int) -> float:
+        """Return the seconds of all tokens together, and of the logits of one for each request.
+
+        Tokens are counted exactly, as one request: kernels compute blocks of 64 or 128 of them, and
+        one more token can take as long as a whole block.
+        """
+        together, _ = self.engine.run_static_per_op(
+            batch_size=1, isl=tokens, osl=1, mode="static_ctx"
+        )
+        milliseconds = sum(
+            ms for name, ms, *_ in together if "attention" not in name and "logits" not in name
+        )
+        return (milliseconds + self._logits(requests)) / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _logits(self, requests: int) -> float:
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=requests, isl=1, osl=1, mode="static_ctx"
+        )
+        return sum(ms for name, ms, *_ in operations if "logits" in name)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _attention(self, prefills: Prefills) -> float:
+        new = max(1, round(prefills.tokens / prefills.requests))
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=prefills.requests,
+            isl=prefills.cached + new,
+            osl=1,
+            prefix=prefills.cached,
+            mode="static_ctx",
+        )
+        tabulated = sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
+        # Prefills of few tokens each are not tabulated, and extrapolated by their arithmetic alone.
+        # They read as much KV as decodes behind the same contexts, whose times are.
+        return max(tabulated, self._decode_attention(prefills.requests, prefills.cached + new))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _decode_attention(self, requests: int, context: int) -> float:
+        if not requests:
+            return 0.0
+        operations = self.engine.decode_step_per_op(requests, context, 2)
+        return sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,13 @@ _WORD = re.compile(r" [a-z]{2,12}")
 # Candidates come from the first ids, so that logits are narrow.
 _HIGHEST_ID = 4096
 _PREFIX = "hash:"
+# The width of keys and values.
+WIDTH = 1
+# Ids of any vocabulary are below 2**20, and so a sum of 2**20 products with factors below 2**12 is
+# below 2**52: float64 holds it exactly, in whatever order it is added up.
+FACTORS = 1 << 12
+# Below 2**24, so that float32 holds a hash exactly.
+PRIME = 16_777_213
 ARCHITECTURE = "HashForCausalLM"
 # SGLang's variable for a package with further model classes, and ours.
 MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_sglang.modelled_gpu.models")
@@ -71,8 +78,8 @@ def write_hash_model(model_path: str, context: int) -> Path:
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "max_position_embeddings": context,
-        "hidden_size": 1,
-        "head_dim": 1,
+        "hidden_size": WIDTH,
+        "head_dim": WIDTH,
         "intermediate_size": 1,
         "num_attention_heads": 1,
         "num_key_value_heads": 1,

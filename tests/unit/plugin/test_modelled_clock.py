@@ -7,12 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.modelled_gpu.clock import Clock
-from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
-from flashmoa_sglang.modelled_gpu.gpu import ModelledGpu
-from flashmoa_sglang.modelled_gpu.hooks import TimedForwards, describe
+from flashmoa_sglang.modelled_gpu.gpu import Forward, ModelledGpu, Prefills
+from flashmoa_sglang.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model
-from flashmoa_sglang.modelled_gpu.transfers import TimedTransfers
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from flashmoa_sglang.modelled_gpu.forward import Forward, Prefills
-from flashmoa_sglang.modelled_gpu.gpu import ModelledGpu, modelled_gpu
+from flashmoa_sglang.modelled_gpu.gpu import (
+    Forward,
+    MeasuredTables,
+    ModelledGpu,
+    Prefills,
+    Roofline,
+    modelled_gpu,
+)
 from flashmoa_sglang.modelled_gpu.hash_model import write_hash_model
-from flashmoa_sglang.modelled_gpu.roofline import Roofline
 from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
-from flashmoa_sglang.modelled_gpu.tables import MeasuredTables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -90,9 +90,23 @@ def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     checked.add_argument("--port", type=int, default=_DEFAULT_PORT)
     checked.add_argument("--ssl-certfile")
     checked.add_argument("--config")
-    choices = import_module("flashmoa_sglang.asyncep.choices")
-    with_file = choices.read_config_file(of_sglang)
-    return checked.parse_known_args(with_file, options)[0], of_sglang
+    in_file = _read_config_file(checked.parse_known_args(of_sglang)[0].config)
+    return checked.parse_known_args([*in_file, *of_sglang], options)[0], of_sglang
+
+
+def _read_config_file(file: str | None) -> list[str]:
+    """Return the arguments with a value in SGLang's ``--config`` file.
+
+    SGLang ends with the reason if the file cannot be read.
+    """
+    if file is None:
+        return []
+    yaml = import_module("yaml")
+    try:
+        values: dict[str, object] = yaml.safe_load(Path(file).read_text()) or {}
+        return [f"--{name}={value}" for name, value in values.items()]
+    except (AttributeError, OSError, ValueError, yaml.YAMLError):
+        return []
 
 
 def _drain_problem(seconds: float) -> str | None:

@@ -204,16 +204,6 @@ class Options:
         return cls(**values)
 
 
-def is_own(argument: str) -> bool:
-    """Return whether an argument, without its ``--``, is one of the plugin's."""
-    return argument.startswith("flashmoa-")
-
-
-def is_given(name: str) -> bool:
-    """Return whether the user has given an option, by its argument or in the environment."""
-    return _environment_variable(name) in os.environ
-
-
 def take_device_arguments(argv: list[str]) -> list[str]:
     """Put the arguments ``--flashmoa-device...`` into the environment; return the others."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)

@@ -21,6 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
+from flashmoa_sglang.asyncep import memory_plan
 from flashmoa_sglang.http import metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
@@ -41,6 +42,7 @@ _POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -187,7 +189,8 @@ SCHEDULER_HOOKS = [
     *(Hook(target, "around", function) for target, function in RELEASE.SCHEDULER_FIXES),
 ]
 HTTP_HOOKS = [
-    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", options.add_arguments),
+    Hook(f"{_SERVER_ARGS}.add_cli_args", "after", options.add_arguments),
+    Hook(f"{_SERVER_ARGS}.from_cli_args", "around", memory_plan.choose_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),

@@ -57,11 +57,11 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     from sglang.srt.plugins import load_plugins
 
     from flashmoa_sglang import options, plugin
-    from flashmoa_sglang.asyncep.choices import add_choices
 
     argv = _serve_hash_model(argv)
     # Without the plugin, SGLang does not know the arguments of a modelled GPU.
-    argv = options.take_device_arguments(argv) if is_stock() else add_choices(argv)
+    if is_stock():
+        argv = options.take_device_arguments(argv)
     load_plugins()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args

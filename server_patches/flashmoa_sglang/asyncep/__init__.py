@@ -8,16 +8,15 @@ experts of the next layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.asyncep.cuda import CudaDevice
-    from flashmoa_sglang.asyncep.experts import Experts, PackedExperts
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Store
     from flashmoa_sglang.saturation import LayerTimes
 
@@ -67,7 +66,8 @@ def update_refusal() -> str | None:
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Create the plugin's offloader instead of SGLang's, if ``--flashmoa-asyncep`` asks for it.
 
-    Raises: SystemExit if SGLang's own offloading is on, too.
+    Raises: SystemExit if SGLang's own offloading is on, too, or another process has this replica's
+        place in its group.
     """
     sglang_offloader, options = original(*args, **kwargs), Options.from_environment()
     if options.asyncep == "off":
@@ -76,60 +76,24 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.utils.offloader import NoopOffloader
 
+    from flashmoa_sglang.asyncep.experts import store_on_host
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader
+    from flashmoa_sglang.asyncep.replicas import Replica, ShareExchange, share_experts
 
     if not isinstance(sglang_offloader, NoopOffloader):
         raise SystemExit(
             "--flashmoa-asyncep and SGLang's own offloading exclude each other. Start without "
             "--cpu-offload-gb and --offload-group-size, or without --flashmoa-asyncep."
         )
-    return ExpertOffloader(
-        FusedMoE,
-        "run_moe_core",
-        options.asyncep_slots,
-        _choose_storage(options),
-        whole=get_pp_group().world_size == 1,
-    )
-
-
-def _choose_storage(options: Options) -> Store:
-    """Return the function that stores experts where ``--flashmoa-asyncep`` says.
-
-    Raises: SystemExit if another process has this replica's place in its group.
-    """
-    from flashmoa_sglang.asyncep.experts import store_on_host
-    from flashmoa_sglang.asyncep.replicas import Replica, ReplicaError, ShareExchange
-    from flashmoa_sglang.asyncep.sharing import share_experts
-
-    if options.asyncep == "h2d":
-        return store_on_host
-
-    def refusal(error: Exception) -> SystemExit:
-        return SystemExit(f"--flashmoa-asyncep {options.asyncep}: {str(error).rstrip('.')}.")
-
-    try:
+    store: Store = store_on_host
+    if options.asyncep != "h2d":
         replica = Replica(options.asyncep_group, *options.replica())
         # Loading the weights takes long, so a rank that is taken is reported before that.
         exchange = ShareExchange(replica)
-    except (ReplicaError, ValueError) as error:
-        raise refusal(error) from error
-
-    def divide_among_replicas(
-        layers: Sequence[Experts], gpu: CudaDevice | None
-    ) -> list[PackedExperts]:
-        try:
-            return share_experts(
-                layers,
-                gpu,
-                replica=replica,
-                exchange=exchange,
-                on_device=options.on_device(),
-                wait=options.asyncep_wait,
-            )
-        except ReplicaError as error:
-            raise refusal(error) from error
-
-    return divide_among_replicas
+        on_device, wait = options.on_device(), options.asyncep_wait
+        store = partial(share_experts, exchange=exchange, on_device=on_device, wait=wait)
+    whole = get_pp_group().world_size == 1
+    return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, store, whole=whole)
 
 
 def problem(arguments: Any, options: Options) -> str | None:
@@ -140,7 +104,7 @@ def problem(arguments: Any, options: Options) -> str | None:
     if options.asyncep == "off":
         return None
     for name, reason in _EXCLUDED.items():
-        if _is_given(getattr(arguments, name, None)):
+        if is_given(getattr(arguments, name, None)):
             return (
                 f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {reason}; start "
                 "without one of the two."
@@ -150,8 +114,18 @@ def problem(arguments: Any, options: Options) -> str | None:
             f"--flashmoa-asyncep does not go with --moe-a2a-backend {arguments.moe_a2a_backend}, "
             "which computes with the experts' tensors itself; choose another one."
         )
-    if options.asyncep != "h2d" and (reason := _replica_problem(arguments, options)):
-        return reason
+    if options.asyncep != "h2d":
+        mode = f"--flashmoa-asyncep {options.asyncep}"
+        try:
+            options.replica()
+        except ValueError as error:
+            return f"{mode}: {error}"
+        sizes = (arguments.tp_size, arguments.pp_size, RELEASE.data_parallel_ranks(arguments))
+        if max(sizes) > 1:
+            return (
+                f"{mode} needs a server for each replica, but this one has --tp-size, --pp-size "
+                f"and --dp-size {', '.join(map(str, sizes))}; start without them."
+            )
     if arguments.device == "cuda" and not RELEASE.graphs_are_off(arguments):
         return (
             f"--flashmoa-asyncep needs {RELEASE.NO_GRAPHS}: a graph would look for experts where "
@@ -167,24 +141,9 @@ def problem(arguments: Any, options: Options) -> str | None:
     return None
 
 
-def _is_given(value: Any) -> bool:
+def is_given(value: object) -> bool:
     """Return whether an argument differs from its default: nothing, or for a size, 1."""
     return value > 1 if type(value) is int else bool(value)
-
-
-def _replica_problem(arguments: Any, options: Options) -> str | None:
-    mode = f"--flashmoa-asyncep {options.asyncep}"
-    try:
-        options.replica()
-    except ValueError as error:
-        return f"{mode}: {error}"
-    sizes = (arguments.tp_size, arguments.pp_size, RELEASE.data_parallel_ranks(arguments))
-    if max(sizes) > 1:
-        return (
-            f"{mode} needs a server for each replica, but this one has --tp-size, --pp-size and "
-            f"--dp-size {', '.join(map(str, sizes))}; start without them."
-        )
-    return None
 
 
 def memory() -> dict[str, int] | None:

@@ -1,20 +1,30 @@
-"""The experts of one layer: their tensors, their layout in a slot, where they are stored."""
+"""The experts of one layer: their tensors, their layout in a slot, where they are stored.
+
+Also how much memory the host can still give for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.nn.parameter import is_lazy
 
-from flashmoa_sglang.asyncep import host_memory
 from flashmoa_sglang.asyncep.cuda import CudaDevice
 
+_GIB = 1 << 30
+# What the kernel frees before it kills a process: cached files, and its own caches.
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 # Kernels may require that a weight's address is a multiple of this.
 ALIGNMENT = 256
+# A quantisation keeps at least one bit of sixteen.
+_LEAST_REPACKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +39,8 @@ class Place:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @property
-    def bytes(self) -> int:
-        """Number of bytes from the first element to the last, with gaps."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
-        return self.dtype.itemsize * (last + 1)
-
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in a piece of memory (uint8)."""
-        flat = memory[self.offset : self.offset + self.bytes].view(self.dtype)
-        return flat.as_strided(self.shape, self.strides)
+        return memory[self.offset :].view(self.dtype).as_strided(self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,21 @@ class Packing:
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Packing:
         """Lay tensors out one after another.
 
-        Raises: ValueError if two elements of a tensor share memory.
+        Raises: ValueError if two elements of a tensor may have the same place in memory.
         """
         places: dict[str, Place] = {}
         end = 0
         for name, tensor in tensors.items():
-            _check_no_overlap(name, tensor)
+            # Index of the last element in memory, with gaps.
+            last = 0
+            for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+                if size > 1 and step <= last:
+                    shape = f"{tuple(tensor.shape)}, {tensor.stride()}"
+                    raise ValueError(f"{name} has elements twice in memory: {shape}")
+                last += (size - 1) * step
             places[name] = Place(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
-            end += -(-places[name].bytes // ALIGNMENT) * ALIGNMENT
+            if tensor.numel():
+                end += -(-tensor.dtype.itemsize * (last + 1) // ALIGNMENT) * ALIGNMENT
         return cls(places, end)
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,21 +79,6 @@ class Packing:
         """Copy the tensors into a piece of memory."""
         for name, view in self.views(memory).items():
             view.copy_(tensors[name])
-
-
-def _check_no_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if two elements of a tensor may have the same place in memory."""
-    last = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= last:
-            raise ValueError(
-                f"{name} has elements twice in memory: {tuple(tensor.shape)}, {tensor.stride()}"
-            )
-        last += (size - 1) * step
-
-
-# A quantisation keeps at least one bit of sixteen.
-_LEAST_REPACKED = 16
 
 
 class Experts:
@@ -104,10 +96,17 @@ class Experts:
     def move_to_host(self) -> None:
         """Move the parameters to host memory before their weights are loaded.
 
-        Raises: SystemExit if the host has no room for them.
+        Raises: SystemExit if the host has no room for them, and for a second copy of one layer,
+            which they need while they are packed; the kernel would kill a process later on.
         """
-        size = sum(p.nbytes for p in self.layer.parameters(recurse=False) if not is_lazy(p))
-        host_memory.require(size, "the next layer's experts need")
+        size = 2 * sum(p.nbytes for p in self.layer.parameters(recurse=False) if not is_lazy(p))
+        if size > (available := available_bytes()):
+            raise SystemExit(
+                f"--flashmoa-asyncep: the next layer's experts need {size / _GIB:.1f} GiB of host "
+                f"memory, but this machine or container has {available / _GIB:.1f} GiB left. Give "
+                "it more, take a checkpoint in FP8, or start without --flashmoa-asyncep on more "
+                "GPUs (--tp-size)."
+            )
         for name, parameter in self.layer.named_parameters(recurse=False):
             parameter.data = parameter.data.to("cpu")
             # Lazy parameters have no size before they are loaded.
@@ -215,7 +214,6 @@ class PackedExperts:
 
     @property
     def channels(self) -> set[str]:
-        """The ways on which the runs come to the device."""
         return {run.where.channel for run in self.runs}
 
     def copies(
@@ -232,27 +230,42 @@ class PackedExperts:
         self.runs = []
 
     def stored(self, where: Where) -> int:
-        """Return how many bytes are stored somewhere."""
         return sum(run.memory.nbytes for run in self.runs if run.where is where)
-
-
-def allocate_on_host(size: int) -> torch.Tensor:
-    """Allocate ``size`` bytes (uint8) of zeros on the host."""
-    return torch.zeros(size, dtype=torch.uint8)
 
 
 def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
     """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
-    return pack(layers, allocate_on_host if gpu is None else gpu.pinned_memory, gpu)
+    return pack(layers, gpu, pinned=True)
 
 
-def pack(
-    layers: Sequence[Experts], allocate: Callable[[int], torch.Tensor], gpu: CudaDevice | None
-) -> list[PackedExperts]:
+def pack(layers: Sequence[Experts], gpu: CudaDevice | None, *, pinned: bool) -> list[PackedExperts]:
     """Pack the experts of these layers, one after the other, and free their own memory."""
+    allocate = gpu.pinned_memory if gpu and pinned else partial(torch.zeros, dtype=torch.uint8)
     packed: list[PackedExperts] = []
     for experts in layers:
         packed.append(PackedExperts(experts, allocate))
         if gpu is not None:
             gpu.free_host_cache()
     return packed
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return what the machine has left, or the container (cgroup v2), if that is less."""
+    limits = [psutil.virtual_memory().available]
+    try:
+        path = (root / "proc/self/cgroup").read_text().partition("0::/")[2].strip()
+    except OSError:
+        return limits[0]
+    top = root / "sys/fs/cgroup"
+    folder = top / path
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(top):
+            break
+        try:
+            limit = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+        except (OSError, ValueError):
+            continue  # No limit, or not told here.
+        limits.append(limit - used + sum(int(statistics.get(name, 0)) for name in _RECLAIMABLE))
+    return max(0, min(limits))

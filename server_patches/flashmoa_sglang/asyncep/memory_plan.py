@@ -1,21 +1,22 @@
-"""How ``--flashmoa-asyncep`` divides a GPU's memory: ``make_plan``, arithmetic without a GPU.
-
-The weights that stay on the device, the KV pool and the tensors of the largest forward share the
-memory. The sizes follow from the model's ``config.json`` and from the tensors that SGLang makes.
-"""
+"""What ``--flashmoa-asyncep`` chooses on a GPU where the user does not: ``choose_arguments``."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from flashmoa_sglang.asyncep import is_given
+from flashmoa_sglang.cpu import lacks_accelerator
+from flashmoa_sglang.options import Options
+from flashmoa_sglang.releases import RELEASE
+
+logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 # Bytes that CUDA's context and libraries take before the weights are loaded: twice the usual.
-CONTEXT = 2 * _GIB
-# Bytes for the buffers of NCCL and of SGLang's all-reduce, with tensor parallelism.
-COMMUNICATION = _GIB
+_CONTEXT = 2 * _GIB
 # Factor for the allocator's fragments and the kernels' workspaces.
 _MARGIN = 1.5
 # Bytes for the logits of a forward of many short prompts, whatever the forward's length.
@@ -24,243 +25,161 @@ _LOGITS = 2 * _GIB
 # no more: a layer's computation takes longer than its copy from some 80,000 tokens on, on an H200.
 # The last one is SGLang's own choice on these GPUs.
 _FORWARDS = (131_072, 65_536, 32_768, 16_384, 8_192)
-# One slot computes while the other is filled. With a single slot, a layer's experts are copied
-# only while layers compute outside their experts.
-_SLOTS = (2, 1)
-# SGLang admits the next forward while the KV of the last one is still held.
-_FORWARDS_IN_POOL = 2
-# The key of an expert's width, for the models whose tensors are all in the sums below.
+# The least part of the memory that weights and KV get, but for forwards of the least length.
+_LEAST_FRACTION = 0.7
+# SGLang's default for --max-prefill-tokens.
+_MAX_PREFILL_TOKENS = 16_384
+# The key of an expert's width, for the models whose tensors are all in the sum below.
 _WIDTHS = {
     "mixtral": "intermediate_size",
     "olmoe": "intermediate_size",
-    "qwen3": "intermediate_size",
     "qwen3_moe": "moe_intermediate_size",
 }
-# In FP8, each block of 128 x 128 weights has a scale of 4 bytes.
-_WEIGHTS_PER_SCALE_BYTE = 128 * 128 // 4
+# Arguments with which tensors have other sizes, as where experts compute with other GPUs' tokens,
+# too, and the values with which they have not. Releases differ in which of them they have.
+_NOT_RECKONED = (
+    "dtype",
+    "moe_a2a_backend",
+    "enable_dp_attention",
+    "attn_dp_size",
+    "attn_cp_size",
+    "moe_dp_size",
+    "dcp_size",
+)
+_RECKONED = ("auto", "half", "float16", "bfloat16", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """The sizes of a model that decide how much memory it needs.
+def choose_arguments(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
+    """Choose what copied experts need and the user has not given; wraps ``from_cli_args``.
 
-    Attributes:
-        experts: of each layer; a dense layer is one expert that all tokens use.
-        width: of an expert's gate and up projections.
-        fp8: whether the weights of linear layers and experts have one byte each, and not two. KV
-            and activations are in bfloat16.
+    CUDA graphs are turned off. Forwards become as long as the memory allows, unless the user gives
+    ``--chunked-prefill-size`` or ``--mem-fraction-static``. The log says what is chosen, or why
+    nothing is and what to give.
     """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head: int
-    experts: int
-    experts_per_token: int
-    width: int
-    vocabulary: int
-    tied: bool
-    fp8: bool
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], quantization: str | None = None) -> ModelSizes:
-        """Read a model's ``config.json``.
-
-        Args:
-            quantization: what ``--quantization`` says, ``None`` if it is not given.
-
-        Raises: ValueError if the model or its quantization is none whose memory is known.
-        """
-        kind = config.get("model_type")
-        if kind not in _WIDTHS:
-            known = ", ".join(sorted(_WIDTHS))
-            raise ValueError(f"the memory of model_type {kind!r} is not known (known: {known})")
-        needed = {
-            "hidden_size",
-            "num_attention_heads",
-            "num_hidden_layers",
-            "vocab_size",
-            _WIDTHS[kind],
-        }
-        if missing := ", ".join(sorted(needed - config.keys())):
-            raise ValueError(f"config.json has no {missing}")
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            raise ValueError("some layers have no experts, and their memory is not known")
-        stored = (config.get("quantization_config") or {}).get("quant_method")
-        quantization = quantization or stored
-        if quantization not in (None, "fp8"):
-            raise ValueError(f"the memory of quantization {quantization!r} is not known")
-        heads = config["num_attention_heads"]
-        return cls(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head=config.get("head_dim") or config["hidden_size"] // heads,
-            experts=config.get("num_experts") or config.get("num_local_experts") or 1,
-            experts_per_token=config.get("num_experts_per_tok") or 1,
-            width=config[_WIDTHS[kind]],
-            vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-            fp8=quantization == "fp8",
-        )
-
-    def of_rank(self, ranks: int) -> ModelSizes:
-        """Return the sizes on each GPU of tensor parallelism, which divides heads and experts.
-
-        Raises: ValueError if they cannot be divided.
-        """
-        if self.heads % ranks or self.width % ranks:
-            raise ValueError(
-                f"{self.heads} heads and experts of width {self.width} are not divisible by "
-                f"{ranks} (--tp-size)"
+    mode = Options.from_environment().asyncep
+    if mode == "off" or args.device == "cpu" or lacks_accelerator():
+        return original(cls, args)
+    for argument in RELEASE.NO_GRAPHS.split("--")[1:]:
+        name, _, value = argument.strip().replace("-", "_").partition(" ")
+        if not getattr(args, name):
+            setattr(args, name, value or True)
+    if args.chunked_prefill_size is None and args.mem_fraction_static is None:
+        try:
+            _lengthen_forwards(args, mode)
+        except ValueError as error:
+            logger.warning(
+                "--flashmoa-asyncep %s: forwards are as long as SGLang chooses, perhaps too short "
+                "to hide copies of experts, because %s. Give --chunked-prefill-size, "
+                "--max-prefill-tokens and --mem-fraction-static yourself.",
+                mode,
+                error,
             )
-        return replace(
-            self,
-            heads=self.heads // ranks,
-            kv_heads=max(1, self.kv_heads // ranks),
-            width=self.width // ranks,
-            vocabulary=-(-self.vocabulary // ranks),
-        )
-
-    @property
-    def copied_bytes(self) -> int:
-        """The bytes of the experts that are copied: of all layers but the first."""
-        return self.expert_bytes * (self.layers - 1)
-
-    @property
-    def expert_bytes(self) -> int:
-        """The bytes of all experts of one layer."""
-        return self._linear_bytes(self.experts * 3 * self.hidden * self.width)
-
-    @property
-    def other_bytes(self) -> int:
-        """The bytes of all weights but the experts: attention, routers, embeddings, the head."""
-        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        layer = self._linear_bytes(attention) + 2 * (router + 2 * self.hidden)
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + 2 * embeddings
-
-    def _linear_bytes(self, weights: int) -> int:
-        return weights + weights // _WEIGHTS_PER_SCALE_BYTE if self.fp8 else 2 * weights
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head * 2
-
-    def peak_bytes(self, tokens: int) -> int:
-        """Return how many bytes a forward needs at its peak for the tensors that SGLang makes.
-
-        Assumes Triton's kernels for experts, which have a row for each token and expert.
-        """
-        rows, inner = self.experts_per_token, self.width
-        # Gate and up projections, their product, and the down projection.
-        feed_forward = 2 * rows * (2 * inner + inner + self.hidden)
-        # Queries, keys and values, together and split; the result.
-        attention = 2 * (2 * (self.heads + 2 * self.kv_heads) * self.head + self.heads * self.head)
-        if self.fp8:
-            # The inputs of both projections, and of the attention's, again in one byte each.
-            feed_forward += self.hidden + rows * inner
-            attention += self.hidden + self.heads * self.head
-        # The input, the output, the residual and its sum.
-        return tokens * (2 * 4 * self.hidden + max(feed_forward, attention))
+    return original(cls, args)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How the memory is divided. Sizes are in bytes.
+def _lengthen_forwards(given: Namespace, mode: str) -> None:
+    """Choose the length of forwards, and how much memory they leave to weights and KV.
 
-    Attributes:
-        slots: layers whose experts the device holds besides the first layer's.
-        forward: tokens of the largest forward.
-        fraction: share of the free memory for weights and KV (``--mem-fraction-static``).
-        weights: on each GPU, with its share of experts.
-        peak: what a forward of ``forward`` tokens needs for its tensors.
-        left: what the fraction leaves for forwards.
-        pool: tokens in the KV pool.
+    Raises: ValueError with the reason if that cannot be chosen.
     """
+    for name in _NOT_RECKONED:
+        value = getattr(given, name, None)
+        if is_given(value) and value not in _RECKONED:
+            raise ValueError(f"memory is not reckoned for --{name.replace('_', '-')} {value}")
+    peak = peak_bytes(_read_config(given))
+    free = _free_memory(given)
+    forward, fraction = divide_memory(peak, free)
+    given.chunked_prefill_size, given.mem_fraction_static = forward, fraction
+    if given.max_prefill_tokens in (None, _MAX_PREFILL_TOKENS):
+        given.max_prefill_tokens = forward
+    logger.info(
+        "--flashmoa-asyncep %s: chose --chunked-prefill-size %d --max-prefill-tokens %d "
+        "--mem-fraction-static %s. Long forwards hide the copies; of %s that are free, the tensors "
+        "of this one take %s.",
+        mode,
+        forward,
+        given.max_prefill_tokens,
+        fraction,
+        gib(free),
+        gib(forward * peak),
+    )
 
-    slots: int
-    forward: int
-    fraction: float
-    weights: int
-    peak: int
-    left: int
-    pool: int
 
-
-def make_plan(
-    sizes: ModelSizes,
-    free: int,
-    *,
-    forward: int | None = None,
-    fraction: float | None = None,
-    slots: int | None = None,
-    share: float = 0.0,
-) -> Plan:
-    """Return the plan with the most slots of two and, with these, the longest forward that fits.
+def divide_memory(peak: int, free: int) -> tuple[int, float]:
+    """Return the tokens of the longest forward that fits, and the fraction for weights and KV.
 
     Args:
+        peak: bytes of a forward's tensors for each token.
         free: bytes of the device's memory that are free before the server starts.
-        forward, fraction, slots: are taken as they are, where they are given.
-        share: which part of the copied experts stays on this device for all replicas.
 
-    Raises: ValueError if nothing fits, or the model has no experts to copy.
+    Raises: ValueError if no forward fits.
     """
-    if sizes.experts == 1:
-        raise ValueError("the model has no experts")
-    usable = free - CONTEXT
-    # A forward that the user wants so long need not be followed by another at once.
-    forwards_in_pool = 1 if forward else _FORWARDS_IN_POOL
-    plans = [
-        _divide(sizes, usable, tokens, fraction, count, share)
-        for count in ([slots] if slots else _SLOTS)
-        for tokens in ([forward] if forward else _FORWARDS)
-    ]
-    for plan in plans:
-        if _room(plan.peak) <= plan.left and plan.pool >= forwards_in_pool * plan.forward:
-            return plan
-    least = plans[-1]
-    kv = forwards_in_pool * least.forward * sizes.kv_bytes_per_token
-    raise ValueError(
-        f"forwards of {least.forward} tokens do not fit: by --mem-fraction-static "
-        f"{least.fraction}, {_gib(usable - least.left)} are for weights ({_gib(least.weights)}) "
-        f"and KV ({_gib(kv)} at least), and {_gib(least.left)} for the tensors of a forward "
-        f"({_gib(_room(least.peak))})"
-    )
+    usable = free - _CONTEXT
+    for forward in _FORWARDS:
+        room = _MARGIN * forward * peak + _LOGITS
+        fraction = math.floor(100 * (1 - room / usable)) / 100 if usable > room else 0.0
+        if fraction >= _LEAST_FRACTION or (forward == _FORWARDS[-1] and fraction > 0):
+            return forward, fraction
+    raise ValueError(f"forwards do not fit into the {gib(free)} that are free")
 
 
-def _divide(
-    sizes: ModelSizes,
-    usable: int,
-    forward: int,
-    fraction: float | None,
-    slots: int,
-    share: float,
-) -> Plan:
-    peak = sizes.peak_bytes(forward)
-    if fraction is None:
-        fraction = max(0.0, math.floor(100 * (1 - _room(peak) / usable)) / 100)
-    held = sizes.expert_bytes * min(sizes.layers, 1 + slots)
-    weights = sizes.other_bytes + held + round(sizes.copied_bytes * share)
-    left = round(usable * (1 - fraction))
-    return Plan(
-        slots=slots,
-        forward=forward,
-        fraction=fraction,
-        weights=weights,
-        peak=peak,
-        left=left,
-        pool=max(0, usable - left - weights) // sizes.kv_bytes_per_token,
-    )
+def peak_bytes(config: Mapping[str, Any]) -> int:
+    """Return how many bytes the tensors of a forward take at their peak, for each of its tokens.
+
+    This is by the tensors that SGLang makes with Triton's kernels for experts, which have a row for
+    each token and expert, in bfloat16; with those that FP8 adds. Tensor parallelism needs less.
+
+    Args: config: a model's ``config.json``.
+    Raises: ValueError if the model is none whose tensors are known.
+    """
+    kind = config.get("model_type", "")
+    if kind not in _WIDTHS:
+        known = ", ".join(sorted(_WIDTHS))
+        raise ValueError(f"the memory of model_type {kind!r} is not known (known: {known})")
+    try:
+        hidden, rows = config["hidden_size"], config["num_experts_per_tok"]
+        width = config[_WIDTHS[kind]]
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error}") from error
+    # Gate and up projections, their product, and the down projection.
+    experts = 2 * rows * (2 * width + width + hidden)
+    # In FP8, the inputs of both projections again in one byte each.
+    quantised = hidden + rows * width
+    # The input, the output, the residual and its sum.
+    return experts + quantised + 2 * 4 * hidden
 
 
-def _room(peak: int) -> int:
-    """Return the bytes to leave for forwards that need ``peak`` bytes by the tensors' sizes."""
-    return round(_MARGIN * peak) + _LOGITS
-
-
-def _gib(size: int) -> str:
+def gib(size: float) -> str:
     return f"{size / _GIB:.1f} GiB"
+
+
+def _free_memory(given: Namespace) -> int:
+    """Return how many bytes are free on each of the GPUs that SGLang will use here.
+
+    Raises: ValueError with the reason if that is not known.
+    """
+    import torch
+
+    first, step = given.base_gpu_id, given.gpu_id_step
+    count = given.tp_size * given.pp_size * given.dp_size // given.nnodes
+    try:
+        return min(
+            torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)
+            for gpu in range(first, first + count * step, step)
+        )
+    except Exception as error:  # Torch and NVML have many.
+        raise ValueError(f"the free memory of the GPUs is not known ({error})") from error
+
+
+def _read_config(given: Namespace) -> dict[str, Any]:
+    """Read the model's ``config.json`` from its folder, or get it as SGLang will.
+
+    Raises: ValueError with the reason if there is none.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(given.model_path, revision=given.revision)[0]
+    except OSError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"{given.model_path} has no config.json to read ({reason})") from error

@@ -1,30 +1,220 @@
 """``ExpertOffloader``: stores experts off the device and copies them into a few slots there.
 
-Papers: MoE-Prefill §6.2 and §6.3.
+``SlotRotation`` decides which layer's experts each slot holds, ``SlotCopier`` and ``StreamCopier``
+copy, ``ForwardClock`` measures. Papers: MoE-Prefill §6.2 and §6.3.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from flashmoa_sglang.asyncep.cuda import CudaDevice
 from flashmoa_sglang.asyncep.experts import Experts, PackedExperts, Where
-from flashmoa_sglang.asyncep.layer_guard import LayerGuard
-from flashmoa_sglang.asyncep.slots import ForwardClock, SlotCopier, SlotRotation, StreamCopier
 from flashmoa_sglang.saturation import LayerTimes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Marks = tuple[Any, Any]
 # Stores the loaded experts of layers off the device, which is this GPU, if there is one.
 Store = Callable[[Sequence[Experts], CudaDevice | None], list[PackedExperts]]
 # The numbers of experts for which sgl_kernel's copy_to_gpu_no_ce works, in every release.
 _WITHOUT_COPY = (64, 72)
+# Models that compute with the experts' tensors themselves instead of calling the layer's method.
+COMPUTE_THEMSELVES = ("sglang.srt.models.beam", "sglang.srt.models.inkling")
+
+
+class SlotRotation:
+    """Decides which layer's experts each slot holds; copies nothing itself.
+
+    Layers are numbered in the order in which a forward computes them. At the start slot i holds
+    layer i. When a layer has computed, its slot is for the next layer that has none. Layers may
+    compute in any order, but only in this one are their experts always copied ahead.
+
+    Attributes:
+        slots: the layer that each slot holds, or that is being copied into it.
+        misses: how often a layer was needed that no slot held.
+    """
+
+    def __init__(self, layers: int, slots: int) -> None:
+        if layers < 1 or slots < 1:
+            raise ValueError(f"{layers} layers in {slots} slots: at least one of each is needed")
+        self._layers = layers
+        self.slots: list[int] = list(range(min(layers, slots)))
+        self.misses = 0
+
+    def slot_of(self, layer: int) -> int | None:
+        """Return the slot that holds a layer; ``None`` if no slot does."""
+        return self.slots.index(layer) if layer in self.slots else None
+
+    def evict_for(self, layer: int) -> int:
+        """Assign to a layer that no slot holds the slot whose layer is needed last after it."""
+        self.misses += 1
+        slot = max(
+            range(len(self.slots)), key=lambda index: (self.slots[index] - layer) % self._layers
+        )
+        self.slots[slot] = layer
+        return slot
+
+    def advance(self, layer: int) -> tuple[int, int] | None:
+        """Note that a layer has computed. Return its slot, and the layer to copy into it.
+
+        Return ``None`` if every layer has a slot, so that nothing needs to be copied.
+        """
+        if len(self.slots) == self._layers:
+            return None
+        slot = self.slots.index(layer)
+        following = (layer + 1) % self._layers
+        while following in self.slots:
+            following = (following + 1) % self._layers
+        self.slots[slot] = following
+        return slot, following
+
+
+class SlotCopier:
+    """Copies experts into slots.
+
+    This class copies synchronously, on a CPU; ``StreamCopier`` overrides it for CUDA. Call the
+    methods in the order in which the computation is enqueued: on CUDA nothing has run yet when they
+    return. A mark is a point in that order, to measure the time between two of them.
+    """
+
+    def fetch(
+        self, slot: int, memory: torch.Tensor, source: PackedExperts, *, timed: bool
+    ) -> list[Marks]:
+        """Copy experts into a slot, after all computation that has been enqueued with the slot.
+
+        Return marks before and after the copies on each way, if they are timed.
+        """
+        before = self.mark()
+        for channel in source.channels:
+            for target, run in source.copies(memory, channel):
+                target.copy_(run)
+        return [(before, self.mark())] if timed else []
+
+    def wait(self, slot: int) -> None:
+        """Delay all computation that is enqueued from now on until the slot has been filled."""
+
+    def note_use(self, slot: int) -> None:
+        """Note that the computation that has been enqueued so far reads the slot."""
+
+    def mark(self) -> Any:
+        """Return a mark at this point of the computation."""
+        return time.perf_counter()
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Return the time between two marks; wait until both have been reached."""
+        return later - earlier
+
+
+class StreamCopier(SlotCopier):
+    """Copies on CUDA streams of its own, one for each way, from pinned memory and other devices.
+
+    Create it after the slots. It records what the current stream has enqueued, so that the first
+    copies wait for whatever used that memory before: the caching allocator reuses blocks.
+
+    Args: channels: the ways on which experts come to the device.
+    """
+
+    def __init__(self, gpu: CudaDevice, slots: int, channels: Iterable[str]) -> None:
+        self._gpu = gpu
+        self._streams = {channel: gpu.new_stream() for channel in sorted(channels)}
+        self._filled_events = [
+            {channel: gpu.new_event() for channel in self._streams} for _ in range(slots)
+        ]
+        self._used_events = [gpu.new_event() for _ in range(slots)]
+        for slot in range(slots):
+            self.note_use(slot)
+
+    def fetch(
+        self, slot: int, memory: torch.Tensor, source: PackedExperts, *, timed: bool
+    ) -> list[Marks]:
+        marks: list[Marks] = []
+        for channel, stream in self._streams.items():
+            self._wait_until_free(slot, channel)
+            # The copy's time begins when the slot is free; the wait before that is computing time.
+            before = self._mark_on(stream) if timed else None
+            self._copy(slot, channel, memory, source)
+            if timed:
+                marks.append((before, self._mark_on(stream)))
+        return marks
+
+    def _wait_until_free(self, slot: int, channel: str) -> None:
+        self._streams[channel].wait_event(self._used_events[slot])
+
+    def _copy(self, slot: int, channel: str, memory: torch.Tensor, source: PackedExperts) -> None:
+        stream = self._streams[channel]
+        for target, run in source.copies(memory, channel):
+            self._gpu.copy(stream, target, run)
+        self._filled_events[slot][channel].record(stream)
+
+    def wait(self, slot: int) -> None:
+        for event in self._filled_events[slot].values():
+            self._gpu.current_stream().wait_event(event)
+
+    def note_use(self, slot: int) -> None:
+        self._used_events[slot].record(self._gpu.current_stream())
+
+    def mark(self) -> torch.cuda.Event:
+        return self._mark_on(self._gpu.current_stream())
+
+    def _mark_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = self._gpu.new_event(timed=True)
+        event.record(stream)
+        return event
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        later.synchronize()
+        return earlier.elapsed_time(later) / 1000
+
+
+class ForwardClock:
+    """Collects marks of one forward: when layers computed with their experts, and copies ran.
+
+    Only a forward for which that was asked is timed, so that the others have no overhead.
+
+    Args:
+        tokens: number of tokens in the forward.
+        copier: makes the marks.
+        copies_overlap: whether copies run while experts compute, as with two slots or more.
+
+    Attributes:
+        starts, ends: marks before and after each layer's computation with its experts.
+        copies: marks before and after each layer's copies on one way, as enqueued in this forward.
+    """
+
+    def __init__(self, tokens: int, copier: SlotCopier, *, copies_overlap: bool) -> None:
+        self._tokens = tokens
+        self._copier = copier
+        self._copies_overlap = copies_overlap
+        self.starts: list[Any] = []
+        self.ends: list[Any] = []
+        self.copies: list[Marks] = []
+
+    def times(self) -> LayerTimes | None:
+        """Return the forward's times; ``None`` if it had fewer than two layers or copied nothing.
+
+        ``window`` runs from the first layer's computation with experts to the start of the second
+        one's. The first layer's experts never leave the device, so that no waiting for a copy is in
+        it (MoE-Prefill §B.4 measures layer 0 for the same reason). With one slot a copy cannot
+        begin before the experts have computed, so ``window`` then begins at their end. ``transfer``
+        is the time of the slowest copy.
+        """
+        if len(self.starts) < 2 or not self.copies:
+            return None
+        window_start = self.starts[0] if self._copies_overlap else self.ends[0]
+        return LayerTimes(
+            tokens=self._tokens,
+            window=self._copier.seconds(window_start, self.starts[1]),
+            transfer=max(self._copier.seconds(*marks) for marks in self.copies),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +240,19 @@ class ExpertMemory:
     misses: int
 
 
+def _refusal(reason: str) -> SystemExit:
+    return SystemExit(
+        f"--flashmoa-asyncep does not go with this model: {reason}. Start without "
+        "--flashmoa-asyncep."
+    )
+
+
 class ExpertOffloader:
     """Offloads the experts of any model; has the methods of SGLang's ``BaseOffloader``.
+
+    SGLang passes to an offloader only the layers that a model creates with ``make_layers`` or a
+    similar function. Until the model is complete, this watches every module that is created, and
+    ends the start at the first layer of experts that would silently stay on the device.
 
     Args:
         moe_layer: the class of layers with experts.
@@ -79,7 +280,8 @@ class ExpertOffloader:
         self._wanted_slots = slots
         self._store = store
         self._whole = whole
-        self._guard = LayerGuard(moe_layer)
+        self._watching = register_module_module_registration_hook(self._check_module)
+        self._makes_layers = False
         self._experts: list[Experts] = []
         self._sources: list[PackedExperts] = []
         self._resident = 0
@@ -97,19 +299,42 @@ class ExpertOffloader:
         device never holds the experts of more than two layers.
         """
         layers: list[Any] = []
-        with self._guard.allow_layers():
+        self._makes_layers = True
+        try:
             for module in all_modules_generator:
-                self._take_experts(module)
                 layers.append(module)
+                for part in module.modules():
+                    if isinstance(part, self._moe_layer):
+                        self._experts.append(Experts(part))
+                        # The first layer's experts stay, so that a forward begins without waiting.
+                        if len(self._experts) > 1:
+                            self._experts[-1].move_to_host()
+        finally:
+            self._makes_layers = False
         return layers
 
-    def _take_experts(self, module: Any) -> None:
-        for part in module.modules():
-            if isinstance(part, self._moe_layer):
-                self._experts.append(Experts(part))
-                # The first layer's experts stay, so that a forward begins without waiting.
-                if len(self._experts) > 1:
-                    self._experts[-1].move_to_host()
+    def stop_watching(self) -> None:
+        self._watching.remove()
+
+    def _check_module(self, parent: torch.nn.Module, name: str, module: Any) -> None:
+        """Check a module that becomes a part of another one.
+
+        Raises: SystemExit if it is a layer of experts that cannot be offloaded.
+        """
+        if not isinstance(module, self._moe_layer):
+            return
+        owner = type(parent)
+        if owner.__module__.startswith(COMPUTE_THEMSELVES):
+            reason = f"{owner.__name__} computes with the tensors of {name} itself"
+        elif not self._makes_layers:
+            reason = f"SGLang hands {name} of {owner.__name__} to no offloader"
+        else:
+            return
+        self.stop_watching()
+        raise _refusal(
+            f"{reason}, so that its experts would stay on the device, or be read where they are "
+            "kept"
+        )
 
     def post_init(self) -> None:
         """Create and fill the slots, once the weights are loaded.
@@ -117,14 +342,16 @@ class ExpertOffloader:
         Raises: SystemExit if all of the model's experts would stay on the device, or a quantisation
             has put them where they are not found.
         """
-        self._guard.stop()
+        self.stop_watching()
         if len(self._experts) < 2:
-            self._refuse_too_few()
+            if self._whole:
+                count = f"it has {len(self._experts)} layers of experts"
+                raise _refusal(f"{count}, of which the first stays on the device")
+            logger.warning("This stage of the pipeline keeps its experts on the device.")
             return
         first, *others = self._experts
         self._resident = sum(t.nbytes for t in first.tensors().values())
-        device = first.device
-        gpu = self._open_gpu(device)
+        gpu = self._open_gpu(device := first.device)
         self._sources = self._store_experts(others, gpu)
         self._rotation = SlotRotation(len(others), self._wanted_slots)
         size = max(source.packing.bytes for source in self._sources)
@@ -138,44 +365,22 @@ class ExpertOffloader:
         self._wrap(first.layer, lambda: None, lambda _: None)
         for number, experts in enumerate(others):
             self._wrap(experts.layer, partial(self._bind, number), partial(self._refill, number))
-        logger.info(
-            "The experts of %d layers are kept off the device, in bytes: %s",
-            len(others),
-            self.memory(),
-        )
-
-    def _refuse_too_few(self) -> None:
-        if self._whole:
-            raise SystemExit(
-                f"--flashmoa-asyncep does not go with this model: it has {len(self._experts)} "
-                "layers of experts, of which the first stays on the device. Start without "
-                "--flashmoa-asyncep."
-            )
-        logger.warning(
-            "This stage of the pipeline has fewer than two layers of experts and keeps them on the "
-            "device."
-        )
+        text = "The experts of %d layers are kept off the device, in bytes: %s"
+        logger.info(text, len(others), self.memory())
 
     def _store_experts(
         self, others: Sequence[Experts], gpu: CudaDevice | None
     ) -> list[PackedExperts]:
         if any(experts.are_missing() for experts in others):
-            raise SystemExit(
-                "--flashmoa-asyncep does not go with this model's quantisation: SGLang keeps the "
-                "experts' weights outside their layers. Start without --flashmoa-asyncep."
-            )
+            raise _refusal("its quantisation keeps the experts' weights outside their layers")
         for experts in others:
             experts.return_shared_tensors()
         try:
             return self._store(others, gpu)
         except ValueError as error:
-            raise SystemExit(
-                f"--flashmoa-asyncep does not go with this model's quantisation: {error}. Start "
-                "without --flashmoa-asyncep."
-            ) from error
+            raise _refusal(f"its quantisation cannot be copied, because {error}") from error
 
     def memory(self) -> ExpertMemory:
-        """Return where the experts are now."""
         stored = {
             where.value: sum(source.stored(where) for source in self._sources) for where in Where
         }
@@ -253,8 +458,8 @@ class ExpertOffloader:
             self._fetch(*slot_and_layer)
 
     def _fetch(self, slot: int, number: int) -> None:
-        arguments = slot, self._slots[slot], self._sources[number]
-        if self._clock is None:
-            self._copier.fetch(*arguments)
-        else:
-            self._clock.copies.extend(self._copier.timed_fetch(*arguments))
+        clock = self._clock
+        memory, source = self._slots[slot], self._sources[number]
+        marks = self._copier.fetch(slot, memory, source, timed=clock is not None)
+        if clock is not None:
+            clock.copies += marks

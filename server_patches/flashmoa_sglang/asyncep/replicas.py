@@ -1,4 +1,14 @@
-"""Replicas of one model on one machine, and how each gets the others' shares of the experts.
+"""Replicas of one model on one machine, which divide each layer's experts among themselves.
+
+A replica copies the others' shares from their memory. It takes no part in another replica's copies,
+and shares never change (MoE-Prefill §6.2, with one-sided copies instead of an all-gather). A share
+has a section on the replica's device, a section in host memory, or both, each in a segment of its
+own. Where the device is a CPU, both are in host memory.
+
+A segment is memory of a GPU (cuMemExportToShareableHandle), or a memfd of Linux (memfd_create(2)).
+Other processes map it by its descriptor. Each process that maps it keeps it alive, and it is freed
+with the last of them. It has no name that would have to be unlinked, and a container's limit on
+/dev/shm does not apply.
 
 Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is not a file
 and disappears with the process. A peer that connects introduces itself and gets file descriptors of
@@ -9,8 +19,11 @@ started again, and then asks for the shares again: first for its own, which the 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
 import logging
+import mmap
 import os
 import socket
 import struct
@@ -18,6 +31,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from flashmoa_sglang.asyncep.cuda import CudaDevice
+from flashmoa_sglang.asyncep.experts import ALIGNMENT, Experts, PackedExperts, Run, Where, pack
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +46,22 @@ _SEGMENTS = 2
 _MESSAGE_BYTES = 4096
 _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = 0.1
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# What replicas of one group have in common: fields of ``Introduction``, and what to do.
+_IN_COMMON = {
+    "size": "--flashmoa-asyncep-replica must give one number after the / in all of them",
+    "experts": (
+        "they have not loaded the same experts; start all of a group with the same model, dtype "
+        "and quantization, and all on GPUs of this machine"
+    ),
+    "on_device": (
+        "--flashmoa-asyncep and --flashmoa-asyncep-on-device must be the same in all of them"
+    ),
+}
 
 
-class ReplicaError(RuntimeError):
-    """Raised if a replica cannot join its group; the message says what to do."""
+class ReplicaError(SystemExit):
+    """Ends a replica that cannot join its group; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +96,7 @@ class Introduction:
     """Message with which replicas introduce themselves.
 
     Attributes:
-        experts: digest of all experts as they were loaded.
+        experts: digest of all experts as they were loaded, and of the kind of device.
         on_device: which part of each share is on a device.
         share: the rank whose share is asked for, or comes with this message.
         place: where that share is; in a question, the replica's own device.
@@ -98,28 +128,9 @@ class Introduction:
 
     def problem(self, other: Introduction) -> str | None:
         """Return why this replica and another one do not belong together; ``None`` if they do."""
-        if other.size != self.size:
-            return (
-                f"replica {other.rank} was started for {other.size} replicas and replica "
-                f"{self.rank} for {self.size}: --flashmoa-asyncep-replica must give one number "
-                "after the / in all of them"
-            )
-        if other.experts != self.experts:
-            return (
-                f"replicas {other.rank} and {self.rank} have not loaded the same experts: start "
-                "all of a group with the same model, dtype and quantization"
-            )
-        if other.on_device != self.on_device:
-            return (
-                f"replica {other.rank} was started for {other.on_device:g} of the experts on "
-                f"devices and replica {self.rank} for {self.on_device:g}: --flashmoa-asyncep and "
-                "--flashmoa-asyncep-on-device must be the same in all of them"
-            )
-        if (other.place == CPU) != (self.place == CPU):
-            return (
-                f"replicas {other.rank} and {self.rank} run on a GPU and on a CPU: start all of a "
-                "group on GPUs of this machine"
-            )
+        for name, remedy in _IN_COMMON.items():
+            if getattr(other, name) != getattr(self, name):
+                return f"replicas {other.rank} and {self.rank} do not belong together: {remedy}"
         return None
 
 
@@ -130,7 +141,7 @@ class ShareExchange:
     """
 
     def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+        self.replica = replica
         self._problem: str | None = None
         self._refused = threading.Event()
         self._thread: threading.Thread | None = None
@@ -151,24 +162,26 @@ class ShareExchange:
 
     def introduce(self, experts: str, place: str, on_device: float) -> None:
         """Say what this replica has loaded, as in ``Introduction``, before the other calls."""
-        rank, size = self._replica.rank, self._replica.size
+        rank, size = self.replica.rank, self.replica.size
         self._own = Introduction(rank, size, experts, on_device, rank, place)
 
     def find(self, deadline: float) -> Share | None:
         """Return this replica's share if another one has it, from the time before a restart.
 
-        Args: deadline: as of :meth:`obtain`, for replicas that run but do not answer.
-        Raises: ReplicaError at the deadline, or if one of the replicas refuses the other.
+        Raises: ReplicaError at the deadline, in :func:`time.monotonic`'s seconds, if a replica runs
+            but does not answer, and if one of the replicas refuses the other.
         """
-        peers = (peer for peer in range(self._replica.size) if peer != self._replica.rank)
-        return next(filter(None, (self._find_at(peer, deadline) for peer in peers)), None)
+        rank = self.replica.rank
+        peers = (peer for peer in range(self.replica.size) if peer != rank)
+        asked = (self._ask_again(peer, rank, deadline, may_lack=True) for peer in peers)
+        return next(filter(None, asked), None)
 
     def offer(self, share: Share) -> None:
         """Give this replica's share to every replica that asks from now on.
 
         From now on, :meth:`close` closes the share's descriptors.
         """
-        self._shares[self._replica.rank] = share
+        self._shares[self.replica.rank] = share
         self._socket.listen()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -176,27 +189,41 @@ class ShareExchange:
     def obtain(self, rank: int, deadline: float) -> Share:
         """Wait for the share of another replica; :meth:`close` closes its descriptors.
 
-        Args: deadline: when to stop waiting, in :func:`time.monotonic`'s seconds.
-        Raises: ReplicaError at the deadline, or if one of the replicas refuses another.
+        Raises: ReplicaError at the deadline, in :func:`time.monotonic`'s seconds, or if one of the
+            replicas refuses another.
+        """
+        share = self._ask_again(rank, rank, deadline, may_lack=False)
+        assert share is not None
+        self._shares[rank] = share
+        return share
+
+    def _ask_again(self, peer: int, rank: int, deadline: float, *, may_lack: bool) -> Share | None:
+        """Ask a replica for the share of a rank until it answers.
+
+        Args: may_lack: whether it may have ended, or not have the share; ``None`` says so.
         """
         warned = False
         while True:
             try:
-                if (share := self._ask(rank, rank)) is not None:
-                    self._shares[rank] = share
+                share = self._ask(peer, rank)
+                if share is not None or may_lack:
                     return share
+            except ConnectionRefusedError:  # It does not listen yet, or has ended.
+                if may_lack:
+                    return None
             except (ConnectionError, TimeoutError, BlockingIOError):
-                pass  # That replica does not listen yet, or has ended.
+                pass
             if not warned:
                 text = "%s waits for replica %d; start it now if it is not running"
-                logger.warning(text, self._replica, rank)
+                logger.warning(text, self.replica, peer)
                 warned = True
             if self._refused.wait(_RETRY_SECONDS):
                 raise ReplicaError(self._problem)
             if time.monotonic() > deadline:
                 raise ReplicaError(
-                    f"{self._replica} has waited too long for replica {rank}: is replica {rank} "
-                    "running on this machine? A larger --flashmoa-asyncep-wait gives it more time"
+                    f"{self.replica} has waited too long for replica {peer}: is replica {peer} "
+                    "running on this machine? End it if it hangs. A larger "
+                    "--flashmoa-asyncep-wait gives it more time."
                 )
 
     def close(self) -> None:
@@ -216,14 +243,14 @@ class ShareExchange:
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL means that the socket was closed.
                     text = "%s can no longer give its share to other replicas: %s"
-                    logger.error(text, self._replica, error)
+                    logger.error(text, self.replica, error)
                 return
             with peer:
                 try:
                     self._answer(peer)
                 except (OSError, ReplicaError) as error:
                     text = "%s could not give its share to another replica: %s"
-                    logger.warning(text, self._replica, error)
+                    logger.warning(text, self.replica, error)
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(_ANSWER_SECONDS)
@@ -241,7 +268,7 @@ class ShareExchange:
         # The peer is answered first, because the problem ends this process if it is still starting.
         socket.send_fds(peer, [answer.encode()], descriptors)
         if problem:
-            logger.error("%s has refused another replica: %s", self._replica, problem)
+            logger.error("%s has refused another replica: %s", self.replica, problem)
             self._problem = problem
             self._refused.set()
 
@@ -250,7 +277,7 @@ class ShareExchange:
         own = self._introduction()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_SECONDS)
-            connection.connect(replace(self._replica, rank=peer).address)
+            connection.connect(replace(self.replica, rank=peer).address)
             _check_user(connection)
             connection.send(replace(own, share=rank).encode())
             message, descriptors, _, _ = socket.recv_fds(
@@ -262,20 +289,6 @@ class ShareExchange:
         if problem := own.problem(answer):
             raise ReplicaError(problem)
         return Share(answer.place, descriptors) if answer.share == rank else None
-
-    def _find_at(self, peer: int, deadline: float) -> Share | None:
-        while True:
-            try:
-                return self._ask(peer, self._replica.rank)
-            except ConnectionRefusedError:  # That replica does not listen yet, or has ended.
-                return None
-            except (ConnectionError, TimeoutError, BlockingIOError) as error:
-                if time.monotonic() > deadline:
-                    raise ReplicaError(
-                        f"{self._replica} does not learn whether replica {peer} has its share, "
-                        f"because that does not answer: end replica {peer} if it hangs"
-                    ) from error
-            time.sleep(_RETRY_SECONDS)
 
     def _introduction(self) -> Introduction:
         if self._own is None:
@@ -295,3 +308,237 @@ def _check_user(peer: socket.socket) -> None:
             f"the other replica belongs to user {user}, this one to {os.getuid()}: run all "
             "replicas as one user"
         )
+
+
+class HostSegment:
+    """A segment of host memory that is written once; its size is sealed (fcntl(2)).
+
+    Without a GPU, its content is sealed, too. CUDA pins only what a process could also write.
+
+    Args: size: in bytes; that much has to be appended.
+    """
+
+    def __init__(self, size: int, gpu: CudaDevice | None = None) -> None:
+        self.descriptor = os.memfd_create("flashmoa-experts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._size, self._gpu = size, gpu
+
+    def append(self, piece: torch.Tensor) -> None:
+        """Write a piece (uint8, on the CPU) behind what has been written."""
+        with open(self.descriptor, "ab", closefd=False) as file:
+            file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
+
+    def finish(self) -> torch.Tensor:
+        """Seal and map the segment."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _seals(self._gpu))
+        return map_segment(self.descriptor, self._size, self._gpu)
+
+
+class GpuSegment:
+    """A segment of a GPU's memory, with the methods of ``HostSegment``."""
+
+    def __init__(self, size: int, gpu: CudaDevice) -> None:
+        self._gpu = gpu
+        self.descriptor, self._memory = gpu.allocate_share(size)
+        self._end = 0
+
+    def append(self, piece: torch.Tensor) -> None:
+        """Write a piece, and wait until that is done.
+
+        The caller may free the piece then, and other processes do not see this one's streams.
+        """
+        start, self._end = self._end, self._end + piece.nbytes
+        self._gpu.copy(self._gpu.current_stream(), self._memory[start : self._end], piece)
+        self._gpu.synchronize()
+
+    def finish(self) -> torch.Tensor:
+        return self._memory
+
+
+def map_segment(descriptor: int, size: int, gpu: CudaDevice | None = None) -> torch.Tensor:
+    """Map a segment of host memory with ``size`` bytes (uint8), and pin it if there is a GPU.
+
+    The map stays valid when the descriptor is closed.
+
+    Raises: ValueError if the segment has another size, or a process could still change it.
+    """
+    if (actual_size := os.fstat(descriptor).st_size) != size:
+        raise ValueError(
+            f"the segment has {actual_size} bytes instead of {size}; start all replicas with "
+            "the same model and version of flashmoa-sglang"
+        )
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals(gpu) != _seals(gpu):
+        raise ValueError(
+            "the segment is not sealed, so that it could still change; start all replicas "
+            "with the same version of flashmoa-sglang"
+        )
+    # Copy on write, although nothing is written: torch requires writable memory. With it, CUDA
+    # would pin a copy of each page.
+    access = mmap.ACCESS_COPY if gpu is None else mmap.ACCESS_WRITE
+    memory = torch.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=torch.uint8)
+    if gpu is not None:
+        gpu.pin(memory)
+    return memory
+
+
+def _seals(gpu: CudaDevice | None) -> int:
+    return _SIZE_SEALS | (fcntl.F_SEAL_WRITE if gpu is None else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The part of a replica's share that is in one segment.
+
+    Attributes:
+        on_device: whether that is on the replica's device, and not in host memory.
+        parts: the bytes of each layer's packed experts.
+    """
+
+    on_device: bool
+    parts: Sequence[slice]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [part.stop - part.start for part in self.parts]
+
+
+def divide(layers: Sequence[int], replica: Replica, on_device: float) -> list[Section]:
+    """Return the sections of a replica's share, without empty ones.
+
+    Args:
+        layers: bytes of each layer's packed experts.
+        on_device: which part of a share is on the device, from 0 to 1.
+    """
+    ranks, rank = replica.size, replica.rank
+    shares = [(_align(size * rank // ranks), _align(size * (rank + 1) // ranks)) for size in layers]
+    middles = [start + _align(int((end - start) * on_device)) for start, end in shares]
+    starts, ends = zip(*shares, strict=True)
+    sections = [
+        Section(True, list(map(slice, starts, middles))),
+        Section(False, list(map(slice, middles, ends))),
+    ]
+    return [section for section in sections if sum(section.sizes)]
+
+
+def _align(size: int) -> int:
+    return size // ALIGNMENT * ALIGNMENT
+
+
+class Sharing:
+    """Stores one replica's share of the experts of these layers, and maps the others' shares.
+
+    Args: on_device: which part of each share is on its replica's device, the rest in host memory.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PackedExperts],
+        gpu: CudaDevice | None,
+        replica: Replica,
+        on_device: float,
+    ) -> None:
+        self._layers = layers
+        self._gpu = gpu
+        self._rank = replica.rank
+        sizes = [layer.packing.bytes for layer in layers]
+        self._sections = [
+            divide(sizes, replace(replica, rank=rank), on_device) for rank in range(replica.size)
+        ]
+
+    def store(self) -> tuple[Share, list[torch.Tensor]]:
+        """Write this replica's share, and free the layers. Return the share and its memories.
+
+        Raises: ReplicaError if the device has no memory for it.
+        """
+        sections = self._sections[self._rank]
+        try:
+            segments = [self._new_segment(section) for section in sections]
+        except ValueError as error:
+            raise ReplicaError(
+                f"the device cannot store this replica's share: {error}; start more replicas, or "
+                "leave more in host memory with --flashmoa-asyncep hybrid"
+            ) from error
+        for number, layer in enumerate(self._layers):
+            (packed,) = layer.runs
+            for segment, section in zip(segments, sections, strict=True):
+                segment.append(packed.memory[section.parts[number]])
+            layer.free()
+        memories = [segment.finish() for segment in segments]
+        place = CPU if self._gpu is None else self._gpu.place
+        return Share(place, [segment.descriptor for segment in segments]), memories
+
+    def _new_segment(self, section: Section) -> HostSegment | GpuSegment:
+        size = sum(section.sizes)
+        if section.on_device and self._gpu is not None:
+            return GpuSegment(size, self._gpu)
+        return HostSegment(size, self._gpu)
+
+    def map(self, rank: int, share: Share) -> list[torch.Tensor]:
+        """Map the share of a replica.
+
+        Raises: ReplicaError if it cannot be used.
+        """
+        try:
+            return [
+                self._gpu.map_share(descriptor, sum(section.sizes), share.place)
+                if section.on_device and self._gpu is not None
+                else map_segment(descriptor, sum(section.sizes), self._gpu)
+                for section, descriptor in zip(self._sections[rank], share.descriptors, strict=True)
+            ]
+        except ValueError as error:
+            raise ReplicaError(f"the share of replica {rank} cannot be used: {error}") from error
+
+    def read_from(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy the layers from the memories of these shares, in the order of ranks, from now on."""
+        for layer in self._layers:
+            layer.free()
+        for rank, memories in enumerate(shares):
+            device = Where.SHARE if rank == self._rank else Where.AT_PEERS
+            for section, memory in zip(self._sections[rank], memories, strict=True):
+                where = device if section.on_device else Where.ON_HOST
+                pieces = memory.split(section.sizes)
+                for layer, part, piece in zip(self._layers, section.parts, pieces, strict=True):
+                    if piece.nbytes:
+                        layer.runs.append(Run(part.start, piece, where))
+
+
+def share_experts(
+    layers: Sequence[Experts],
+    gpu: CudaDevice | None,
+    *,
+    exchange: ShareExchange,
+    on_device: float,
+    wait: float,
+) -> list[PackedExperts]:
+    """Store and offer a replica's share of the experts of these layers, and get the others' shares.
+
+    Args: wait: seconds to wait for the other replicas.
+    Raises: ReplicaError if a share cannot be stored, obtained or mapped.
+    """
+    packed = pack(layers, gpu, pinned=False)
+    replica, place = exchange.replica, CPU if gpu is None else gpu.place
+    sharing = Sharing(packed, gpu, replica, on_device)
+    exchange.introduce(_digest(packed, on_gpu=gpu is not None), place, on_device)
+    # If this replica was running before, the others still use its share.
+    if share := exchange.find(time.monotonic() + wait):
+        own = sharing.map(replica.rank, share)
+    else:
+        share, own = sharing.store()
+    exchange.offer(share)
+    deadline = time.monotonic() + wait
+    sharing.read_from(
+        [
+            own if rank == replica.rank else sharing.map(rank, exchange.obtain(rank, deadline))
+            for rank in range(replica.size)
+        ]
+    )
+    return packed
+
+
+def _digest(layers: Sequence[PackedExperts], *, on_gpu: bool) -> str:
+    """Return a digest of all experts and their layout, and of the kind of device."""
+    digest = hashlib.blake2b(b"GPU" if on_gpu else b"CPU", digest_size=16)
+    for layer in layers:
+        (packed,) = layer.runs
+        digest.update(repr(layer.packing).encode())
+        digest.update(memoryview(packed.memory.numpy()))  # pyright: ignore[reportArgumentType]
+    return digest.hexdigest()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anyio
@@ -34,18 +37,25 @@ LAYER_BYTES = EXPERTS.experts * 3 * EXPERTS.hidden * (EXPERTS.intermediate // 2)
 LONG = 150
 # The tests wait until an engine has measured its costs, which takes longer with larger forwards.
 BRIEF = ["--chunked-prefill-size", "256"]
+# The number of tokens in each prompt of a burst, and a number that four of them do not have.
+BURST = 220
+ENOUGH = 4 * BURST + 1
+# The text and the log-probabilities of an answer.
+Answer = tuple[str, list[float]]
 
 
 @dataclass
 class Reference:
     """Prompts, and the answers of an engine with the whole model on its device.
 
-    ``long``: a long answer to the first prompt.
+    ``long``: a long answer to the first prompt. ``burst``: five more prompts, as token ids, and
+    their answers.
     """
 
     prompts: list[str]
-    answers: list[Any]
+    answers: list[Answer]
     long: str
+    burst: list[tuple[list[int], Answer]]
 
 
 @pytest.fixture(scope="module")
@@ -61,26 +71,29 @@ async def reference(
         assert kv.experts is None
         short_answers = await answers(engine, prompts)
         await client.flush_cache()
-        return Reference(prompts, short_answers, (await generate(client, prompts[0], LONG))[0])
+        long = (await generate(client, prompts[0], LONG))[0]
+        burst = [Random(seed).choices(range(4096), k=BURST) for seed in range(5)]
+        asked = [(ids, await answer(client, input_ids=ids)) for ids in burst]
+        return Reference(prompts, short_answers, long, asked)
 
 
-async def answers(engine: LocalEngine, prompts: list[str]) -> list[Any]:
-    """Return text and log-probabilities of each prompt's answer."""
-    results: list[Any] = []
+async def answers(engine: LocalEngine, prompts: list[str]) -> list[Answer]:
     async with EngineClient(engine.url, timeout=60) as client:
         # The last bits depend on batches and on where the KV is in its pool.
         await wait_until_measured(engine)
         await client.flush_cache()
-        for prompt in prompts:
-            body = {"text": prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
-            body |= {"return_logprob": True, "logprob_start_len": 0}
-            reply = await client._http.post("/generate", json=body)
-            reply.raise_for_status()
-            answer = reply.json()
-            meta = answer["meta_info"]
-            logprobs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
-            results.append((answer["text"], [logprob[0] for logprob in logprobs]))
-    return results
+        return [await answer(client, text=prompt) for prompt in prompts]
+
+
+async def answer(client: EngineClient, **prompt: Any) -> Answer:
+    body = {**prompt, "sampling_params": GREEDY | {"max_new_tokens": 12}}
+    body |= {"return_logprob": True, "logprob_start_len": 0}
+    reply = await client._http.post("/generate", json=body)
+    reply.raise_for_status()
+    result = reply.json()
+    meta = result["meta_info"]
+    logprobs = meta["input_token_logprobs"][1:] + meta["output_token_logprobs"]
+    return result["text"], [logprob[0] for logprob in logprobs]
 
 
 @pytest.mark.parametrize("slots", [nightly(1), slow(2)])
@@ -115,6 +128,63 @@ async def check_that_new_weights_are_refused(client: EngineClient, model: Path) 
         reply = await client._http.post(f"/update_weights_from_{source}", json=body)
         assert reply.status_code == 400, reply.text
         assert "Restart the engine" in reply.json()["message"]
+
+
+@pytest.fixture(scope="module")
+async def patient(engines: LocalEngines, experts_model: Path) -> AsyncGenerator[LocalEngine]:
+    """An engine that waits for more than four prompts, even if a slow machine sends the fifth."""
+    flags = ["--flashmoa-saturation", str(ENOUGH), "--flashmoa-saturation-wait", "3"]
+    async with start_special_engine(
+        engines, experts_model, "--flashmoa-asyncep", "h2d", *flags
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.nightly
+async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
+    patient: LocalEngine, reference: Reference
+) -> None:
+    async def check(ids: list[int], expected: Answer) -> None:
+        text, logprobs = await answer(client, input_ids=ids)
+        assert text == expected[0]
+        # Sums may be computed in another order, such as in a larger batch.
+        assert logprobs == pytest.approx(expected[1], abs=1e-4)
+
+    async with EngineClient(patient.url, timeout=60) as client:
+        assert (await client.info()).prefills_wait_for == ENOUGH
+        await wait_until_measured(patient)
+        async with anyio.create_task_group() as group:
+            for ids, expected in reference.burst:
+                group.start_soon(check, ids, expected)
+        assert (5, 5 * BURST) in forwards(patient)
+        await client.flush_cache()
+        await check(*reference.burst[0])
+
+
+@pytest.mark.nightly
+async def test_tokens_that_several_requests_share_count_once(patient: LocalEngine) -> None:
+    shared = Random(99).choices(range(4096), k=BURST)
+    siblings = [[*shared, *Random(number).choices(range(4096), k=9)] for number in range(6)]
+    before = len(forwards(patient))
+    async with (
+        EngineClient(patient.url, timeout=60) as client,
+        anyio.create_task_group() as group,
+    ):
+        for prompt in siblings:
+            group.start_soon(partial(client.prefill_only, input_ids=prompt))
+    # None ran before the sixth had come, although four prompts have enough tokens if shared ones
+    # count every time. If requests can share only between forwards, one runs before the others.
+    assert 4 * (BURST + 9) > ENOUGH
+    together, one_ahead = [(6, BURST + 6 * 9)], [(1, BURST + 9), (5, 5 * 9)]
+    assert forwards(patient)[before:] in (together, one_ahead)
+
+
+def forwards(engine: LocalEngine) -> list[tuple[int, int]]:
+    """Return the numbers of requests and of new tokens of each prefill so far, from the log."""
+    lines = re.findall(
+        r"Prefill batch.*#new-seq: (\d+), #new-token: (\d+),", engine.log.read_text()
+    )
+    return [(int(requests), int(tokens)) for requests, tokens in lines]
 
 
 @pytest.fixture

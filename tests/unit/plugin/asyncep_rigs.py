@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.asyncep.experts import store_on_host
-from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Store
-from flashmoa_sglang.asyncep.replicas import Replica, ShareExchange
-from flashmoa_sglang.asyncep.sharing import share_experts
-from flashmoa_sglang.asyncep.slots import StreamCopier
+from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Marks, Store, StreamCopier
+from flashmoa_sglang.asyncep.replicas import Replica, ShareExchange, share_experts
 
 from tests.unit.plugin.fake_gpu import FakeGpu
 
@@ -102,7 +100,6 @@ class Group:
         self.exchanges[rank] = ShareExchange(replica)
         store = partial(
             share_experts,
-            replica=replica,
             exchange=self.exchanges[rank],
             on_device=self._on_device,
             wait=20.0,
@@ -127,9 +124,9 @@ def _never_notes_use_after_the_start(patch: pytest.MonkeyPatch) -> None:
         if id(self) not in started:
             note_use(self, slot)
 
-    def note_start(self: StreamCopier, *args: Any) -> None:
+    def note_start(self: StreamCopier, *args: Any, timed: bool) -> list[Marks]:
         started.add(id(self))
-        fetch(self, *args)
+        return fetch(self, *args, timed=timed)
 
     patch.setattr(StreamCopier, "note_use", note_at_start)
     patch.setattr(StreamCopier, "fetch", note_start)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from flashmoa_sglang.asyncep import experts
 from flashmoa_sglang.asyncep.experts import Experts, Packing, store_on_host
-from flashmoa_sglang.asyncep.offloader import ExpertOffloader
-from flashmoa_sglang.asyncep.slots import SlotRotation
+from flashmoa_sglang.asyncep.offloader import ExpertOffloader, SlotRotation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,10 +168,10 @@ def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
 ) -> None:
     offloader = ExpertOffloader(OneScale, "compute", 2, store_on_host)
     layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
-    for layer, experts in zip(layers, offloader._experts, strict=True):
+    for layer, taken in zip(layers, offloader._experts, strict=True):
         layer.load()
         # No machine lacks this device, although nothing can be computed there.
-        experts.device = torch.device("meta")
+        taken.device = torch.device("meta")
     bound: dict[str, str] = {}
 
     def bind(_experts: Experts, tensors: dict[str, torch.Tensor]) -> None:
@@ -219,7 +221,7 @@ def test_a_quantisation_whose_weights_cannot_be_packed_is_refused(
     for layer in offloader.wrap_modules(Heavy(number) for number in range(3)):
         process(layer)
     if refused:
-        with pytest.raises(SystemExit, match="this model's quantisation"):
+        with pytest.raises(SystemExit, match="does not go with this model: its quantisation"):
             offloader.post_init()
     else:
         offloader.post_init()
@@ -230,7 +232,7 @@ def test_a_quantisation_whose_weights_cannot_be_packed_is_refused(
 def offloader() -> Iterator[ExpertOffloader]:
     offloader = ExpertOffloader(Layer, "compute", 2, store_on_host)
     yield offloader
-    offloader._guard.stop()
+    offloader.stop_watching()
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -277,3 +279,53 @@ def test_layers_made_after_loading_are_not_checked(
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     offloader.post_init()
     torch.nn.Sequential().add_module("experts", Layer(2))
+
+
+def write_group(root: Path, path: str, limit: str, used: int, cached: int) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    tenth = cached // 10
+    (folder / "memory.stat").write_text(
+        f"anon 5\ninactive_file {6 * tenth}\nactive_file {3 * tenth}\nslab_reclaimable {tenth}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "limit_of_parent", "available"),
+    [("/", "max", 600), ("/", "500", 300), ("/a/b", "max", 70), ("/a/b", "100", 50)],
+)
+def test_a_containers_limit_counts_without_what_the_kernel_has_cached(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    limit_of_parent: str,
+    available: int,
+) -> None:
+    class Machine:
+        available = 600
+
+    monkeypatch.setattr(psutil, "virtual_memory", Machine)
+    assert experts.available_bytes(tmp_path) == 600
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"0::{own}\n")
+    if own == "/":
+        write_group(tmp_path, "", limit_of_parent, 300, 100)
+    else:
+        write_group(tmp_path, "a", limit_of_parent, 60, 10)
+        write_group(tmp_path, "a/b", "90", 30, 10)
+    assert experts.available_bytes(tmp_path) == available
+
+
+def test_experts_for_which_there_is_no_room_are_refused_before_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = torch.nn.Linear(64, 64)
+    # They are there twice while they are packed.
+    needed = 2 * 4 * (64 * 64 + 64)
+    monkeypatch.setattr(experts, "available_bytes", lambda: needed)
+    Experts(layer).move_to_host()
+    monkeypatch.setattr(experts, "available_bytes", lambda: needed - 1)
+    with pytest.raises(SystemExit, match="the next layer's experts need"):
+        Experts(layer).move_to_host()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoa_sglang.asyncep.slots import StreamCopier
+from flashmoa_sglang.asyncep.offloader import StreamCopier
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +116,6 @@ def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before() -> None
     gpu.main.enqueue(lambda: done.append("weights repacked"))
     gpu.copy = lambda stream, *_: stream.enqueue(lambda: done.append("copied"))
     source: Any = SimpleNamespace(copies=lambda *_: [(None, None)])
-    StreamCopier(gpu, 2, ["pcie"]).fetch(1, torch.empty(0), source)
+    StreamCopier(gpu, 2, ["pcie"]).fetch(1, torch.empty(0), source, timed=False)
     gpu.run(COPIES_EARLY)
     assert done == ["weights repacked", "copied"]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from flashmoa_sglang.asyncep.layer_guard import _COMPUTE_THEMSELVES
+from flashmoa_sglang.asyncep.offloader import COMPUTE_THEMSELVES
 from flashmoa_sglang.releases import installed
 
 ROOT = Path(__file__).parents[3]
@@ -128,7 +128,7 @@ def classify_models() -> tuple[set[str], set[str]]:
             stays.add(module)
     stays |= {name.partition(".")[0].removesuffix("_common") for name in creators - offloaded}
     modules = {name.partition(".")[0] for name in definitions}
-    themselves = {module.removeprefix(MODELS) for module in _COMPUTE_THEMSELVES} & modules
+    themselves = {module.removeprefix(MODELS) for module in COMPUTE_THEMSELVES} & modules
     return works - themselves, (stays - works) | themselves
 
 

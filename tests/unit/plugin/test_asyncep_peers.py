@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from flashmoa_sglang.asyncep.replicas import ReplicaError
-from flashmoa_sglang.asyncep.segments import GpuSegment
-from flashmoa_sglang.asyncep.slots import StreamCopier
+from flashmoa_sglang.asyncep.offloader import StreamCopier
+from flashmoa_sglang.asyncep.replicas import GpuSegment, ReplicaError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,7 +9,6 @@ experts of the next layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -147,9 +146,9 @@ def is_given(value: object) -> bool:
 
 
 def memory() -> dict[str, int] | None:
-    """Return the fields of this process's ``ExpertMemory``; ``None`` if SGLang stores experts."""
+    """Return where this process's experts are stored; ``None`` if SGLang stores them."""
     offloader = _own_offloader()
-    return asdict(offloader.memory()) if offloader is not None else None
+    return offloader.memory() if offloader is not None else None
 
 
 def time_next(tokens: int) -> None:

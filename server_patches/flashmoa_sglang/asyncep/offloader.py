@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -21,7 +19,6 @@ from flashmoa_sglang.asyncep.experts import Experts, PackedExperts, Where
 from flashmoa_sglang.saturation import LayerTimes
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Marks = tuple[Any, Any]
 # Stores the loaded experts of layers off the device, which is this GPU, if there is one.
 Store = Callable[[Sequence[Experts], CudaDevice | None], list[PackedExperts]]
@@ -217,29 +214,6 @@ class ForwardClock:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMemory:
-    """Where the experts of a model are stored; sizes in bytes.
-
-    Attributes:
-        layers, slots: number of layers with experts, and of slots on the device.
-        resident: size of the first layer's experts, which stay on the device.
-        in_slots: size of the slots.
-        on_host: size of the other layers' experts in host memory, which replicas have in common.
-        share, at_peers: size of the parts on this replica's and on the other replicas' devices.
-        misses: how often a layer began whose experts were neither in a slot nor being copied.
-    """
-
-    layers: int
-    slots: int
-    resident: int
-    in_slots: int
-    on_host: int
-    share: int
-    at_peers: int
-    misses: int
-
-
 def _refusal(reason: str) -> SystemExit:
     return SystemExit(
         f"--flashmoa-asyncep does not go with this model: {reason}. Start without "
@@ -362,9 +336,9 @@ class ExpertOffloader:
             self._copier = StreamCopier(gpu, count, channels)
         for slot, layer in enumerate(self._rotation.slots):
             self._fetch(slot, layer)
-        self._wrap(first.layer, lambda: None, lambda _: None)
+        self._wrap(first.layer, None)
         for number, experts in enumerate(others):
-            self._wrap(experts.layer, partial(self._bind, number), partial(self._refill, number))
+            self._wrap(experts.layer, number)
         text = "The experts of %d layers are kept off the device, in bytes: %s"
         logger.info(text, len(others), self.memory())
 
@@ -380,18 +354,22 @@ class ExpertOffloader:
         except ValueError as error:
             raise _refusal(f"its quantisation cannot be copied, because {error}") from error
 
-    def memory(self) -> ExpertMemory:
-        stored = {
-            where.value: sum(source.stored(where) for source in self._sources) for where in Where
+    def memory(self) -> dict[str, int]:
+        """Return where the model's experts are stored, in bytes, as ``GET /flashmoa/info`` has it.
+
+        ``resident`` are the first layer's experts, which stay on the device. Of the other layers',
+        ``on_host`` are in host memory, which replicas have in common, ``share`` on this replica's
+        and ``at_peers`` on the other replicas' devices. ``misses`` counts how often a layer began
+        whose experts were neither in a slot nor being copied.
+        """
+        return {
+            "layers": len(self._experts),
+            "slots": len(self._slots),
+            "resident": self._resident,
+            "in_slots": sum(slot.nbytes for slot in self._slots),
+            "misses": self._rotation.misses if self._rotation is not None else 0,
+            **{where.value: sum(one.stored(where) for one in self._sources) for where in Where},
         }
-        return ExpertMemory(
-            layers=len(self._experts),
-            slots=len(self._slots),
-            resident=self._resident,
-            in_slots=sum(slot.nbytes for slot in self._slots),
-            misses=self._rotation.misses if self._rotation is not None else 0,
-            **stored,
-        )
 
     def time_next(self, tokens: int) -> None:
         """Time the layers of the next forward, which has ``tokens`` tokens."""
@@ -414,8 +392,8 @@ class ExpertOffloader:
         from_host = any(source.stored(Where.ON_HOST) for source in self._sources)
         return from_host and count in _WITHOUT_COPY
 
-    def _wrap(self, layer: Any, before: Callable[[], T], after: Callable[[T], None]) -> None:
-        """Call ``before`` and ``after`` around the layer's computation, and mark when it runs."""
+    def _wrap(self, layer: Any, number: int | None) -> None:
+        """Bind a layer to a slot while it computes, if it has a number, and mark when it runs."""
         compute: Callable[..., Any] = getattr(layer, self._computing)
         is_last = layer is self._experts[-1].layer
         copier = self._copier
@@ -424,14 +402,15 @@ class ExpertOffloader:
             clock = self._clock
             if clock is not None:
                 clock.starts.append(copier.mark())
-            slot = before()
+            slot = None if number is None else self._bind(number)
             try:
                 result = compute(*args, **kwargs)
                 if clock is not None:
                     clock.ends.append(copier.mark())
             finally:
                 # A layer that raises may have enqueued kernels that read the slot.
-                after(slot)
+                if number is not None and slot is not None:
+                    self._refill(number, slot)
             if clock is not None and is_last:
                 self._ended_clock, self._clock = clock, None
             return result

@@ -34,7 +34,7 @@ def test_layers_read_their_own_experts_in_whatever_order_streams_run(
         rig.forward(timed=timed)
     rig.gpu.run(choices)
     assert len(rig.read) == 2 * layers * forwards and rig.all_read_their_own()
-    assert rig.offloader.memory().misses == 0
+    assert rig.offloader.memory()["misses"] == 0
 
 
 @given(

@@ -35,9 +35,9 @@ def test_layers_read_experts_of_peers_and_of_the_host_in_whatever_order_streams_
         rig.gpu.run(choices)
         assert len(rig.read) == 16 and rig.all_read_their_own()
         memory = rig.offloader.memory()
-        stored = memory.on_host + memory.share + memory.at_peers
-        assert stored == 3 * LAYER_BYTES and (memory.on_host > 0) == (on_device < 1)
-        assert sum(pinned.nbytes for pinned in rig.gpu.pinned) == memory.on_host
+        stored = memory["on_host"] + memory["share"] + memory["at_peers"]
+        assert stored == 3 * LAYER_BYTES and (memory["on_host"] > 0) == (on_device < 1)
+        assert sum(pinned.nbytes for pinned in rig.gpu.pinned) == memory["on_host"]
         # Experts of peers are copied while those of the host are.
         assert len(rig.gpu.streams) == (2 if on_device == 1 else 3)
     group.stop()

@@ -105,10 +105,10 @@ def test_every_replica_computes_with_all_experts(group: str, size: int, on_devic
                 for actual, right in zip(layers[number].compute(), expected[number], strict=True):
                     assert torch.equal(actual, right)
             memory = offloader.memory()
-            assert memory.slots == 2 and (memory.on_host > 0) == (on_device < 1)
-        shares = [offloader.memory().share for offloader, _ in started]
+            assert memory["slots"] == 2 and (memory["on_host"] > 0) == (on_device < 1)
+        shares = [offloader.memory()["share"] for offloader, _ in started]
         for share, (offloader, _) in zip(shares, started, strict=True):
-            assert offloader.memory().at_peers == sum(shares) - share
+            assert offloader.memory()["at_peers"] == sum(shares) - share
 
 
 def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:

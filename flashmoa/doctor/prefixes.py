@@ -13,7 +13,6 @@ from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.prefix_breaks import (
     HOW_TO_RECORD,
     NO_BREAK,
-    BreakGroup,
     PrefixBreak,
     RenderedPrompt,
     find_breaks,
@@ -43,7 +42,7 @@ async def check_prefixes(
     if not prompted:
         return [fix("trace", f"{file} has no prompts", HOW_TO_RECORD)]
     problems: list[Finding] = []
-    groups: list[BreakGroup] | None = None
+    groups: list[PrefixBreak] | None = None
     if engine is not None:
         try:
             groups = await _find_rendered(prompted, engine_url(engine), api_key)
@@ -53,7 +52,7 @@ async def check_prefixes(
             problems.append(fix("engine", str(error), f"flashmoa doctor --engine {engine}"))
     if groups is None:
         groups = group_breaks(find_breaks(prompted))
-    findings = [note("prefix", group.describe(), group.worst.remedy) for group in groups]
+    findings = [note("prefix", one.describe(), one.remedy) for one in groups]
     if not findings:
         findings.append(ok("prefix", f"{NO_BREAK}, of {len(prompted)} prompts"))
     return problems + findings
@@ -61,7 +60,7 @@ async def check_prefixes(
 
 async def _find_rendered(
     prompted: Sequence[Call], url: str, api_key: str | None
-) -> list[BreakGroup]:
+) -> list[PrefixBreak]:
     """Return the breaks in prompts as an engine renders them. Raises: EngineError."""
     sent = {call.started.call_id: call.prompt for call in prompted if call.prompt is not None}
     sent_there = {call_id: prompt for call_id, prompt in sent.items() if prompt.engine == url}
@@ -69,9 +68,7 @@ async def _find_rendered(
         rendered = await _render(client, sent_there or sent)
         costs = (await client.info()).costs
         groups = group_breaks(find_breaks(prompted, rendered))
-        return [
-            replace(group, worst=await _measure(client, group.worst, costs)) for group in groups
-        ]
+        return [await _measure(client, one, costs) for one in groups]
 
 
 async def _render(

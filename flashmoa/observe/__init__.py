@@ -15,7 +15,6 @@ from flashmoa.observe.events import (
     Listener,
     PromptSent,
     UpstreamFailed,
-    both,
     contained,
     ignore,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "Listener",
     "PromptSent",
     "UpstreamFailed",
-    "both",
     "contained",
     "ignore",
 ]

@@ -172,15 +172,5 @@ def contained(listener: Listener) -> Listener:
     return listen
 
 
-def both(first: Listener, second: Listener) -> Listener:
-    """Return a listener that passes each event on to two listeners."""
-
-    def listen(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return listen
-
-
 def ignore(_event: Event) -> None:
     """Do nothing: the listener of those who want no events."""

@@ -69,6 +69,7 @@ class PrefixBreak:
         repeated: the share of the text behind the difference that is in the earlier prompt, too.
         token: the number of tokens in common, if known.
         prefill_seconds: the estimated time that computing the tokens again took, if known.
+        times, again_in_all: see :func:`group_breaks`.
     """
 
     call: Call
@@ -83,6 +84,8 @@ class PrefixBreak:
     repeated: float
     token: int | None = None
     prefill_seconds: float | None = None
+    times: int = 1
+    again_in_all: int = 0
 
     @property
     def computed_tokens(self) -> int | None:
@@ -113,16 +116,18 @@ class PrefixBreak:
             at += " of its tools and messages"
         start = max(0, self.at - _SHOWN_CHARACTERS)
         common = ("…" if start else "") + self.new[start : self.at]
-        return "\n".join(
-            (
-                f"{self.call.agent}, call {self.number}: {self.place} differs",
-                f"  from {other} at {at}",
-                f"  common  {common!r}",
-                f"  before  {_beginning(self.old[self.at :])}",
-                f"  now     {_beginning(self.new[self.at :])}",
-                f"  cost    {self._cost()}",
-            )
-        )
+        lines = [
+            f"{self.call.agent}, call {self.number}: {self.place} differs",
+            f"  from {other} at {at}",
+            f"  common  {common!r}",
+            f"  before  {_beginning(self.old[self.at :])}",
+            f"  now     {_beginning(self.new[self.at :])}",
+            f"  cost    {self._cost()}",
+        ]
+        if self.times > 1:
+            total = f"about {self.again_in_all:,} tokens computed again"
+            lines.append(f"  {self.times} times in all, {total}")
+        return "\n".join(lines)
 
     def _cost(self) -> str:
         usage, computed, again = self.call.usage, self.computed_tokens, self.again_tokens
@@ -148,38 +153,26 @@ def _beginning(text: str) -> str:
     return repr(text[:_SHOWN_CHARACTERS] + more) if text else "(its end)"
 
 
-@dataclass(frozen=True, slots=True)
-class BreakGroup:
-    """The breaks of one agent with the same remedy; ``worst`` is the costliest."""
+def group_breaks(breaks: Iterable[PrefixBreak]) -> list[PrefixBreak]:
+    """Return the costliest break of each agent and remedy, the agents that lost most first.
 
-    worst: PrefixBreak
-    count: int
-    again_tokens: int
-
-    def describe(self) -> str:
-        """Return the description of the costliest one, and how many there are."""
-        if self.count == 1:
-            return self.worst.describe()
-        total = f"  {self.count} times in all, about {self.again_tokens:,} tokens computed again"
-        return f"{self.worst.describe()}\n{total}"
-
-
-def group_breaks(breaks: Iterable[PrefixBreak]) -> list[BreakGroup]:
-    """Return the breaks that cost something, grouped by agent and remedy, the costliest first."""
+    Those that cost less than a few tokens are left out; ``times`` and ``again_in_all`` are of all
+    that are left.
+    """
     groups: defaultdict[object, list[PrefixBreak]] = defaultdict(list)
     for one in breaks:
         if one.again_tokens is None or one.again_tokens >= _FEWEST_TOKENS:
             same_agent = one.call.agent == one.earlier.agent
             groups[one.call.agent, one.call.started.engine, same_agent, one.remedy].append(one)
-    made = [
-        BreakGroup(
+    worst = [
+        replace(
             max(members, key=lambda one: one.again_tokens or 0),
-            len(members),
-            sum(one.again_tokens or 0 for one in members),
+            times=len(members),
+            again_in_all=sum(one.again_tokens or 0 for one in members),
         )
         for members in groups.values()
     ]
-    return sorted(made, key=lambda group: -group.again_tokens)
+    return sorted(worst, key=lambda one: -one.again_in_all)
 
 
 def find_breaks(

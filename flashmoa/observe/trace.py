@@ -19,7 +19,7 @@ from weakref import WeakSet
 from pydantic import BaseModel, TypeAdapter
 
 from flashmoa.errors import FlashMoAError
-from flashmoa.observe.events import CallEvent, Event, Listener, PromptSent, both, contained
+from flashmoa.observe.events import CallEvent, Event, Listener, PromptSent, contained
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +104,11 @@ class _TracedListener:
             is_written = any(other._place == self._place for other in others)
             trace = Trace(path, prompts=prompts, replace=not is_written)
             _open.add(self)
-        self._pass_on = both(contained(trace), contained(listener))
+        self._listeners = contained(trace), contained(listener)
 
     def __call__(self, event: Event) -> None:
-        self._pass_on(event)
+        for listener in self._listeners:
+            listener(event)
 
 
 # Those whose links or runs have not ended. Some are dropped without that.

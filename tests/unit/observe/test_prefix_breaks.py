@@ -333,7 +333,7 @@ def test_breaks_of_one_agent_for_one_reason_are_grouped() -> None:
     calls = [turn(number, used(1000, 20)) for number in range(1, 5)]
     cheap = call([{"role": "system", "content": "Turn 5."}, TASK], at=5.0, usage=used(1000, 999))
     (group,) = group_breaks(find_breaks([*calls, cheap]))
-    assert (group.count, group.again_tokens) == (3, 2937)
+    assert (group.times, group.again_in_all) == (3, 2937)
     assert group.describe().splitlines()[-1] == (
         "  3 times in all, about 2,937 tokens computed again"
     )

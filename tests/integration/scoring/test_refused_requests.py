@@ -19,6 +19,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (SCORE, {"query": "a", "candidates": [[9_999_999]]}, "items[0]: candidates must be in"),
     (SCORE, {"query": [9_999_999], "items": [[1]], "label_token_ids": [1]}, "items[0]: input_ids"),
     (SCORE, {"query": "a", "candidates": []}, "at least one candidate"),
+    (
+        SCORE,
+        {"query": "a", "items": [], "candidates": [" a"], "prompt_stream_id": "s"},
+        "goes with one prompt, not with 0",
+    ),
     (RERANK, {"query": " ", "documents": ["a"]}, "query that is not empty"),
     (RERANK, {"query": "q", "documents": []}, "at least one document"),
     (RERANK, {"query": "q", "documents": ["a"], "top_n": -1}, "top_n: "),

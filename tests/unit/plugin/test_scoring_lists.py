@@ -54,6 +54,10 @@ class CountingEngine:
 
     async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
         self.batches.append(request)
+        if isinstance(request.rid, str):  # It is no batch.
+            fields = {name: [value] for name, value in vars(request).items()}
+            yield {"meta_info": self._answer(SimpleNamespace(**fields), 0)}
+            return
         self.under_way += len(request.input_ids)
         self.most_under_way = max(self.most_under_way, self.under_way)
         for _ in range(20):
@@ -86,10 +90,19 @@ async def score(
     *,
     shares: bool = True,
     room: PrefillRoom | None = None,
+    prompt_stream: Any = None,
 ) -> list[ScoredPrompt]:
     found: list[ScoredPrompt] = []
     room = room or PrefillRoom(engine.max_queued_requests)
-    scorer = ListScorer(engine, Terms(dp_rank=1), None, room, shares, found.append)  # type: ignore[arg-type]
+    scorer = ListScorer(
+        engine,
+        Terms(dp_rank=1),
+        None,
+        room,
+        shares,
+        found.append,
+        prompt_stream,  # type: ignore[arg-type]
+    )
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
     await scorer.run(prompts)
     return found
@@ -202,6 +215,52 @@ async def test_on_an_engine_that_does_not_share_what_is_shared_is_computed_befor
         [[1, 2, 1], [1, 2, 2]],
         [[1, 2, i, 8, 9] for i in range(3)],
     ]
+
+
+class PromptStream:
+    """A prompt stream in the place of one in the table of streams; ``log`` has what was done."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def use(self, request: Any, *, multimodal: bool) -> None:
+        self.log.append(f"used by {request.input_ids}")
+
+    def annotate(self, _answer: dict[str, Any]) -> None:
+        self.log.append("annotated")
+
+    def give_stream_back(self) -> None:
+        self.log.append("given back")
+
+    def close_stream(self) -> None:
+        if "given back" not in self.log:
+            self.log.append("closed")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_the_first_prefill_uses_the_prompt_stream_in_a_request_of_its_own(
+    shares: bool,
+) -> None:
+    engine, stream = CountingEngine(), PromptStream()
+    (only,) = await score(engine, 1, [[7], [8, 9], [8, 5]], shares=shares, prompt_stream=stream)
+    assert only.logprobs == [-7, -1, -1]
+    assert [batch.input_ids for batch in engine.batches] == [
+        [1, 2, 0],
+        [[1, 2, 0, 8, 9], [1, 2, 0, 8, 5]],
+    ]
+    assert stream.log[:3] == ["used by [1, 2, 0]", "annotated", "closed"]
+
+
+async def test_a_prefill_that_is_refused_leaves_its_prompt_stream_to_the_next() -> None:
+    class FullEngine(CountingEngine):
+        async def run(self, *_: object) -> AsyncGenerator[dict[str, Any]]:
+            raise EngineBusy("The queue is full.")
+            yield {}
+
+    stream = PromptStream()
+    with pytest.raises(EngineBusy):
+        await score(FullEngine(), 1, [[7]], prompt_stream=stream)
+    assert stream.log == ["used by [1, 2, 0]", "given back"]
 
 
 @pytest.mark.parametrize("shares", [True, False])

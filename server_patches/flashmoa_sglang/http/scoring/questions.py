@@ -80,8 +80,12 @@ class ScoreBody(ListBody, extra="allow"):
                 raise MalformedRequest(text)
         if self.item_first and self.messages is not None:
             raise MalformedRequest("item_first goes with query only; leave it out with messages.")
-        if self.prompt_stream_id is not None and isinstance(self.items, list) and self.items[1:]:
-            raise MalformedRequest("prompt_stream_id goes with one prompt; give one item or none.")
+        prompts = len(self.items) if isinstance(self.items, list) else 1
+        if self.prompt_stream_id is not None and prompts != 1:
+            raise MalformedRequest(
+                f"prompt_stream_id goes with one prompt, not with {prompts}; leave items out, or "
+                "give one."
+            )
         if not (self.candidates or self.label_token_ids):
             raise MalformedRequest("Give at least one candidate.")
         others = self.model_extra or {}

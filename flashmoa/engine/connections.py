@@ -12,6 +12,7 @@ from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 from weakref import WeakValueDictionary
 
 import anyio
@@ -95,7 +96,7 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    transport = _EachLoop(verification(url))
+    transport = _EachLoop(url)
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=transport
     )
@@ -112,6 +113,9 @@ def _tls_context() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
+_Connections = httpx.AsyncHTTPTransport
+
+
 class _EachLoop(httpx.AsyncBaseTransport):
     """Keeps connections of its own for each event loop that requests are sent in.
 
@@ -120,17 +124,16 @@ class _EachLoop(httpx.AsyncBaseTransport):
     all its generators when it ends.
 
     Args:
-        verify: see :func:`verification`.
+        url: the engine's.
     """
 
-    def __init__(self, verify: ssl.SSLContext | bool) -> None:
-        self._verify = verify
-        self._by_loop: dict[asyncio.AbstractEventLoop, AsyncGenerator[httpx.AsyncClient]] = {}
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._verify = verification(url)
+        self._by_loop: dict[asyncio.AbstractEventLoop, AsyncGenerator[_Connections]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        http = await self._connections()
-        # httpx chooses between a proxy of the environment and none; the request is complete.
-        return await http._transport_for_url(request.url).handle_async_request(request)
+        return await (await self._connections()).handle_async_request(request)
 
     async def aclose(self) -> None:
         own = self._by_loop.pop(asyncio.get_running_loop(), None)
@@ -139,25 +142,35 @@ class _EachLoop(httpx.AsyncBaseTransport):
         if own is not None:
             await own.aclose()
 
-    async def _connections(self) -> httpx.AsyncClient:
+    async def _connections(self) -> _Connections:
         loop = asyncio.get_running_loop()
         held = self._by_loop.get(loop)
         # A loop that is ending may have closed its generators already.
-        http = None if held is None else await anext(held, None)
-        if http is None:
+        connections = None if held is None else await anext(held, None)
+        if connections is None:
             for other in list(self._by_loop):
                 if other.is_closed():
                     self._by_loop.pop(other, None)
-            held = self._by_loop[loop] = _hold_connections(self._verify)
-            http = await anext(held)
-        return http
+            held = self._by_loop[loop] = self._hold_connections()
+            connections = await anext(held)
+        return connections
+
+    async def _hold_connections(self) -> AsyncGenerator[_Connections]:
+        """Yield the same connections again and again; close them in the end."""
+        proxy = _proxy_of(self._url)
+        transport = _Connections(verify=self._verify, limits=CONNECTIONS, proxy=proxy)
+        async with transport as connections:
+            while True:
+                yield connections
 
 
-async def _hold_connections(verify: ssl.SSLContext | bool) -> AsyncGenerator[httpx.AsyncClient]:
-    """Yield the same HTTP client, with its connections, again and again; close it in the end."""
-    async with httpx.AsyncClient(limits=CONNECTIONS, verify=verify) as http:
-        while True:
-            yield http
+def _proxy_of(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL, if any."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy is None or proxy_bypass(parts.netloc):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 async def send_request(

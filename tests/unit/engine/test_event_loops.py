@@ -153,6 +153,18 @@ def test_a_proxy_of_the_environment_is_used(
     asyncio.run(client.close())
 
 
+@pytest.mark.parametrize("excepted", ["127.0.0.1", "127.0.0.1:{port}", "x.org,127.0.0.1", "*"])
+def test_a_host_that_the_environment_excepts_is_asked_without_a_proxy(
+    engine: Engine, excepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", excepted.format(port=engine.url.rpartition(":")[2]))
+    monkeypatch.delenv("no_proxy", raising=False)
+    client = EngineClient(engine.url)
+    assert asyncio.run(ask(client)) == "hi."
+    asyncio.run(client.close())
+
+
 def test_clients_of_https_engines_read_the_certificates_once() -> None:
     contexts = {
         id(EngineClient(f"https://engine-{number}")._http._transport._verify)  # type: ignore[attr-defined]

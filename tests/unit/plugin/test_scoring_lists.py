@@ -95,13 +95,13 @@ async def score(
     found: list[ScoredPrompt] = []
     room = room or PrefillRoom(engine.max_queued_requests)
     scorer = ListScorer(
-        engine,
+        engine,  # type: ignore[arg-type]
         Terms(dp_rank=1),
         None,
         room,
         shares,
         found.append,
-        prompt_stream,  # type: ignore[arg-type]
+        prompt_stream,
     )
     prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
     await scorer.run(prompts)

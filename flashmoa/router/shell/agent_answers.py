@@ -9,9 +9,8 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import Counter
 
-from flashmoa.engine import Prefilled
 from flashmoa.linking.streamed_text import Text
 from flashmoa.router.errors import AgentFailed, BadRequest
 from flashmoa.router.forwarding import AnswerObserver
@@ -135,43 +134,6 @@ class AgentPromptCache:
         return False
 
 
-class ShellMetrics:
-    """Counts the requests and tokens of the shell router, for ``/metrics``.
-
-    Attributes:
-        requests: by ending, see :class:`~flashmoa.router.forwarding.AnswerObserver`.
-    """
-
-    def __init__(self) -> None:
-        registry = self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "flashmoa_shell_requests", "Requests by ending", ["ending"], registry=registry
-        )
-        self._ahead = Counter(
-            "flashmoa_shell_ahead_tokens",
-            "Prompt tokens that were cached when their last answer was complete",
-            registry=registry,
-        )
-        self._late = Counter(
-            "flashmoa_shell_late_tokens",
-            "Prompt tokens computed after that, before the request was sent",
-            registry=registry,
-        )
-        self._agents = Gauge(
-            "flashmoa_shell_agents", "Answers in the agent prompt cache", registry=registry
-        )
-
-    def count_completed_prompt(self, prefilled: Prefilled) -> None:
-        """Count the tokens of a prompt that was prefilled after its last answer was complete."""
-        self._ahead.inc(prefilled.cached_tokens)
-        self._late.inc(prefilled.prefilled_tokens)
-
-    def page(self, agents: int) -> bytes:
-        """Return the metrics in Prometheus's text format, given the number of cached answers."""
-        self._agents.set(agents)
-        return generate_latest(self._registry)
-
-
 # How a request ended, if not by its answer, as the end of a sentence.
 _ENDINGS = {
     "refused": "refused by its engine",
@@ -185,6 +147,7 @@ class AnswerRecorder(AnswerObserver):
 
     Args:
         answer: the agent's answer; ``None`` if no agent can read the response.
+        endings: counts how responses end.
         is_stream: whether the response is a stream of events.
 
     Attributes:
@@ -193,10 +156,10 @@ class AnswerRecorder(AnswerObserver):
     """
 
     def __init__(
-        self, answer: GrowingAnswer | None, metrics: ShellMetrics, is_stream: bool = False
+        self, answer: GrowingAnswer | None, endings: Counter, is_stream: bool = False
     ) -> None:
         self._answer = answer
-        self._metrics = metrics
+        self._endings = endings
         self._is_stream = is_stream
         self._line = b""
         self._text_length = self._token_count = 0
@@ -216,7 +179,7 @@ class AnswerRecorder(AnswerObserver):
 
     def end(self, ending: str) -> None:
         self.ending = ending
-        self._metrics.requests.labels(ending).inc()
+        self._endings.labels(ending).inc()
         if self._answer is None or self._answer.is_over:
             return
         if ending == "answered":

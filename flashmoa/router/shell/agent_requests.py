@@ -17,15 +17,12 @@ from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.router.client_requests import CHAT
 from flashmoa.router.errors import BadRequest
 
-# The form in which a request contains its prompt.
-Form = Literal["text", "chat", "tokens"]
 # Fields that prevent a request from sharing KV with other requests that have the same tokens.
 _NAMESPACE = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")
-_ROUTER_FIELDS = ("workflow", "agent")
 _MAX_AGENTS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgentRequest:
     """A parsed request.
 
@@ -33,14 +30,15 @@ class AgentRequest:
         workflow: the workflow whose agents it reads and writes.
         agent: the agent that writes the answer; ``None`` if no request can read the answer.
         body: the body without the router's own fields, with :attr:`marks` in place of answers.
+        form: the form in which it contains its prompt.
         marks: by agent, the mark that stands for the agent's answer in the body.
         parts: the prompt in token form; a string is the name of an agent.
     """
 
     workflow: str
     agent: str | None
-    form: Form
     body: dict[str, Any]
+    form: Literal["text", "chat", "tokens"] = "text"
     marks: dict[str, str] = field(default_factory=dict[str, str])
     parts: tuple[str | tuple[int, ...], ...] = ()
 
@@ -70,58 +68,66 @@ class AgentRequest:
             ids += tokens[part] if isinstance(part, str) else part
         return {**self.body, "input_ids": ids}
 
+    def mark(self, part: Any) -> str:
+        """Return the mark of a part's agent. Raises: BadRequest if it names none, or too many."""
+        name = _get(part, "agent")
+        if not isinstance(name, str):
+            raise BadRequest(
+                f"a part of a prompt has text, input_ids or an agent's name; {part!r} has none"
+            )
+        if name not in self.marks and len(self.marks) == _MAX_AGENTS:
+            raise BadRequest(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
+        return self.marks.setdefault(name, Text("agent").mark)
+
 
 def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:
     """Parse the body of a request.
 
     Raises: BadRequest if the fields or parts that concern agents are malformed.
     """
-    workflow, agent = body.get("workflow", ""), body.get("agent")
+    rest = dict(body)
+    workflow, agent = rest.pop("workflow", ""), rest.pop("agent", None)
     if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
         raise BadRequest(f"workflow {workflow!r} and agent {agent!r} must be strings")
-    rest = {name: value for name, value in body.items() if name not in _ROUTER_FIELDS}
-    marks: dict[str, str] = {}
+    request = AgentRequest(workflow, agent, rest)
     if path == CHAT:
-        messages: Any = rest.get("messages")
-        if isinstance(messages, list):
+        request.form = "chat"
+        if isinstance(messages := rest.get("messages"), list):
             given = cast("list[Any]", messages)
-            rest["messages"] = [_mark_message(message, marks) for message in given]
-        parsed = AgentRequest(workflow, agent, "chat", rest, marks)
+            rest["messages"] = [_mark_message(message, request) for message in given]
     elif isinstance(rest.get("prompt"), list):
-        parsed = _parse_generation(workflow, agent, rest, marks)
-    else:
-        parsed = AgentRequest(workflow, agent, "text", rest)
+        _parse_generation(request)
     if agent is not None and _asks_for_several_answers(rest):
         raise BadRequest(
             f"agent {agent!r} writes one answer, and this request asks for several; send one "
             "prompt with n=1, or leave agent out"
         )
-    return parsed
+    return request
 
 
-def _parse_generation(
-    workflow: str, agent: str | None, rest: dict[str, Any], marks: dict[str, str]
-) -> AgentRequest:
-    given: list[Any] = rest.pop("prompt")
-    if "text" in rest or "input_ids" in rest:
+def _parse_generation(request: AgentRequest) -> None:
+    body = request.body
+    given: list[Any] = body.pop("prompt")
+    if "text" in body or "input_ids" in body:
         raise BadRequest("give one of prompt, text and input_ids, not several")
     if any(_get(part, "input_ids") is not None for part in given):
-        parts = tuple(_tokens(part, marks) for part in given)
-        return AgentRequest(workflow, agent, "tokens", rest, marks, parts)
-    rest["text"] = "".join(_text(part, marks) for part in given)
-    return AgentRequest(workflow, agent, "text", rest, marks)
+        request.form = "tokens"
+        request.parts = tuple(_tokens(part, request) for part in given)
+    else:
+        texts = [(_get(part, "text"), part) for part in given]
+        body["text"] = "".join(
+            text if isinstance(text, str) else request.mark(part) for text, part in texts
+        )
 
 
-def _mark_message(message: Any, marks: dict[str, str]) -> Any:
+def _mark_message(message: Any, request: AgentRequest) -> Any:
     """Return a message with marks for agents, its content as one string if it is all text."""
     content: Any = _get(message, "content")
-    if not isinstance(content, list):
-        return message
-    parts = cast("list[Any]", content)
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
     if not any(_get(part, "type") == "agent" for part in parts):
         return message
     marked: list[Any] = [
-        {"type": "text", "text": _mark(part, marks)} if _get(part, "type") == "agent" else part
+        {"type": "text", "text": request.mark(part)} if _get(part, "type") == "agent" else part
         for part in parts
     ]
     texts = [_get(part, "text") for part in marked]
@@ -129,32 +135,15 @@ def _mark_message(message: Any, marks: dict[str, str]) -> Any:
     return {**message, "content": "".join(texts) if is_text else marked}
 
 
-def _text(part: Any, marks: dict[str, str]) -> str:
-    text = _get(part, "text")
-    return text if isinstance(text, str) else _mark(part, marks)
-
-
-def _tokens(part: Any, marks: dict[str, str]) -> str | tuple[int, ...]:
+def _tokens(part: Any, request: AgentRequest) -> str | tuple[int, ...]:
     ids = _get(part, "input_ids")
-    if isinstance(ids, list):
-        wrong = [item for item in cast("list[Any]", ids) if type(item) is not int]
-        if wrong:
-            raise BadRequest(f"{wrong[0]!r} is among the token ids of a part; give integers only")
-        return tuple(cast("list[int]", ids))
-    _mark(part, marks)
-    return part["agent"]
-
-
-def _mark(part: Any, marks: dict[str, str]) -> str:
-    """Return the mark of a part's agent, which is added to ``marks`` if it is new."""
-    name = _get(part, "agent")
-    if not isinstance(name, str):
-        raise BadRequest(
-            f"a part of a prompt has text, input_ids or an agent's name; {part!r} has none"
-        )
-    if name not in marks and len(marks) == _MAX_AGENTS:
-        raise BadRequest(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
-    return marks.setdefault(name, Text("agent").mark)
+    if not isinstance(ids, list):
+        request.mark(part)
+        return part["agent"]
+    wrong = [item for item in cast("list[Any]", ids) if type(item) is not int]
+    if wrong:
+        raise BadRequest(f"{wrong[0]!r} is among the token ids of a part; give integers only")
+    return tuple(cast("list[int]", ids))
 
 
 def _asks_for_several_answers(body: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +35,6 @@ from flashmoa.router.shell.agent_answers import (
     AgentPromptCache,
     AnswerRecorder,
     GrowingAnswer,
-    ShellMetrics,
 )
 from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
 from flashmoa.router.shell.early_prefill import EarlyPrefill
@@ -113,7 +113,22 @@ class _Shell:
     def __init__(self, options: ShellOptions, answers: AgentPromptCache) -> None:
         self._options = options
         self._cache = answers
-        self._metrics = ShellMetrics()
+        registry = self._registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"flashmoa_shell_{name}", about, labels, registry=registry)
+
+        self._endings = counter("requests", "Requests by ending", "ending")
+        self._ahead_tokens = counter(
+            "ahead_tokens", "Prompt tokens that were cached when their last answer was complete"
+        )
+        self._late_tokens = counter(
+            "late_tokens", "Prompt tokens computed after that, before the request was sent"
+        )
+        agents = Gauge(
+            "flashmoa_shell_agents", "Answers in the agent prompt cache", registry=registry
+        )
+        agents.set_function(lambda: len(answers))
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
@@ -121,14 +136,12 @@ class _Shell:
             yield
 
     async def metrics(self, _request: Request) -> Response:
-        page = self._metrics.page(len(self._cache))
-        return Response(page, media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
 
     async def pass_on(self, call: ForwardedRequest) -> Response:
-        """Forward a request unchanged."""
         is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
         target = self._options.prefill if is_for_prefill else self._options.pd_router
-        return await self._send(call, target, AnswerRecorder(None, self._metrics))
+        return await self._send(call, target, AnswerRecorder(None, self._endings))
 
     async def answer(self, call: ForwardedRequest) -> Response:
         """Answer a request with a prompt, which may read agents' answers or write one."""
@@ -182,7 +195,8 @@ class _Shell:
             try:
                 await all_of([early.run, lambda: self._complete(answers)])
                 if (prefilled := await early.finish()) is not None:
-                    self._metrics.count_completed_prompt(prefilled)
+                    self._ahead_tokens.inc(prefilled.cached_tokens)
+                    self._late_tokens.inc(prefilled.prefilled_tokens)
             finally:
                 await early.release()
 
@@ -217,7 +231,7 @@ class _Shell:
         collects = own is not None and not streams and request.form != "chat"
         if collects:
             body["stream"] = True
-        recorder = AnswerRecorder(own, self._metrics, streams or collects)
+        recorder = AnswerRecorder(own, self._endings, streams or collects)
         sent = replace(call, body=json.dumps(body).encode())
         answer = await self._send(sent, self._options.pd_router, recorder)
         if collects and isinstance(answer, RelayedStream):
@@ -241,10 +255,11 @@ class _Shell:
         for answer in answers:
             if answer.prefill == here or not (tokens := answer.token_ids()):
                 continue
+            texts: set[str] = set()
             try:
-                texts = {
-                    await self._detokenize(url, tokens, call) for url in (here, answer.prefill)
-                }
+                for url in (here, answer.prefill):
+                    async with EngineClient(url, headers=call.api_key) as engine:
+                        texts.add(await engine.detokenize(tokens))
             except EngineError as error:
                 raise AgentFailed(
                     f"{answer.name}'s tokens cannot be compared with this pair's: {error}; read "
@@ -255,10 +270,6 @@ class _Shell:
                     f"{answer.name}'s tokens are of another tokenizer than this pair's; read its "
                     "answer as text"
                 )
-
-    async def _detokenize(self, url: str, tokens: Sequence[int], call: ForwardedRequest) -> str:
-        async with EngineClient(url, headers=call.api_key) as engine:
-            return await engine.detokenize(tokens)
 
     async def _send(
         self, call: ForwardedRequest, target: str, recorder: AnswerRecorder

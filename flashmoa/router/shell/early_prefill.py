@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import anyio
 
@@ -19,24 +19,6 @@ logger = logging.getLogger(__name__)
 
 # Failures, by engine, that were logged as a warning already.
 _logged: set[tuple[str, type[BaseException]]] = set()
-
-
-class TextPrompt(Prompt):
-    """A prompt in text form, whose slots have agents' names."""
-
-    async def follow(self, answer: GrowingAnswer, changed: Callable[[], None]) -> None:
-        """Insert an answer while it is written, and call ``changed`` after each piece.
-
-        Raises: the answer's own error if it fails.
-        """
-        slots = [slot for slot in self.slots if slot.name == answer.name]
-        async for piece in answer:
-            for slot in slots:
-                slot.append(piece)
-            changed()
-        for slot in slots:
-            slot.close()
-        changed()
 
 
 class TokenPrompt:
@@ -56,6 +38,13 @@ class TokenPrompt:
     def is_complete(self) -> bool:
         return not self._open
 
+    def append(self, agent: str, tokens: Sequence[int]) -> None:
+        self._answers[agent] += tokens
+
+    def close(self, agent: str) -> None:
+        """Declare an agent's answer complete."""
+        self._open.discard(agent)
+
     def stable(self) -> list[int]:
         """Return all tokens up to the first answer that is not complete, and what it has so far."""
         ids: list[int] = []
@@ -70,17 +59,6 @@ class TokenPrompt:
         new = self.stable()[self._taken :]
         self._taken += len(new)
         return new
-
-    async def follow(self, answer: GrowingAnswer, changed: Callable[[], None]) -> None:
-        """Insert an answer's tokens while it is written, and call ``changed`` after each piece.
-
-        Raises: AgentFailed if the tokens are not known; the answer's own error if it fails.
-        """
-        async for piece in answer.token_pieces():
-            self._answers[answer.name] += piece
-            changed()
-        self._open.discard(answer.name)
-        changed()
 
 
 class EarlyPrefill:
@@ -102,20 +80,20 @@ class EarlyPrefill:
         # The chat template has added special tokens to the text of a chat.
         self._add_special_tokens = request.form == "text"
         self._feed: PromptFeed | None = None
-        self._prompt: TextPrompt | TokenPrompt | None = None
+        self._prompt: Prompt | TokenPrompt | None = None
         # Set once there is something to prefill, or there never will be.
         self._may_feed = anyio.Event()
 
     async def run(self) -> None:
         """Prefill the certain part of the prompt until every agent has written its answer."""
         try:
-            self._prompt = prompt = await self._build_prompt()
+            self._prompt = prompt = await self.build_prompt()
             self._feed = feed = PromptFeed(
                 self._engine, prompt, add_special_tokens=self._add_special_tokens
             )
             async with anyio.create_task_group() as group:
                 for answer in self._answers.values():
-                    group.start_soon(self._follow, prompt, feed, answer)
+                    group.start_soon(self.follow, prompt, feed, answer)
                 # A prompt that begins with an answer is empty at first.
                 if not prompt.stable():
                     await self._may_feed.wait()
@@ -130,8 +108,7 @@ class EarlyPrefill:
         """
         if self._prompt is None or not self._prompt.is_complete:
             return None
-        whole = self._prompt.stable()
-        if not whole:
+        if not (whole := self._prompt.stable()):
             return None
         try:
             if isinstance(whole, str):
@@ -153,41 +130,52 @@ class EarlyPrefill:
                 text = "A prompt stream could not be deleted, so the engine lets it expire: %s"
                 logger.debug(text, error)
 
-    async def _build_prompt(self) -> TextPrompt | TokenPrompt:
+    async def build_prompt(self) -> Prompt | TokenPrompt:
+        """Return the prompt with slots for the answers, which have agents' names."""
         request = self._request
         if request.form == "tokens":
             return TokenPrompt(request.parts)
-        if request.form == "chat":
-            return TextPrompt(await self._render_chat())
-        agents = {mark: agent for agent, mark in request.marks.items()}
-        return TextPrompt(
-            Slot(agents[piece]) if piece in agents else piece for piece in request.pieces()
-        )
-
-    async def _render_chat(self) -> Sequence[str | Slot]:
+        if request.form == "text":
+            agents = {mark: agent for agent, mark in request.marks.items()}
+            return Prompt(
+                Slot(agents[piece]) if piece in agents else piece for piece in request.pieces()
+            )
         placeholders = Placeholders(self._answers)
-        replacements = {
-            mark: placeholders.padded(agent) for agent, mark in self._request.marks.items()
-        }
-        body = replace_marks(self._request.body, replacements)
+        replacements = {mark: placeholders.padded(agent) for agent, mark in request.marks.items()}
+        body = replace_marks(request.body, replacements)
         text = await self._engine.render(body["messages"], **prompt_fields(body))
-        return placeholders.build_prompt(text).segments
+        return placeholders.build_prompt(text)
 
-    async def _follow(
-        self, prompt: TextPrompt | TokenPrompt, feed: PromptFeed, answer: GrowingAnswer
+    async def follow(
+        self, prompt: Prompt | TokenPrompt, feed: PromptFeed, answer: GrowingAnswer
     ) -> None:
-        def changed() -> None:
-            feed.changed()
-            if not self._may_feed.is_set() and prompt.stable():
-                self._may_feed.set()
-
-        has_failed = False
+        """Insert an answer while it is written, and stop the feed when nothing more will come."""
         try:
-            await prompt.follow(answer, changed)
+            if isinstance(prompt, TokenPrompt):
+                async for tokens in answer.token_pieces():
+                    prompt.append(answer.name, tokens)
+                    self._changed(prompt, feed)
+                prompt.close(answer.name)
+            else:
+                slots = [slot for slot in prompt.slots if slot.name == answer.name]
+                async for piece in answer:
+                    for slot in slots:
+                        slot.append(piece)
+                    self._changed(prompt, feed)
+                for slot in slots:
+                    slot.close()
+            self._changed(prompt, feed)
+            if not prompt.is_complete:
+                return
         except Exception:
-            has_failed = True  # The request itself also waits for the answer, and raises the error.
-        if has_failed or prompt.is_complete:
-            feed.stop()
+            # The request itself also waits for the answer, and raises the error.
+            logger.debug("%s's answer failed, so nothing more of the prompt comes", answer.name)
+        feed.stop()
+        self._may_feed.set()
+
+    def _changed(self, prompt: Prompt | TokenPrompt, feed: PromptFeed) -> None:
+        feed.changed()
+        if not self._may_feed.is_set() and prompt.stable():
             self._may_feed.set()
 
     def _log_failure(self, error: BaseException) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 from flashmoa_sglang import releases
@@ -13,7 +12,7 @@ from flashmoa_sglang import releases
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import generated, generation, metric, post_json
+from tests.integration.router.http_calls import generation, metric, post_json
 from tests.integration.support import complete_stream, start_special_engine
 
 pytestmark = [
@@ -61,22 +60,6 @@ async def test_siblings_share_a_rank_and_prefixes_are_spread(
             assert sorted(tokens >= 300 for tokens in cached) == [False, False, True, True]
         info = (await router.get("/flashmoa/info")).json()
         assert info["router"]["engines"][0]["ranks"] == 2 and info["data_parallel_ranks"] == 1
-
-
-async def test_burst_of_two_prefixes_uses_both_ranks(parallel: LocalEngine, words: Words) -> None:
-    documents = [words(320, 1120 + number) for number in range(2)]
-    cached: list[int] = []
-    async with serve_router(make_options(parallel)) as router:
-
-        async def ask(text: str) -> None:
-            cached.append((await generated(router, text, tokens=1))["meta_info"]["cached_tokens"])
-
-        async with anyio.create_task_group() as group:
-            for number in range(4):
-                for document in documents:
-                    group.start_soon(ask, f"{document} {words(8, 1130 + number)}")
-    # Each rank computes one document, once.
-    assert sum(tokens >= 300 for tokens in cached) == 6
 
 
 async def test_stream_and_its_request_are_on_one_rank(parallel: LocalEngine, words: Words) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -28,6 +29,14 @@ END = b"end"
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n"
 SILENCE = b"silence"
 EVENTS = b"HTTP/1.1 500 -\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\n"
+
+
+async def read_request(client: SocketStream) -> None:
+    request = b""
+    while (found := re.search(rb"(?i)content-length: (\d+)(?s:.*?)\r\n\r\n", request)) is None:
+        request += await client.receive()
+    while len(request) < found.end() + int(found[1]):
+        request += await client.receive()
 
 
 class Server:
@@ -68,9 +77,7 @@ class Server:
         number, self._opened = self._opened, self._opened + 1
         async with client:
             for answer in self._scripts[number]:
-                request = b""
-                while not request.endswith(b"\r\n\r\nbody"):
-                    request += await client.receive()
+                await read_request(client)
                 self.seen.append(number)
                 self.is_asked.set()
                 if answer is END:

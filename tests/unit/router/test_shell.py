@@ -1,16 +1,24 @@
-"""Test the shell router's parts without engines: requests, the cache, prompts and answers."""
+"""Test the shell router without engines: requests, the cache, prompts, answers and pairs."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, cast
 
 import anyio
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter
 
-from flashmoa.linking.prompt import Slot
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import free_port
+from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.linking.prompt_feed import PromptFeed
 from flashmoa.router.client_requests import CHAT
 from flashmoa.router.errors import AgentFailed
 from flashmoa.router.shell.agent_answers import (
@@ -18,12 +26,20 @@ from flashmoa.router.shell.agent_answers import (
     AgentPromptCache,
     AnswerRecorder,
     GrowingAnswer,
-    ShellMetrics,
 )
 from flashmoa.router.shell.agent_requests import parse_request
-from flashmoa.router.shell.early_prefill import TextPrompt, TokenPrompt
+from flashmoa.router.shell.application import (
+    ShellOptions,
+    shell_application,
+    shells_application,
+)
+from flashmoa.router.shell.early_prefill import EarlyPrefill, TokenPrompt
+from tests.integration.router.serving import serve, serve_at
+from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, running
+from tests.unit.router.test_forwarding import STREAM, Server
 
 pytestmark = pytest.mark.anyio
+ENDINGS = Counter("requests", "by ending", ["ending"], registry=CollectorRegistry())
 
 
 def key_of(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
@@ -172,35 +188,72 @@ def test_least_recently_used_answer_is_forgotten() -> None:
     cache.begin(key_of("b"), [key_of("c")])
 
 
+class Feed:
+    """Stands for a prompt feed, and takes what is certain of the prompt at each change."""
+
+    def __init__(self, prompt: Prompt | TokenPrompt) -> None:
+        self._prompt = prompt
+        self.taken: list[Any] = []
+        self.is_stopped = False
+
+    def changed(self) -> None:
+        self.taken.extend(self._prompt.take())
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+async def follow(prompt: Prompt | TokenPrompt, feed: Feed, answer: GrowingAnswer) -> None:
+    early = EarlyPrefill(cast("EngineClient", None), parse_request("/generate", {}), {})
+    await early.follow(prompt, cast("PromptFeed", feed), answer)
+
+
 @given(pieces=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), seen=st.integers(0, 6))
 async def test_token_prompt_takes_tokens_as_they_come(pieces: list[list[int]], seen: int) -> None:
-    prompt, answer, taken = TokenPrompt([(1,), "a", (2, 3), "a"]), GrowingAnswer("a"), list[int]()
-    written = [token for piece in pieces for token in piece]
+    prompt, answer = TokenPrompt([(1,), "a", (2, 3), "a"]), GrowingAnswer("a")
+    feed, written = Feed(prompt), [token for piece in pieces for token in piece]
     async with anyio.create_task_group() as group:
-        group.start_soon(prompt.follow, answer, lambda: taken.extend(prompt.take()))
+        group.start_soon(follow, prompt, feed, answer)
         for number, piece in enumerate(pieces):
             answer.add("", piece)
             if number == seen:
                 await anyio.wait_all_tasks_blocked()
-                assert taken == [1, *written][: len(taken)]
-                assert not prompt.is_complete
+                assert feed.taken == [1, *written][: len(feed.taken)]
+                assert not prompt.is_complete and not feed.is_stopped
         answer.close()
-    assert prompt.is_complete and taken == [1, *written, 2, 3, *written]
+    assert prompt.is_complete and feed.is_stopped
+    assert feed.taken == [1, *written, 2, 3, *written]
 
 
-async def test_text_fills_its_slot_and_a_failed_text_raises() -> None:
-    prompt, answer = TextPrompt(["Plan: ", Slot("a"), "!"]), GrowingAnswer("a")
+async def test_text_fills_its_slot_and_a_failed_answer_stops_the_feed() -> None:
+    answer = GrowingAnswer("a")
     answer.add("walk", None)
-    assert prompt.take() == "Plan: "
     answer.close()
-    await prompt.follow(answer, lambda: None)
-    assert prompt.stable() == "Plan: walk!" and prompt.is_complete
+    text = Prompt(["Plan: ", Slot("a"), "!"])
+    await follow(text, Feed(text), answer)
+    assert text.stable() == "Plan: walk!" and text.is_complete
     with pytest.raises(AgentFailed, match="tokens are not known"):
-        await TokenPrompt(["a"]).follow(answer, lambda: None)
+        answer.token_ids()
     failing = GrowingAnswer("a")
     failing.fail(AgentFailed("gone"))
-    with pytest.raises(AgentFailed, match="gone"):
-        await TextPrompt([Slot("a")]).follow(failing, lambda: None)
+    for prompt, unusable in ((TokenPrompt(["a"]), answer), (Prompt([Slot("a")]), failing)):
+        await follow(prompt, feed := Feed(prompt), unusable)
+        assert feed.is_stopped and not prompt.is_complete
+
+
+async def test_an_early_chat_is_rendered_with_every_field_that_shapes_its_prompt() -> None:
+    rendered: list[dict[str, Any]] = []
+
+    class Engine:
+        async def render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
+            rendered.append(fields)
+            return "".join(message["content"] for message in messages)
+
+    fields = {"tool_choice": "none", "reasoning_effort": "low", "chat_template_kwargs": {"x": 1}}
+    messages = [{"role": "user", "content": "Sum up."}]
+    request = parse_request(CHAT, {"messages": messages, "temperature": 0, **fields})
+    prompt = await EarlyPrefill(cast("EngineClient", Engine()), request, {}).build_prompt()
+    assert prompt.stable() == "Sum up." and rendered == [fields]
 
 
 def events(*bodies: dict[str, Any]) -> bytes:
@@ -216,7 +269,7 @@ def generation(text: str, ids: list[int], reason: dict[str, Any] | None = None) 
 @given(cut=st.integers(1, 40))
 def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
     answer = GrowingAnswer("a")
-    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    recorder = AnswerRecorder(answer, ENDINGS, is_stream=True)
     stop = {"type": "stop", "matched": 9}
     content = events(generation("wa", [1], None), generation("walk", [1, 2, 9], stop))
     for start in range(0, len(content), cut):
@@ -230,11 +283,9 @@ def test_generation_is_recorded_however_its_stream_is_cut(cut: int) -> None:
 def test_chat_is_recorded_as_text_streamed_or_not() -> None:
     streamed, whole = GrowingAnswer("a"), GrowingAnswer("b")
     chunks = [{"choices": [{"delta": {"content": part}}]} for part in ("wa", None, "lk")]
-    AnswerRecorder(streamed, ShellMetrics(), is_stream=True).receive(
-        events(*chunks, {"choices": []})
-    )
+    AnswerRecorder(streamed, ENDINGS, is_stream=True).receive(events(*chunks, {"choices": []}))
     message = {"choices": [{"message": {"content": "walk"}}]}
-    AnswerRecorder(whole, ShellMetrics(), is_stream=False).receive(json.dumps(message).encode())
+    AnswerRecorder(whole, ENDINGS, is_stream=False).receive(json.dumps(message).encode())
     assert streamed.written == whole.written == "walk"
     assert streamed.tokens is None
 
@@ -242,7 +293,7 @@ def test_chat_is_recorded_as_text_streamed_or_not() -> None:
 async def test_aborted_chat_fails_its_answer() -> None:
     answer = GrowingAnswer("a")
     choice = {"delta": {"content": "wa"}, "finish_reason": "abort"}
-    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    recorder = AnswerRecorder(answer, ENDINGS, is_stream=True)
     recorder.receive(events({"choices": [choice]}))
     recorder.end("answered")
     with pytest.raises(AgentFailed, match="aborted"):
@@ -263,7 +314,7 @@ async def test_unusable_response_fails_its_answer(
     content: bytes, ending: str, message: str
 ) -> None:
     answer = GrowingAnswer("a")
-    recorder = AnswerRecorder(answer, ShellMetrics(), is_stream=True)
+    recorder = AnswerRecorder(answer, ENDINGS, is_stream=True)
     recorder.receive(content)
     recorder.end(ending)
     with pytest.raises(AgentFailed, match=message):
@@ -272,6 +323,106 @@ async def test_unusable_response_fails_its_answer(
 
 async def test_a_failed_answer_says_how_its_request_ended() -> None:
     answer = GrowingAnswer("a")
-    AnswerRecorder(answer, ShellMetrics()).end("left")
+    AnswerRecorder(answer, ENDINGS).end("left")
     with pytest.raises(AgentFailed, match="a's request was left by its client, which disconn"):
         await answer.complete()
+
+
+@asynccontextmanager
+async def shells(
+    *engines: FakeEngine, seconds: float = 30
+) -> AsyncGenerator[tuple[AgentPromptCache, list[str], list[RouterClient]]]:
+    """Run a shell router for each engine. Yield their answers, the engines' URLs, and clients."""
+    answers = AgentPromptCache()
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
+        apps = [shell_application(ShellOptions(url, url, seconds), answers) for url in urls]
+        clients = [await stack.enter_async_context(running(app)) for app in apps]
+        yield answers, urls, clients
+
+
+def reading(read: str, **more: Any) -> bytes:
+    """Return a request that reads an agent's answer."""
+    prompt = [{"input_ids": [5]}, {"agent": read}]
+    return json.dumps({"prompt": prompt, "workflow": "w", **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("texts", "status"), [(("yes", "yes"), 200), (("yes", "no"), 424)], ids=["same", "other"]
+)
+async def test_tokens_cross_only_if_they_are_the_same_text_at_both_pairs(
+    texts: tuple[str, str], status: int
+) -> None:
+    engines = [FakeEngine(text=text) for text in texts]
+    async with shells(*engines) as (answers, urls, clients):
+        answer = answers.begin(AgentKey(KEY["authorization"], "w", "a"), (), urls[0])
+        answer.add("yes", [7, 8])
+        answer.close()
+        own, _ = await clients[0]("POST", "/generate", reading("a"), KEY)
+        given, body = await clients[1]("POST", "/generate", reading("a"), KEY)
+    assert (own, given) == (200, status)
+    assert (status == 424) == (b"another tokenizer" in body)
+    # At the pair that wrote them, nobody is asked what they mean.
+    assert engines[0].requests.count("POST /generate") == 1
+    assert engines[0].requests.count("POST /detokenize") == 1
+
+
+async def test_tokens_that_cannot_be_compared_are_not_sent() -> None:
+    engine = FakeEngine()
+    async with shells(engine) as (answers, _, [client]):
+        nowhere = "http://127.0.0.1:9"
+        answer = answers.begin(AgentKey(KEY["authorization"], "w", "a"), (), nowhere)
+        answer.add("yes", [7, 8])
+        answer.close()
+        status, body = await client("POST", "/generate", reading("a"), KEY)
+    assert status == 424 and b"cannot be compared" in body
+    assert "POST /generate" not in engine.requests
+
+
+async def test_agents_of_two_pairs_that_wait_for_each_other_are_refused() -> None:
+    async with (
+        shells(FakeEngine(), FakeEngine()) as (answers, _, [first, second]),
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(partial(first, "POST", "/generate", reading("b", agent="a"), KEY))
+        with anyio.fail_after(10):
+            while not len(answers):  # noqa: ASYNC110 - it sends no event
+                await anyio.sleep(0.01)
+        status, body = await second("POST", "/generate", reading("a", agent="b"), KEY)
+        group.cancel_scope.cancel()
+    assert status == 400 and b"would wait" in body
+
+
+async def test_each_pair_is_behind_its_own_port() -> None:
+    engines = [FakeEngine(), FakeEngine(), FakeEngine()]
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
+        port = free_port(len(engines))
+        app = shells_application([ShellOptions(url, url) for url in urls], port)
+        ports = range(port, port + len(engines))
+        served = await stack.enter_async_context(serve_at(app, ports))
+        http = await stack.enter_async_context(httpx.AsyncClient(headers=KEY))
+        # The port of the Host header may be that of a proxy.
+        await http.get(f"{served[2]}/v1/models", headers={"host": f"router:{port}"})
+        await http.get(f"{served[1]}/v1/models")
+    assert [engine.requests for engine in engines] == [
+        [],
+        ["GET /v1/models"],
+        ["GET /v1/models"],
+    ]
+
+
+async def test_answer_that_breaks_off_is_an_error() -> None:
+    begun = events(generation("wa", [1])).partition(b"data: [DONE]")[0]
+    prefill, broken = FakeEngine(), Server((STREAM + begun,))
+    async with (
+        serve(prefill.app()) as url,
+        broken.listening() as pd_router,
+        running(shell_application(ShellOptions(url, pd_router))) as client,
+    ):
+        writing = json.dumps({"text": "x", "agent": "a"}).encode()
+        status, content = await client("POST", "/generate", writing, KEY)
+        assert status == 502 and b"broke off" in content
+        reads = json.dumps({"prompt": [{"text": "So: "}, {"agent": "a"}]}).encode()
+        status, content = await client("POST", "/generate", reads, KEY)
+        assert status == 424 and b"was lost" in content

@@ -73,8 +73,11 @@ class EngineClient:
         self.model = model or "default"
         self.namespace = kv_namespace({"model": self.model, **(namespace or {})})
         self.without_plugin = check_choice(without_plugin)
+        # Whether it has opened a prompt stream; ``None`` before it was asked to.
+        self.has_plugin: bool | None = None
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
+        self._kv_pool_tokens: int | None = None
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
@@ -90,6 +93,13 @@ class EngineClient:
     async def info(self) -> EngineInfo:
         """Return the engine's model, capabilities and state."""
         return await self.ask("GET", "/flashmoa/info", EngineInfo)
+
+    async def kv_pool_tokens(self) -> int:
+        """Return the size of the engine's KV pool, which is asked for once, as :meth:`render`."""
+        if self._kv_pool_tokens is None:
+            async with answering_soon(self.url):
+                self._kv_pool_tokens = sum(rank.total for rank in (await self.info()).kv)
+        return self._kv_pool_tokens
 
     async def render(
         self,

@@ -65,13 +65,8 @@ class FailurePolicy:
 
     def action(self, failure: Failure) -> Action:
         """Return the action for a failure."""
-        actions: dict[Failure, Action] = {
-            "error": self.error,
-            "cancel": self.cancel,
-            "timeout": self.timeout,
-            "stall": self.stall,
-        }
-        return actions[failure]
+        action: Action = getattr(self, failure)
+        return action
 
 
 OnFailure = FailurePolicy | Action

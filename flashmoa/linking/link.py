@@ -16,9 +16,14 @@ import anyio
 
 from flashmoa.engine import EngineClient, PluginMissing, StreamState
 from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
-from flashmoa.linking.plain_feed import PlainFeed, report_plain_engine
 from flashmoa.linking.prompt import Prompt, Slot
-from flashmoa.linking.prompt_feed import PromptFeed
+from flashmoa.linking.prompt_feed import (
+    Feed,
+    PlainFeed,
+    PromptFeed,
+    report_plain_engine,
+    warn_once,
+)
 from flashmoa.observe import (
     LinkAdvanced,
     LinkClosed,
@@ -37,10 +42,6 @@ logger = logging.getLogger(__name__)
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN = "too late", "plain engine"
-# Failures that have been logged as a warning, by the engine's URL and their kind; each is logged so
-# only once. Kinds are few, but nothing limits the URLs of a long-lived process.
-_logged_failures: set[tuple[str, str]] = set()
-_MOST_LOGGED = 1000
 
 
 def kind_of(problem: BaseException) -> str:
@@ -48,20 +49,10 @@ def kind_of(problem: BaseException) -> str:
     return f"{type(problem).__name__} {getattr(problem, 'code', '')}"
 
 
-def failure_level(engine_url: str, problem: Exception) -> int:
-    """Return the level at which to log a failure to link to an engine: a warning the first time."""
-    failure = (engine_url, kind_of(problem))
-    if failure in _logged_failures:
-        return logging.DEBUG
-    if len(_logged_failures) >= _MOST_LOGGED:
-        _logged_failures.clear()
-    _logged_failures.add(failure)
-    return logging.WARNING
-
-
 def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Listener) -> None:
     """Log and report that an agent has no link this time, because of a problem with its engine."""
-    logger.log(failure_level(engine_url, problem), "No link to %s this time: %s", agent, problem)
+    level = warn_once(engine_url, kind_of(problem))
+    logger.log(level, "No link to %s this time: %s", agent, problem)
     listener(LinkDeclined(agent=agent, engine=engine_url, reason=f"{problem}"))
 
 
@@ -108,10 +99,9 @@ class Link:
         self._policy = FailurePolicy.of(on_failure)
         self._unused_seconds = unused_seconds
         self._listener = contained(listener)
-        self._plain_feed = PlainFeed(
-            engine, prompt, self._report_state, namespace=namespace, expect=expect
-        )
-        self._feed: PromptFeed | PlainFeed = PromptFeed(
+        self._namespace = namespace
+        self._expect = expect
+        self._feed: Feed = PromptFeed(
             engine,
             prompt,
             self._report_state,
@@ -203,11 +193,10 @@ class Link:
         """
         if self.is_over:
             return None
-        is_plain = self._feed is self._plain_feed
         # A stream that is still being opened is too late for the request.
-        not_open = _PLAIN if is_plain else _LATE
+        not_open = _PLAIN if self._feed.is_plain else _LATE
         self.end("used" if self.stream_id is not None else not_open)
-        return None if is_plain else self.stream_id
+        return None if self._feed.is_plain else self.stream_id
 
     def end(self, reason: str) -> None:
         """End the link.
@@ -224,7 +213,7 @@ class Link:
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch_stalls)
-                await self._feed_stream()
+                await self._feed_engine()
                 group.cancel_scope.cancel()
         except BaseException:
             self._end_reason = self._end_reason or "closed"
@@ -232,13 +221,24 @@ class Link:
         finally:
             await self._release()
 
-    async def _feed_stream(self) -> None:
+    async def _feed_engine(self) -> None:
+        """Send the prompt, and wait for its request. On any failure the link ends."""
         try:
             try:
                 await self._feed.run()
-            except PluginMissing as error:
-                await self._feed_plain_engine(error)
-            if self.stream_id is not None or self._feed is self._plain_feed:
+            except PluginMissing as problem:
+                report_plain_engine(self.engine, problem)
+                if self.engine.without_plugin == "off" or self.is_over:
+                    raise
+                self._feed = PlainFeed(
+                    self.engine,
+                    self.prompt,
+                    self._report_state,
+                    namespace=self._namespace,
+                    expect=self._expect,
+                )
+                await self._feed.run()
+            if self.stream_id is not None or self._feed.is_plain:
                 await self._wait_for_request()
         except PluginMissing:
             self._end_reason = _PLAIN
@@ -246,17 +246,9 @@ class Link:
             # If the link has ended, its request overtook an append. That is not a failure.
             if not self.is_over:
                 self._end_reason = f"{type(error).__name__}: {error}"
-                level = failure_level(self.engine.url, error)
+                level = warn_once(self.engine.url, kind_of(error))
                 text = "The link to %s has ended: %s. Its request is sent all the same."
                 logger.log(level, text, self.agent, str(error).removesuffix("."))
-
-    async def _feed_plain_engine(self, problem: PluginMissing) -> None:
-        """Prefill in steps. Raises: PluginMissing if that is off, or there is no route for it."""
-        report_plain_engine(self.engine, problem)
-        if self.engine.without_plugin == "off" or self.is_over:
-            raise problem
-        self._feed = self._plain_feed
-        await self._feed.run()
 
     async def _watch_stalls(self) -> None:
         stall_seconds = self._policy.stall_seconds
@@ -278,7 +270,7 @@ class Link:
                 engine=self.engine.url,
                 upstream=tuple(slot.name for slot in self.prompt.slots),
                 stream_id=state.id,
-                plain=self._feed is self._plain_feed,
+                plain=self._feed.is_plain,
             )
         else:
             event = LinkAdvanced(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -13,8 +13,8 @@ from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, UpstreamFailed, ignore
 
@@ -148,55 +148,40 @@ class PendingRequest(Generic[Messages]):
         self._engine = engine.url
         self._rendering = rendering = anyio.CancelScope()
         unfinished = [text for text in self._texts if not text.is_complete]
+        placeholders = Placeholders(text.name for text in unfinished)
+        replacements = {text.mark: f"{text}" for text in self._texts}
+        replacements |= {text.mark: placeholders.padded(text.name) for text in unfinished}
+        messages = self._fill(self._messages, replacements)
 
         async def render_and_link() -> None:
             prompt: Prompt | None = None
             with rendering:
-                prompt = await self._render_prompt(engine, render, unfinished)
+                try:
+                    prompt = placeholders.build_prompt(await render(messages))
+                except PluginMissing as problem:
+                    report_plain_engine(engine, problem)
+                except Exception as error:  # Linking must not cost the request.
+                    report_no_link(self._agent, engine.url, error, self._listener)
             if rendering.cancel_called:
                 return
             self._rendering = None
             if prompt is not None:
-                self._link = self._make_link(engine, prompt, unfinished, namespace)
+                self._link = Link(
+                    engine,
+                    prompt,
+                    agent=self._agent,
+                    on_failure=self._policy,
+                    stream_ttl_seconds=self._stream_ttl_seconds,
+                    namespace=namespace,
+                    listener=self._listener,
+                )
+                self._feed(self._link, unfinished if self._streams else ())
                 await self._link.run()
 
         return render_and_link
 
-    async def _render_prompt(
-        self,
-        engine: EngineClient,
-        render: Callable[[Messages], Awaitable[str]],
-        unfinished: Sequence[Text],
-    ) -> Prompt | None:
-        placeholders = Placeholders(text.name for text in unfinished)
-        replacements = {text.mark: f"{text}" for text in self._texts}
-        replacements |= {text.mark: placeholders.padded(text.name) for text in unfinished}
-        try:
-            rendered = await render(self._fill(self._messages, replacements))
-            return placeholders.build_prompt(rendered)
-        except PluginMissing as problem:
-            report_plain_engine(engine, problem)
-        except Exception as error:  # Linking must not cost the request.
-            report_no_link(self._agent, engine.url, error, self._listener)
-        return None
-
-    def _make_link(
-        self,
-        engine: EngineClient,
-        prompt: Prompt,
-        unfinished: Sequence[Text],
-        namespace: Mapping[str, str] | None,
-    ) -> Link:
-        link = Link(
-            engine,
-            prompt,
-            agent=self._agent,
-            on_failure=self._policy,
-            stream_ttl_seconds=self._stream_ttl_seconds,
-            namespace=namespace,
-            listener=self._listener,
-        )
-        for text in unfinished if self._streams else ():
+    def _feed(self, link: Link, texts: Iterable[Text]) -> None:
+        for text in texts:
             if text.mark in self._read_texts:
                 # messages() has already settled on this string, even if the text continues (policy
                 # "finalize" after a stall).
@@ -204,7 +189,6 @@ class PendingRequest(Generic[Messages]):
                 link.close_slot(text.name)
             else:
                 text.follow(link)
-        return link
 
     def _stop_rendering(self) -> bool:
         """Stop rendering the prompt. Return whether it was being rendered."""

@@ -20,14 +20,12 @@ import anyio
 
 from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineClient, EngineError, PluginMissing
-from flashmoa.engine.connections import answering_soon
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Ahead, Link, kind_of, report_no_link
 from flashmoa.linking.placeholders import NotForecastable
-from flashmoa.linking.plain_feed import report_plain_engine
 from flashmoa.linking.prompt import Prompt
-from flashmoa.linking.prompt_feed import forget_plugin, is_known_to_have_plugin
+from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
@@ -81,8 +79,8 @@ class LinkedCall(CallObserver):
         self.hold_reason = rewritten or request.hold_reason
         self.prompt_stream_id = own_link.claim() if own_link is not None else None
         # Other servers do not know the field, and some refuse a request that has it.
-        knows = is_known_to_have_plugin(request.engine)
-        self.expected_output_tokens = planner.output_lengths.expect(agent) if knows else None
+        if planner.has_plugin(request.engine):
+            self.expected_output_tokens = planner.output_lengths.expect(agent)
         self._planner = planner
         self._own_link = own_link
         late = missed_link or (own_link is not None and own_link.is_late)
@@ -146,7 +144,7 @@ class LinkPlanner(ABC):
     """
 
     def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
-        if not _is_share(kv_share):
+        if not 0 <= kv_share <= 1:
             raise ValueError(f"kv_share is {kv_share!r}; it must be a number from 0 to 1")
         self.listener = listener
         self.streams = ahead == "text"
@@ -166,10 +164,9 @@ class LinkPlanner(ABC):
         self._unlinked: dict[str, _Unlinked] = {}
         # Agents with a link that could not be next at the last plan.
         self._idle: set[str] = set()
-        # Both by the engine's URL. Links to one engine are made one after the other, the likeliest
-        # first. KV pools have a size in tokens.
+        # By URL: links to one engine are made one after the other, the likeliest first.
         self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
-        self._kv_pools: dict[str, int] = {}
+        self._linked_engines: set[EngineClient] = set()  # Those that links were made to.
         self._planning = SingleFlight(self.host, self._plan)
         self._watching = SingleFlight(self.host, self._watch_end)
 
@@ -213,6 +210,10 @@ class LinkPlanner(ABC):
     @property
     def links(self) -> list[Link]:
         return [link for link, _ in self._kept.values()]
+
+    def has_plugin(self, url: str) -> bool:
+        """Return whether the engine at a URL is known to have the plugin."""
+        return any(engine.has_plugin for engine in self._linked_engines if engine.url == url)
 
     def waiting_for(self, agent: str) -> list[Link]:
         """Return the links whose prompts have an open slot for this agent's text."""
@@ -476,6 +477,7 @@ class LinkPlanner(ABC):
             listener=self.listener,
         )
         self._kept[turn.agent] = link, forecast
+        self._linked_engines.add(engine)
         self._end_attempt(turn.agent)
         self._follow_running(link)
         self.host.start(link.run)
@@ -488,19 +490,16 @@ class LinkPlanner(ABC):
         Raises: EngineError if the engine does not report the size of its KV pool.
         """
         try:
-            if engine.url not in self._kv_pools:
-                async with answering_soon(engine.url):
-                    info = await engine.info()
-                self._kv_pools[engine.url] = sum(rank.total for rank in info.kv)
+            pool_tokens = await engine.kv_pool_tokens()
         except PluginMissing:
-            forget_plugin(engine.url)
+            engine.has_plugin = False
             return (
                 "its engine has no plugin; only prompts that are sure to come are prefilled there"
             )
         others = (link for link, forecast in self._kept.values() if not forecast.turn.sure)
         there = (link for link in others if link.engine.url == engine.url and not link.is_over)
         characters = sum(len(each.stable()) for each in [prompt, *(link.prompt for link in there)])
-        if characters <= _CHARACTERS_PER_TOKEN * self._kv_share * self._kv_pools[engine.url]:
+        if characters <= _CHARACTERS_PER_TOKEN * self._kv_share * pool_tokens:
             return None
         return (
             "the share of the KV pool for links that may go unused is taken by agents that are "
@@ -590,10 +589,6 @@ class LinkPlanner(ABC):
             await anyio.sleep(END_POLL_SECONDS)
             polls_after_end = 0 if self.is_running else polls_after_end + 1
         self.run_ended()
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def _is_same(prompt: Prompt, other: Prompt) -> bool:

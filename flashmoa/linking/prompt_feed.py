@@ -1,4 +1,5 @@
-"""Send a growing prompt to its prompt stream, at the pace that the engine asks for.
+"""Send a growing prompt to its engine: to a prompt stream (:class:`PromptFeed`), or without the
+plugin in a few requests (:class:`PlainFeed`).
 
 How streams are released: a prompt stream holds KV in its engine until a request uses it, it is
 deleted, or it expires. So the opener of a stream also deletes it, and does not wait long for an
@@ -18,13 +19,16 @@ engine that does not answer:
 from __future__ import annotations
 
 import logging
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import anyio
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.wire import StreamState
+from flashmoa.engine.prefill_steps import tokens_to_come
+from flashmoa.engine.wire import PromptUsage, StreamState
 from flashmoa.errors import (
     EngineError,
     EngineTimeout,
@@ -32,29 +36,35 @@ from flashmoa.errors import (
     StreamGone,
     StreamUnknown,
 )
+from flashmoa.linking.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
 # The request usually follows as soon as the prompt is complete, and brings the rest of the prompt
-# along. An append just before it would only delay the request.
+# along. An append or a step just before it would only delay the request.
 _GRACE_SECONDS = 0.01
+_GRACE_SECONDS_OF_STEPS = 0.05
 _OPEN_SECONDS = 10.0
 _DELETE_SECONDS = 5.0
 _RELEASE_SECONDS = 0.3
 # The engine receives something at least once in this part of a stream's time to live.
 _KEEP_ALIVE_PART = 1 / 3
-# By their URLs, the engines that have opened a prompt stream.
-_engines_with_plugin: set[str] = set()
+# Until a step has counted a prompt's tokens.
+_CHARACTERS_PER_TOKEN = 4.0
+# Problems that have been logged as a warning, by the engine's URL and their kind; each is logged so
+# only once. Kinds are few, but nothing limits the URLs of a long-lived process.
+_logged: set[tuple[str, str]] = set()
+_MOST_LOGGED = 1000
 
 
-def is_known_to_have_plugin(url: str) -> bool:
-    """Return whether the engine at a URL has opened a prompt stream for this process."""
-    return url in _engines_with_plugin
-
-
-def forget_plugin(url: str) -> None:
-    """Note that the engine that is now at a URL has no plugin."""
-    _engines_with_plugin.discard(url)
+def warn_once(engine_url: str, kind: str) -> int:
+    """Return the level at which to log a problem with an engine: a warning the first time."""
+    if (engine_url, kind) in _logged:
+        return logging.DEBUG
+    if len(_logged) >= _MOST_LOGGED:
+        _logged.clear()
+    _logged.add((engine_url, kind))
+    return logging.WARNING
 
 
 class PromptSource(Protocol):
@@ -70,25 +80,87 @@ class PromptSource(Protocol):
         ...
 
 
-class PromptFeed:
+class Feed(ABC):
+    """Feeds one growing prompt to one engine.
+
+    Run :meth:`run` in a task, and then :meth:`hold` if the prompt's request does not come at once.
+    Call :meth:`changed` whenever the prompt has grown.
+
+    Args:
+        on_state: called with each answer of the engine.
+
+    Attributes:
+        stream_id: the id that events name, once the engine has something of the prompt.
+    """
+
+    def __init__(self, on_state: Callable[[StreamState], None]) -> None:
+        self.stream_id: str | None = None
+        self._on_state = on_state
+        self._changed = anyio.Event()
+        self._stopping = anyio.Event()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the engine has no prompt stream that a request could use."""
+        return False
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stopping.is_set()
+
+    def changed(self) -> None:
+        """Note that the prompt has grown, or is complete."""
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Send nothing more: the request is about to be sent, or the stream is not needed."""
+        self._stopping.set()
+        self._changed.set()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Send the prompt as it grows, until it is complete or the feed is stopped.
+
+        Raises:
+            EngineError: if a request to the engine fails; not if the feed was stopped and the
+                stream is gone, since then its request has overtaken an append.
+        """
+
+    async def hold(self) -> None:
+        """Keep what was sent until the feed is stopped.
+
+        Raises:
+            StreamGone, StreamUnknown: if the engine does not have the stream any more.
+        """
+        await self._stopping.wait()
+
+    @abstractmethod
+    async def delete(self) -> None:
+        """Release what was sent, even if cancelled. Repeating this is harmless.
+
+        Raises:
+            EngineError: if the engine cannot be reached; the stream then expires.
+        """
+
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._changed = anyio.Event()
+
+
+class PromptFeed(Feed):
     """Feeds one growing prompt to one prompt stream.
 
     Args:
         engine: the engine that will use the prompt.
         prompt: text as a chat template renders it, special tokens included, or token ids.
-        on_state: called with each answer of the engine; the first one opens the stream.
+        on_state: see :class:`Feed`; the first answer opens the stream.
         add_special_tokens: whether the engine is to add special tokens to the text.
         ttl_seconds: how long the engine keeps the stream of a client that has vanished; by
             default the client's ``stream_ttl_seconds``.
         namespace: the namespace of the stream's KV; by default the client's.
         expected_output_tokens: how long the request's answer is likely to be, if that is known.
 
-    Run :meth:`run` in a task, and then :meth:`hold` if the stream is not used at once. Call
-    :meth:`changed` whenever the prompt has grown.
-
-    Attributes:
-        stream_id: the stream's id, once it is open, for the request that uses it. Unless such a
-            request was sent, :meth:`delete` must be called after :meth:`run`.
+    Unless a request that uses the stream was sent, :meth:`delete` must be called after :meth:`run`.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first two have a default
@@ -102,7 +174,7 @@ class PromptFeed:
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
     ) -> None:
-        self.stream_id: str | None = None
+        super().__init__(on_state)
         self._namespace = namespace
         self._expected_output_tokens = expected_output_tokens
         self._engine = engine
@@ -112,29 +184,9 @@ class PromptFeed:
         self._keep_alive_at = float("inf")
         self._release_deadline = float("inf")
         self._prompt = prompt
-        self._on_state = on_state
         self._add_special_tokens = add_special_tokens
-        self._changed = anyio.Event()
-        self._stopped = False
-        self._stopping = anyio.Event()
-
-    def changed(self) -> None:
-        """Note that the prompt has grown, or is complete."""
-        self._changed.set()
-
-    def stop(self) -> None:
-        """Send nothing more: the request is about to be sent, or the stream is not needed."""
-        self._stopped = True
-        self._stopping.set()
-        self._changed.set()
 
     async def run(self) -> None:
-        """Open the stream, and append until the prompt is complete or the feed is stopped.
-
-        Raises:
-            EngineError: if a request to the engine fails; not if the feed was stopped and the
-                stream is gone, since then its request has overtaken an append.
-        """
         first = self._prompt.take()
         while not first and not self._stopped and not self._prompt.is_complete:
             # The prompt begins with a text that is not written yet.
@@ -151,21 +203,9 @@ class PromptFeed:
                 raise
 
     async def hold(self) -> None:
-        """Keep the open stream alive until the feed is stopped, though nothing is appended.
-
-        Raises:
-            StreamGone, StreamUnknown: if the engine does not have the stream any more.
-        """
         await self._keep_alive_during(self._stopping.wait)
 
     async def delete(self) -> None:
-        """Delete the stream and release its KV, even if cancelled (see the module's docstring).
-
-        Repeating this is harmless.
-
-        Raises:
-            EngineError: if the engine cannot be reached; the stream then expires.
-        """
         if (stream_id := self.stream_id) is not None:
             await self._run_shielded(lambda: self._engine.delete_stream(stream_id), _DELETE_SECONDS)
 
@@ -185,7 +225,7 @@ class PromptFeed:
             # From here on the stream is deleted on every path.
             self.stream_id = state.id
             states.append(state)
-            _engines_with_plugin.add(self._engine.url)
+            self._engine.has_plugin = True
 
         await self._run_shielded(open_stream, _OPEN_SECONDS)
         if not states:
@@ -254,10 +294,6 @@ class PromptFeed:
         while not self._stopped and not self._prompt.is_complete:
             await self._wait_for_change()
 
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
-        self._changed = anyio.Event()
-
     def _postpone_keep_alive(self) -> None:
         """Note that the engine has just received something."""
         self._keep_alive_at = anyio.current_time() + self._ttl * _KEEP_ALIVE_PART
@@ -290,3 +326,135 @@ class PromptFeed:
         except EngineError as error:
             logger.debug("Stream %s could not be kept alive: %s", self.stream_id, error)
         self._postpone_keep_alive()
+
+
+class PlainFeed(Feed):
+    """Prefills one growing prompt by requests of its own, when :class:`StepCosts` says it pays.
+
+    There is at most one request at a time, and its connection is closed as soon as the feed is
+    stopped, so that it does not delay the prompt's own request. What it prefills is in the server's
+    cache like any prompt: the server may evict it, and there is nothing to release.
+
+    Args:
+        engine: the engine that will use the prompt.
+        prompt: the prompt, as ``engine.render`` returns it.
+        on_state: called before the first step and after each one with what is prefilled; the id is
+            made up.
+        namespace: the namespace of the request's KV; by default the engine client's.
+        expect: returns how many tokens the writer of a slot is expected to write, if that is known.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        prompt: Prompt,
+        on_state: Callable[[StreamState], None],
+        *,
+        namespace: Mapping[str, str] | None,
+        expect: Callable[[str], int | None],
+    ) -> None:
+        super().__init__(on_state)
+        self._url = engine.url
+        self._namespace = engine.namespace if namespace is None else namespace
+        self._server = engine.plain
+        self._prompt = prompt
+        self._expect = expect
+        self._scope = anyio.CancelScope()
+        # What the last step has sent: its number, and how much of the prompt.
+        self._steps, self._sent_characters, self._sent_tokens = 0, 0, 0
+
+    @property
+    def is_plain(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        super().stop()
+        self._scope.cancel()  # Give up the step that is under way.
+
+    async def run(self) -> None:
+        with self._scope:
+            while not self._prompt.is_complete:
+                if self._step_pays():
+                    await self._send()
+                else:
+                    await self._wait_for_change()
+            await anyio.sleep(_GRACE_SECONDS_OF_STEPS)
+            if self._step_pays():
+                await self._send()
+
+    async def delete(self) -> None:
+        """Do nothing: the server keeps no stream."""
+
+    def _step_pays(self) -> bool:
+        per_token = _CHARACTERS_PER_TOKEN
+        if self._sent_tokens:
+            per_token = self._sent_characters / self._sent_tokens
+        new = (len(self._prompt.stable()) - self._sent_characters) / per_token
+        being_written = [slot for slot in self._prompt.slots if slot.is_open]
+        written = {slot.name: len(slot.stable()) / per_token for slot in being_written}
+        to_come = 0.0
+        # Before anyone writes, waiting gains nothing.
+        if any(written.values()):
+            to_come = sum(
+                tokens_to_come(done, self._expect(name)) for name, done in written.items()
+            )
+        return self._server.costs.pays(new, to_come)
+
+    async def _send(self) -> None:
+        """Prefill the prompt up to its stable frontier."""
+        self._prompt.take()
+        text = self._prompt.stable()
+        if self.stream_id is None:
+            self.stream_id = f"plain-{secrets.token_hex(8)}"
+            self._report()
+        usage, seconds = await self._server.prefill(text, self._namespace)
+        if usage is not None:
+            self._measure(usage, seconds)
+            self._sent_tokens = usage.prompt_tokens or round(len(text) / _CHARACTERS_PER_TOKEN)
+        self._sent_characters = len(text)
+        self._steps += 1
+        self._report()
+
+    def _measure(self, usage: PromptUsage, seconds: float | None) -> None:
+        cached, before = usage.cached_tokens, self._sent_tokens
+        if not self._server.costs.add(usage.prompt_tokens, cached, seconds, before):
+            text = (
+                "%s has not kept the prompt that was prefilled there: of %d tokens it found %d in "
+                "its prefix cache. Nothing is prefilled there for a minute. Is its prefix cache "
+                'on? If not, without_plugin="off" saves these requests.'
+            )
+            logger.log(warn_once(self._url, "forgets"), text, self._url, before, cached)
+
+    def _report(self) -> None:
+        assert self.stream_id is not None
+        self._on_state(
+            StreamState(
+                id=self.stream_id,
+                received_tokens=self._sent_tokens,
+                prefilled_tokens=self._sent_tokens,
+                computed_tokens=self._sent_tokens,
+                increments=self._steps,
+                next_seq=self._steps,
+                ended=False,
+                ttl_seconds=float("inf"),
+            )
+        )
+
+
+def report_plain_engine(engine: EngineClient, problem: PluginMissing) -> None:
+    """Log once for each engine that it runs without the plugin, and what links do there.
+
+    From now on, requests to it have no fields of the plugin.
+    """
+    engine.has_plugin = False
+    level, text = warn_once(engine.url, "plain"), f"{problem}".removesuffix(".")
+    if engine.without_plugin == "off":
+        logger.log(level, "%s. Its agents run unlinked.", text)
+        return
+    logger.log(
+        level,
+        "%s. Links prefill prompts there by a few short requests, for its own prefix cache. The "
+        "plugin adds that text is prefilled as it is written, beside other requests instead of "
+        "before them, and is kept until it is used.",
+        text,
+    )

@@ -79,7 +79,7 @@ async def test_a_plain_server_works_with_one_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.plain_feed._plain_engines", set())
+    monkeypatch.setattr("flashmoa.linking.prompt_feed._logged", set())
     async with FlashMoAChatClient("tiny", base_url=plain_engine.url) as plain:
         build: Callable[[], Workflow] = lambda: chain((plain, plain), guide)  # noqa: E731
         unlinked = await run(build())

@@ -166,7 +166,7 @@ async def test_a_plain_server_works_with_one_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.plain_feed._plain_engines", set())
+    monkeypatch.setattr("flashmoa.linking.prompt_feed._logged", set())
     plain = make(plain_engine)
     build: Callable[[], RoundRobinGroupChat] = lambda: chain((plain, plain), guide)  # noqa: E731
     try:

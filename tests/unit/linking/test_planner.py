@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import anyio
 import pytest
@@ -18,9 +17,8 @@ from flashmoa.engine import (
     PromptUsage,
     connections,
 )
-from flashmoa.linking import prompt_feed
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
-from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits, ignore
@@ -30,10 +28,11 @@ pytestmark = pytest.mark.anyio
 ENGINE = "http://127.0.0.1:9"
 REQUEST = CallRequest(ENGINE, "m", None)
 TURN = Turn("reader", (frozenset(["writer"]),))
+LOOK, WALK = "look()", "walk()"
 
 
 class Pair(LinkPlanner):
-    """Plans for a team of two: a reader that reads what a writer writes."""
+    """Plans for a team of two: a reader reads what a writer writes, who may call two tools."""
 
     is_running = True
 
@@ -48,6 +47,10 @@ class Pair(LinkPlanner):
         self.known = ""
         self.holds_still = True
         self.turn = TURN
+        self.own = RequestAfterTools("writer", engine, (LOOK, WALK), self.render)
+        self.renders = 0
+        self.may_render = anyio.Event()
+        self.may_render.set()
         self._engine = engine
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
@@ -69,6 +72,29 @@ class Pair(LinkPlanner):
             turn, self._engine, placeholders, [render], holds=lambda *_: self.holds_still
         )
 
+    async def render(self, results: Mapping[str, str]) -> str:
+        """Escape the results, as the templates of some models do."""
+        self.renders += 1
+        await self.may_render.wait()
+        shown = (f"\n{tool} '{text}'".replace("&", "&amp;") for tool, text in results.items())
+        return "".join(["Go.", *shown, "\nSo"])
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools:
+        assert answer is self.own
+        return self.own
+
+    def link_to(self, agent: str) -> Link | None:
+        return next((link for link in self.links if link.agent == agent), None)
+
+    async def linked(self, agent: str, prompt: str) -> Link:
+        """Wait until there is a link to an agent with that certain text."""
+        with anyio.fail_after(5):
+            while True:
+                link = self.link_to(agent)
+                if link is not None and not link.is_over and link.prompt.stable() == prompt:
+                    return link
+                await anyio.sleep(0.001)
+
     def declined(self) -> list[LinkDeclined]:
         return [event for event in self.events if isinstance(event, LinkDeclined)]
 
@@ -80,10 +106,12 @@ class Pair(LinkPlanner):
         (link,) = self.links
         return link
 
-    async def planned(self, forecasts: int) -> None:
-        """Wait until that many forecasts have been made and the planner is idle."""
+    async def planned(self, forecasts: int = 0, *, renders: int = 0) -> None:
+        """Wait until that many forecasts have been made, own requests rendered, and it is idle."""
         with anyio.fail_after(5):
-            while self.forecasts < forecasts or self._planning.is_running:  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                self.forecasts < forecasts or self.renders < renders or self._planning.is_running
+            ):
                 await anyio.sleep(0.001)
         # Links are made in tasks of their own.
         await anyio.wait_all_tasks_blocked()
@@ -216,8 +244,8 @@ async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
     planner.begin("writer", REQUEST)
     link = await planner.link()
     planner.holds_still = holds
-    assert planner.begin("reader", CallRequest(url, "m", None)).prompt_stream_id is None
-    assert link.is_over and link.used_id is None and not planner.links
+    assert planner.take_link("reader", url) is None
+    assert link.is_over and not planner.links
 
 
 async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
@@ -270,8 +298,8 @@ async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_
         await planner.host.close()
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, "0.5", None])
-async def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: Any) -> None:
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+async def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: float) -> None:
     async with EngineClient(ENGINE) as engine:
         with pytest.raises(ValueError, match=r"kv_share is .*; it must be a number from 0 to 1"):
             Pair(engine, share)
@@ -281,7 +309,7 @@ async def test_a_link_knows_how_long_its_writers_last_answers_were(planner: Pair
     planner.output_lengths.add("writer", 120)
     planner.begin("writer", REQUEST)
     link = await planner.link()
-    assert link._plain_feed._expect("writer") == 120
+    assert link._expect("writer") == 120
 
 
 async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: Pair) -> None:
@@ -305,12 +333,10 @@ async def test_an_answer_that_differs_from_its_streamed_text_ends_the_links_to_i
     assert not writer.text.is_complete
 
 
-async def test_a_request_says_how_long_its_agents_last_answers_were(
-    planner: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pair) -> None:
     """Only to engines that have opened a prompt stream: others may refuse the field."""
-    known: set[str] = set()
-    monkeypatch.setattr(prompt_feed, "_engines_with_plugin", known)
+    planner.begin("writer", REQUEST)
+    engine = (await planner.link()).engine
 
     def call(agent: str, given: dict[str, int], answered: int) -> dict[str, object]:
         linked = LinkedCall(planner, agent, REQUEST)
@@ -321,18 +347,15 @@ async def test_a_request_says_how_long_its_agents_last_answers_were(
 
     assert "expected_output_tokens" not in call("a", {}, 10)
     assert "expected_output_tokens" not in call("a", {}, 30)
-    known.add(REQUEST.engine)
+    engine.has_plugin = True
     assert call("a", {}, 900)["expected_output_tokens"] == 20
     assert call("a", {}, 30)["expected_output_tokens"] == 30
     assert "expected_output_tokens" not in call("b", {}, 5)
     assert call("b", {"expected_output_tokens": 7}, 5)["expected_output_tokens"] == 7
 
 
-async def test_an_engine_whose_plugin_is_missing_gets_no_fields_of_the_plugin_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_whose_plugin_is_missing_is_known_to_have_none_any_more() -> None:
     """Another server has come up at its URL."""
-    monkeypatch.setattr(prompt_feed, "_engines_with_plugin", set())
     async with hung_engine() as server, EngineClient(server.url, without_plugin="off") as engine:
         known = [await run_link(engine)]
         server.lacks.add("open")
@@ -342,12 +365,12 @@ async def test_an_engine_whose_plugin_is_missing_gets_no_fields_of_the_plugin_an
     assert known == [True, False, True]
 
 
-async def run_link(engine: EngineClient) -> bool:
+async def run_link(engine: EngineClient) -> bool | None:
     """Run a link to a prompt. Return whether the engine is then known to have the plugin."""
     link = Link(engine, Prompt(["a"]), agent="b", unused_seconds=0.0, listener=ignore)
     with anyio.fail_after(10):
         await link.run()
-    return prompt_feed.is_known_to_have_plugin(engine.url)
+    return engine.has_plugin
 
 
 def test_only_the_last_answers_of_an_agent_count() -> None:
@@ -355,3 +378,121 @@ def test_only_the_last_answers_of_an_agent_count() -> None:
     for tokens in [1000] * 8 + [10] * 8:
         lengths.add("a", tokens)
     assert lengths.expect("a") == 10
+
+
+def call_tools(planner: Pair, text: str = "") -> None:
+    """Let the writer answer with calls of its tools, and a text before them."""
+    writer = planner.begin("writer", REQUEST)
+    if text:
+        writer.on_text(text)
+    result = CallResult("", None, "function_calls", is_forwarded=False, tool_calls=planner.own)
+    writer.on_finish(result)
+
+
+async def test_the_next_request_is_linked_up_to_the_first_missing_result(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    assert [slot.name for slot in link.prompt.slots] == [LOOK, WALK]
+    # The agents that read what it writes in the end are linked all the while.
+    await planner.linked("reader", "Read: ")
+
+
+async def test_results_are_added_in_the_order_of_the_calls(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    planner.add_result(planner.own, LOOK, "Lakes & more")
+    assert await planner.linked("writer", "Go.\nlook() 'Lakes &amp; more'\nwalk() '") is link
+
+
+async def test_a_result_waits_for_those_before_it(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    planner.add_result(planner.own, WALK, "2 h")
+    await planner.planned(renders=2)
+    assert planner.link_to("writer") is link and link.prompt.stable() == "Go.\nlook() '"
+    assert [slot.name for slot in link.prompt.slots] == [LOOK]
+    assert link.prompt.segments[-1] == "'\nwalk() '2 h'\nSo"
+
+
+async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    for tool in (LOOK, WALK):
+        planner.add_result(planner.own, tool, "")
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is link and not link.is_over
+    planner.begin("writer", REQUEST)
+    assert planner.link_to("writer") is None and link.is_over
+
+
+async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pair) -> None:
+    call_tools(planner)
+    for tool in (LOOK, WALK):
+        planner.add_result(planner.own, tool, "")
+    await planner.linked("reader", "Read: ")
+    planner.plan()
+    await planner.planned(renders=0)
+    assert planner.link_to("writer") is None and not planner.renders
+    planner.begin("writer", REQUEST)
+    assert not any(event.late for event in planner.events if isinstance(event, CallStarted))
+
+
+@pytest.mark.parametrize("is_rendering", [False, True])
+async def test_a_request_that_is_given_up_is_not_linked_any_more(
+    planner: Pair, is_rendering: bool
+) -> None:
+    if is_rendering:
+        planner.may_render = anyio.Event()
+        call_tools(planner)
+        with anyio.fail_after(5):
+            while not planner.renders:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+    else:
+        call_tools(planner)
+        await planner.linked("writer", "Go.\nlook() '")
+    planner.give_up(planner.own)
+    planner.may_render.set()
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+    # What is not held any more changes nothing.
+    planner.add_result(planner.own, LOOK, "")
+    planner.give_up(planner.own)
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+
+
+async def test_a_request_is_not_held_for_ever(
+    planner: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa.linking.planner._LONGEST_TOOL_SECONDS", 0.05)
+    call_tools(planner)
+    with anyio.fail_after(5):
+        while planner.holds(planner.own):  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+
+
+async def test_the_end_of_a_run_ends_what_is_held(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    planner.end_all("closed")
+    assert link.is_over and not planner.holds(planner.own)
+    planner.add_result(planner.own, LOOK, "")
+    planner.plan()
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+
+
+async def test_links_that_were_fed_the_text_before_a_tool_call_are_made_again(
+    planner: Pair,
+) -> None:
+    writer = planner.begin("writer", REQUEST)
+    link = await planner.linked("reader", "Read: ")
+    writer.on_text("Let me look.")
+    assert link.prompt.stable() == "Read: Let me look."
+    writer.on_finish(CallResult("", None, "function_calls", is_forwarded=False))
+    assert link.is_over
+    again = await planner.linked("reader", "Read: ")
+    planner.begin("writer", REQUEST).on_text("A fine lake.")
+    assert again.prompt.stable() == "Read: A fine lake."

@@ -358,7 +358,7 @@ async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
 async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.link._logged_failures", set())
+    monkeypatch.setattr("flashmoa.linking.prompt_feed._logged", set())
     events: list[Event] = []
     engine = Engine()
     async with Workflow(engine, listener=events.append) as flow:  # type: ignore[arg-type]

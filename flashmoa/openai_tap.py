@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
 from contextlib import aclosing, contextmanager, suppress
@@ -27,13 +28,6 @@ from flashmoa.engine.generation import (
     read_content,
     read_event_data,
 )
-from flashmoa.openai_requests import (
-    OWN_FIELDS,
-    as_stream,
-    http_module,
-    read_chat_body,
-    with_body,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +39,8 @@ _Request: TypeAlias = Any
 _Response: TypeAlias = Any
 Send = Callable[..., Awaitable[_Response]]
 
+# The fields that FlashMoA adds to requests, for engines with its plugin.
+OWN_FIELDS = frozenset(("prompt_stream_id", "expected_output_tokens"))
 _tapped: WeakSet[Any] = WeakSet()
 _current_filter: ContextVar[RetryFilter | None] = ContextVar("flashmoa_retry_filter", default=None)
 # Headers that describe the bytes of the stream and are wrong for the response made from it.
@@ -499,3 +495,58 @@ def _read_error(event: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     is_status = len(code) == 3 and code.isascii() and code.isdigit() and code[0] in "45"
     # SGLang wraps its error object in another object only if it is an event of a stream.
     return (int(code) if is_status else None), fields if "object" in fields else event
+
+
+def http_module(request: _Request) -> Any:
+    """Return httpx or httpx2, whichever a request is of."""
+    return sys.modules[type(request).__module__.partition(".")[0]]
+
+
+def read_chat_body(request: _Request) -> dict[str, Any] | None:
+    """Return the body of a request for a chat completion; ``None`` for other requests."""
+    if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
+        return None
+    try:
+        body: object = json.loads(request.content)
+    except (ValueError, RuntimeError):  # RequestNotRead: its body is not there before it is sent.
+        return None
+    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+
+
+def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
+    """Return a request with another JSON body, in the format of OpenAI's client."""
+    headers = request.headers.copy()
+    headers.pop("content-length", None)
+    try:
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:  # Half of a surrogate pair, which JSON can have only as an escape.
+        content = json.dumps(body, separators=(",", ":")).encode()
+    return type(request)(
+        request.method,
+        request.url,
+        headers=headers,
+        content=content,
+        extensions=request.extensions,
+    )
+
+
+def as_stream(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the body of a request for a chat completion as that of one for a stream.
+
+    ``None`` for one that asks for a stream, and for what streams do not carry: several answers,
+    whose texts nobody gets as they arrive; log-probabilities, of which SGLang's streams lack those
+    of tokens without text; sound; and what servers return on request besides the text. Also for
+    one whose ``stream_options`` are none: the server says what is wrong with them.
+    """
+    options: Any = body.get("stream_options") or {}
+    has_text_only = (body.get("modalities") or ["text"]) == ["text"] and not body.get("audio")
+    is_one = not body.get("stream") and (body.get("n") or 1) == 1 and has_text_only
+    if not is_one or not isinstance(options, dict) or any(map(_is_only_whole, body.items())):
+        return None
+    return {**body, "stream": True, "stream_options": {**options, "include_usage": True}}
+
+
+def _is_only_whole(field: tuple[str, Any]) -> bool:
+    name, value = field
+    is_asked = value is not None and value is not False
+    return is_asked and (name.startswith("return_") or name.endswith("logprobs"))

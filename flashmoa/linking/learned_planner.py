@@ -11,9 +11,14 @@ from typing import cast
 from flashmoa.engine import EngineClient
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn, name_calls
-from flashmoa.linking.learned_prompts import Messages, end_at
-from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
-from flashmoa.linking.learned_tools import Message, called_tools
+from flashmoa.linking.learned_runs import (
+    LearnedRun,
+    Message,
+    Program,
+    RecordedRequest,
+    called_tools,
+)
+from flashmoa.linking.learned_texts import Messages, end_at
 from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import Prompt

@@ -15,50 +15,46 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashmoa.linking.calls import OutputLengths
-from flashmoa.linking.learned_prompts import (
+from flashmoa.linking.learned_texts import (
     Divergence,
+    KnownTexts,
     Messages,
     find_changes,
     find_divergence,
     have_same_start,
     similarity,
 )
-from flashmoa.linking.learned_texts import KnownTexts
-from flashmoa.linking.learned_tools import (
-    Message,
-    after_tools,
-    call_ids,
-    extra_fields,
-    follows,
-    likely_results,
-    sent_back,
-)
 
-# Of the calls that a request may be, only the first ones of the example are looked at, and only
-# those predicted that are the most like it as the example had them.
-_MOST_COMPARED = 32
+# An answer that calls tools, as a message of OpenAI's API.
+Message = Mapping[str, Any]
+
+# Whatever else an answer has, say its reasoning, only some programs send back.
+_ALWAYS_SENT_BACK = {"role", "content", "tool_calls"}
+# Of the calls that a request may be, only those are predicted that are the most like it as the
+# example had them.
 _MOST_PREDICTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request for a chat completion, as far as its prompt depends on it.
+    """A request for a chat completion, as far as its prompt depends on it, and its headers.
 
     Attributes:
         url: the root URL of its server.
-        api_key: the key in its headers, if there is one.
         model: the model name.
         messages: as in OpenAI's API.
         fields: the other ones that shape its prompt; see ``flashmoa.engine.prompt_fields``.
         namespace: the namespace of its KV; see ``flashmoa.engine.kv_namespace``.
+        headers: the headers by which its client asks for anything, with its key. A request that is
+            sent again with other ones is the same.
     """
 
     url: str
-    api_key: str | None
     model: str
     messages: Messages
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     namespace: Mapping[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +182,8 @@ class LearnedRun:
             missing: for each call of a tool, what stands for a result that is not known.
         """
         assert call.tool_answer is not None
-        answer = sent_back(call.tool_answer, self._program.sent_back)
+        kept = _ALWAYS_SENT_BACK | self._program.sent_back
+        answer = {name: value for name, value in call.tool_answer.items() if name in kept}
         likely: list[Message] = []
         earlier = self.example.get(call.key)
         following = self.example.get(self.next_key(call) or "")
@@ -199,7 +196,11 @@ class LearnedRun:
                 self.predict(following.key, texts)[start:],
                 following.result_differed,
             )
-        return after_tools(call.request.messages, answer, likely, missing)
+        results = [
+            {"role": "tool", "tool_call_id": id_, "content": text}
+            for id_, text in zip(call_ids(answer), missing, strict=True)
+        ]
+        return [*call.request.messages, answer, *likely, *results[len(likely) :]]
 
     def upcoming(self, steps: int) -> list[str]:
         """Return the keys of the calls of the example that may come next, in its order.
@@ -244,13 +245,8 @@ class LearnedRun:
     def _find_followed(self, request: RecordedRequest) -> RecordedCall | None:
         """Return the call whose tools' results a request brings, if it brings any."""
         followed = {call.follows for call in self.calls.values()}
-        for call in self.calls.values():
-            answer = call.tool_answer
-            if answer is None or call.key in followed:
-                continue
-            if follows(request.messages, call.request.messages, answer):
-                return call
-        return None
+        waiting = (call for call in self.calls.values() if call.key not in followed)
+        return next((call for call in waiting if _follows(request.messages, call)), None)
 
     def _likest(self, name: str, request: RecordedRequest) -> str | None:
         """Return the key of the earlier call that a request is most like.
@@ -260,10 +256,9 @@ class LearnedRun:
         example.
         """
         taken = {*self.calls, *self._next_keys.values()}
-        untaken = (
+        candidates = [
             call for call in self._earlier.values() if call.name == name and call.key not in taken
-        )
-        candidates = list(itertools.islice(untaken, _MOST_COMPARED))
+        ]
         if not candidates or (len(candidates) == 1 and self._is_new(name, request, candidates[0])):
             return None
         if len(candidates) == 1:
@@ -305,7 +300,7 @@ class LearnedRun:
         """Learn which extra fields of an answer the program sends back."""
         assert before.tool_answer is not None
         message = request.messages[len(before.request.messages)]
-        for field_name in extra_fields(before.tool_answer):
+        for field_name in before.tool_answer.keys() - _ALWAYS_SENT_BACK:
             if message.get(field_name) == before.tool_answer[field_name]:
                 self._program.sent_back.add(field_name)
             else:
@@ -332,3 +327,64 @@ class LearnedRun:
         taken = {*self.calls, *self._earlier, *self._next_keys.values()}
         keys = (f"{name} ({number})" for number in itertools.count(2))
         return next(key for key in itertools.chain([name], keys) if key not in taken)
+
+
+def call_ids(answer: Message) -> list[str]:
+    """Return the ids of an answer's calls, in their order."""
+    return [call["id"] for call in answer["tool_calls"]]
+
+
+def called_tools(answer: Message) -> list[str]:
+    """Return the names of the tools that an answer calls, in the order of the calls."""
+    return [_called(call)["name"] for call in answer["tool_calls"]]
+
+
+def _called(call: Message) -> Message:
+    """Return the function of a call, or the custom tool, with its arguments."""
+    return call.get("custom") or call["function"]
+
+
+def _follows(messages: Messages, call: RecordedCall) -> bool:
+    """Return whether messages continue those of a call, after the tools of its answer.
+
+    Frameworks write the answer down in their own ways, but keep the ids of its calls.
+    """
+    asked, answer = call.request.messages, call.tool_answer
+    count = len(asked)
+    if answer is None or len(messages) <= count or list(messages[:count]) != list(asked):
+        return False
+    ids = [call.get("id") for call in messages[count].get("tool_calls") or ()]
+    return ids == call_ids(answer)
+
+
+def likely_results(
+    answer: Message,
+    earlier: Message,
+    earlier_results: Messages,
+    predicted: Messages,
+    differed: Divergence | None,
+) -> list[Message]:
+    """Return the first of the messages after an answer that are likely to be as predicted.
+
+    A result is likely to be the same if its tool is called with the same arguments, and to hold the
+    texts of this run if it held those of the earlier one.
+
+    Args:
+        answer, earlier: the answers of this run, and of the earlier one.
+        earlier_results: the messages that followed the earlier answer.
+        predicted: these, as predicted for this run.
+        differed: where they were not as predicted before; what comes after that is not likely.
+    """
+    calls, earlier_calls = answer["tool_calls"], earlier["tool_calls"]
+    if called_tools(answer) != called_tools(earlier):
+        return []
+    likely: list[Message] = []
+    for index, (before, message) in enumerate(zip(earlier_results, predicted, strict=True)):
+        if differed is not None and index >= differed.message:
+            break
+        if index < len(calls):
+            is_same_call = _called(calls[index]) == _called(earlier_calls[index])
+            if not is_same_call and before.get("content") == message.get("content"):
+                break
+        likely.append(message)
+    return likely

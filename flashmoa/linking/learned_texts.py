@@ -1,29 +1,102 @@
-"""Keep what stands in a run for each text of an earlier one (:class:`KnownTexts`). No I/O."""
+"""Predict the JSON of a request from that of an earlier run (:func:`predict`, :class:`KnownTexts`).
+
+A program that runs again asks much the same. What differs are the answers of its calls and what it
+was given; both appear in the messages of later calls, and each is replaced there by the text that
+stands for it in the current run. Prompts may be megabytes long and many texts may be known, so no
+loop here goes over characters, and nothing is looked for twice in the same string. No I/O.
+"""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
-from flashmoa.linking.learned_prompts import predict
-from flashmoa.linking.learned_strings import TextFinder
+Messages = Sequence[Mapping[str, Any]]
+
+# A shorter text is replaced only where it is a whole string, since it may be in a string by chance.
+_SHORTEST_PART = 4
+# To take a string apart into words pays if more texts than this are looked for in it.
+_FEW_TEXTS = 32
+# The number of characters of a text among which its longest words are taken, and how many of these.
+_SAMPLE = 1000
+_MOST_WORDS = 3
+# Of characters for which `str.isalnum` is true.
+_WORD = re.compile(r"[^\W_]+")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a text of the earlier run was: it is an answer, or the id of a call of a tool.
+class Divergence:
+    """The place at which a call's messages were not as predicted.
 
     Attributes:
-        key: the key of the call that was answered with it.
-        is_stripped: whether it is the answer without the white space around it.
-        number: that of the call of a tool; ``None`` if the text is an answer.
+        message: index of the first message that differs.
+        offset: number of characters of its content that are as predicted; 0 if anything else in the
+            message differs, too, or if its content is not a string.
     """
 
-    key: str
-    is_stripped: bool = False
-    number: int | None = None
+    message: int
+    offset: int
+
+
+class TextFinder:
+    """Finds texts within strings, and remembers for each string which are in it.
+
+    A string that is asked about again is only searched for the texts that were added since. Where a
+    text would only be part of a longer word, it may or may not be found.
+
+    Args:
+        texts: the first texts. Such as are too short to be looked for within strings are left out.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        # Each with words that are in every string in which it is found.
+        self._texts: dict[str, frozenset[str]] = {}
+        # By string, the texts that are in it, and how many of all texts were looked for.
+        self._found: dict[str, tuple[Sequence[str], int]] = {}
+        self.add(texts)
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Look for these texts, too, from now on."""
+        for text in texts:
+            if len(text) >= _SHORTEST_PART and text not in self._texts:
+                self._texts[text] = _telling_words(text)
+
+    def within(self, string: str) -> Sequence[str]:
+        """Return the texts that are in a string, the longest first.
+
+        Their order does not depend on when they were added.
+        """
+        found, searched = self._found.get(string, ((), 0))
+        if searched < len(self._texts):
+            new = [text for text in self._likely(string, searched) if text in string]
+            if new:
+                found = sorted([*found, *new], key=lambda text: (-len(text), text))
+            self._found[string] = found, len(self._texts)
+        return found
+
+    def _likely(self, string: str, searched: int) -> Iterable[str]:
+        """Return the texts that may be in a string, without those that were looked for before."""
+        count = len(self._texts) - searched
+        # In the order of the dictionary; those at its end were added last.
+        new = islice(reversed(self._texts.items()), count)
+        if count <= _FEW_TEXTS:
+            return [text for text, _ in new]
+        # A look at a set is much quicker than a search in the string.
+        words = frozenset(_WORD.findall(string))
+        return [text for text, telling in new if telling <= words]
+
+
+def _telling_words(text: str) -> frozenset[str]:
+    """Return the longest words at the beginning of a text, which few strings have by chance."""
+    words: list[str] = _WORD.findall(text[:_SAMPLE])
+    if len(text) > _SAMPLE:
+        words = words[:-1]  # The last one may be cut off.
+    return frozenset(sorted(words, key=len)[-_MOST_WORDS:])
 
 
 class KnownTexts:
@@ -38,14 +111,17 @@ class KnownTexts:
     """
 
     def __init__(self, answers: Mapping[str, str], call_ids: Mapping[str, Sequence[str]]) -> None:
-        self._places: defaultdict[str, list[_Place]] = defaultdict(list)
+        # By text, where it was: the key of the call that was answered with it, and how; or, if it
+        # is the id of a call of a tool, the number of that.
+        self._places: defaultdict[str, list[tuple[str, Callable[[str], str] | int]]]
+        self._places = defaultdict(list)
         for key, answer in answers.items():
             # Programs often strip an answer.
-            self._places[answer.strip()].append(_Place(key, is_stripped=True))
-            self._places[answer].append(_Place(key))
+            self._places[answer.strip()].append((key, str.strip))
+            self._places[answer].append((key, str))
         for key, ids in call_ids.items():
             for number, id_ in enumerate(ids):
-                self._places[id_].append(_Place(key, number=number))
+                self._places[id_].append((key, number))
         # An empty text is everywhere.
         self._places.pop("", None)
         # Texts other than these.
@@ -53,11 +129,7 @@ class KnownTexts:
         self._finder = TextFinder(self._places)
 
     def learn(self, changes: Mapping[str, str]) -> None:
-        """Note what stands for texts of which nothing is known yet.
-
-        Args:
-            changes: see :func:`~flashmoa.linking.learned_prompts.find_changes`.
-        """
+        """Note what stands for texts of which nothing is known yet (see :func:`find_changes`)."""
         for text, now in changes.items():
             self._changes.setdefault(text, now)
         self._finder.add(changes)
@@ -74,14 +146,181 @@ class KnownTexts:
 
         def stands_for(text: str) -> str | None:
             # Several calls may have had the same answer; the last that is known counts.
-            for place in reversed(self._places.get(text, ())):
-                if place.number is not None:
-                    ids = find_ids(place.key)
-                    if place.number < len(ids):
-                        return ids[place.number]
-                elif place.key in texts:
-                    now = texts[place.key]
-                    return now.strip() if place.is_stripped else now
+            for key, place in reversed(self._places.get(text, ())):
+                if isinstance(place, int):
+                    if place < len(ids := find_ids(key)):
+                        return ids[place]
+                elif key in texts:
+                    return place(texts[key])
             return self._changes.get(text)
 
         return predict(value, stands_for, self._finder)
+
+
+def predict(value: Any, stands_for: Callable[[str], str | None], finder: TextFinder) -> Any:
+    """Return a JSON value of an earlier run as it is likely to be in this one.
+
+    Args:
+        value: a string, or lists and mappings of such values, for instance messages.
+        stands_for: returns what stands in this run for a text of the earlier one, if that is known.
+            A text is replaced where it is a whole string, and within strings where it is no part of
+            a longer word; of texts that overlap, the longest is.
+        finder: finds the texts for which something may be known.
+    """
+    if isinstance(value, str):
+        whole = stands_for(value)
+        if whole is not None:
+            return whole
+        parts = [(part, stands_for(part)) for part in finder.within(value)]
+        return replace(value, [(part, now) for part, now in parts if now is not None])
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {key: predict(item, stands_for, finder) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [predict(item, stands_for, finder) for item in cast("list[Any]", value)]
+    return value
+
+
+def replace(string: str, parts: Iterable[tuple[str, str]]) -> str:
+    """Replace parts of a string, but not where they are part of a longer word.
+
+    Args:
+        parts: each with its replacement. Of those that overlap, the first one is replaced.
+    """
+    # Where the replaced parts start and end, in the order of the string, and what replaces them.
+    starts: list[int] = []
+    ends: list[int] = []
+    replacements: list[str] = []
+    for part, replacement in parts:
+        start = 0
+        while (at := string.find(part, start)) >= 0:
+            end = start = at + len(part)
+            place = bisect_right(ends, at)
+            if place < len(starts) and starts[place] < end:
+                start = ends[place]
+            elif not _splits_word(string, at) and not _splits_word(string, end):
+                starts.insert(place, at)
+                ends.insert(place, end)
+                replacements.insert(place, replacement)
+    kept = [string[end:start] for end, start in zip([0, *ends], [*starts, None], strict=True)]
+    return "".join(piece for pair in zip(kept, [*replacements, ""], strict=True) for piece in pair)
+
+
+def find_divergence(predicted: Messages, actual: Messages) -> Divergence | None:
+    """Return where messages differ from those predicted; ``None`` if they do not."""
+    for index, (expected, message) in enumerate(zip(predicted, actual, strict=False)):
+        if expected != message:
+            return Divergence(index, _common_content(expected, message))
+    if len(predicted) == len(actual):
+        return None
+    return Divergence(min(len(predicted), len(actual)), 0)
+
+
+def _common_content(message: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Return the length of the contents' common beginning if all else in two messages is equal."""
+    content, other_content = message.get("content"), other.get("content")
+    if not isinstance(content, str) or not isinstance(other_content, str):
+        return 0
+    if {**message, "content": None} != {**other, "content": None}:
+        return 0
+    return common_prefix(content, other_content)
+
+
+def end_at(messages: Messages, divergence: Divergence, other: str) -> list[Mapping[str, Any]]:
+    """Return messages that are the same before a divergence, and there continue with ``other``."""
+    kept = list(messages[: divergence.message])
+    if divergence.message >= len(messages):
+        return [*kept, {"role": "user", "content": other}]
+    message = messages[divergence.message]
+    if divergence.offset and isinstance(message.get("content"), str):
+        return [*kept, {**message, "content": message["content"][: divergence.offset] + other}]
+    return [*kept, {"role": message.get("role", "user"), "content": other}]
+
+
+def find_changes(earlier: Any, predicted: Any, actual: Any) -> dict[str, str]:
+    """Return the strings of an earlier run that are others than predicted, with what they are.
+
+    Where what was predicted and what came begin or end alike, the part in which they differ is
+    returned as well, in whole words. Values of different shapes are not compared.
+
+    Args:
+        earlier: the value of the earlier run.
+        predicted: what :func:`predict` made of it.
+        actual: the value of this run.
+    """
+    changes: dict[str, str] = {}
+    values: tuple[Any, ...] = (earlier, predicted, actual)
+    if all(isinstance(value, str) for value in values):
+        if predicted != actual:
+            start = common_first_words(predicted, actual)
+            end = common_last_words(predicted[start:], actual[start:])
+            before, now = (text[start : len(text) - end] for text in (predicted, actual))
+            changes = {earlier: actual, before: now}
+    elif all(isinstance(value, Mapping) for value in values):
+        for key in earlier.keys() & actual.keys():
+            changes |= find_changes(earlier[key], predicted[key], actual[key])
+    elif all(isinstance(value, list | tuple) for value in values):
+        for items in zip(*values, strict=False):
+            changes |= find_changes(*items)
+    changes.pop("", None)
+    return changes
+
+
+def have_same_start(messages: Messages, other: Messages) -> bool:
+    """Return whether the contents of two first messages begin with the same word, or are equal."""
+    contents = [first.get("content") for first in (*messages[:1], *other[:1])]
+    return len(contents) < 2 or contents[0] == contents[1] or any(similarity(*contents))
+
+
+def similarity(value: Any, other: Any) -> tuple[int, ...]:
+    """Return how far a JSON value is like another one: the place at which they begin to differ.
+
+    The place is a path into ``other``. Of two values, the one with the greater place is like
+    ``other`` for longer; that of a value which is equal to it is the greatest.
+    """
+    pairs: list[tuple[Any, Any]]
+    if isinstance(value, str) and isinstance(other, str):
+        return (common_first_words(value, other),)
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        fields = cast("Mapping[str, Any]", value)
+        pairs = [(fields.get(key), item) for key, item in cast("Mapping[str, Any]", other).items()]
+    elif isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        pairs = list(zip(cast("list[Any]", value), cast("list[Any]", other), strict=False))
+    else:
+        return ()
+    for place, (one, another) in enumerate(pairs):
+        if one != another:
+            return (place, *similarity(one, another))
+    sizes = len(cast("Sequence[Any]", value)), len(cast("Sequence[Any]", other))
+    return (len(pairs) + (sizes[0] == sizes[1]),)
+
+
+def common_prefix(string: str, other: str) -> int:
+    """Return the number of characters with which two strings begin alike."""
+    alike, end = 0, min(len(string), len(other))
+    while alike < end:
+        middle = (alike + end + 1) // 2
+        if string[alike:middle] == other[alike:middle]:
+            alike = middle
+        else:
+            end = middle - 1
+    return alike
+
+
+def common_first_words(string: str, other: str) -> int:
+    """Return the number of characters of the words with which two strings begin alike."""
+    end = common_prefix(string, other)
+    if not _splits_word(string, end) and not _splits_word(other, end):
+        return end
+    word = _WORD.match(string[:end][::-1])
+    return end - (word.end() if word else 0)
+
+
+def common_last_words(string: str, other: str) -> int:
+    """Return the number of characters of the words with which two strings end alike."""
+    return common_first_words(string[::-1], other[::-1])
+
+
+def _splits_word(string: str, at: int) -> bool:
+    """Return whether the characters on both sides of a place belong to one word."""
+    return 0 < at < len(string) and string[at - 1].isalnum() and string[at].isalnum()

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable
 
 from flashmoa.errors import FlashMoAError
-from flashmoa.linking.learned_strings import common_prefix
+from flashmoa.linking.learned_texts import common_prefix
 from flashmoa.linking.prompt import Prompt, Slot
 
 # The name of a slot that never gets any text, since the rest of its prompt is not certain yet.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import sysconfig
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, WithoutPlugin
@@ -21,15 +23,22 @@ from flashmoa.linking.learned_planner import LearnedLinkPlanner, SentInPlace
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import traced
-from flashmoa.openai._agent_names import calling_agent
 from flashmoa.openai._observed_http import Request
-from flashmoa.openai._sent_requests import SentRequest, headers_now, read_request
+from flashmoa.openai._sent_requests import headers_now, read_request
 
 logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+# Frames of code in these folders are not the user's: the standard library, installed packages, and
+# this package, which may be installed from its source folder.
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<frozen",
+)
+_MOST_FRAMES = 3
 # By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
 _programs: dict[str, Program] = {}
 _MOST_PROGRAMS = 256
@@ -188,10 +197,7 @@ class Run:
             await all_of([engine.close for engine in self._engines.values()])
 
     def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
-        # Runs record no other requests.
-        headers = headers_now(
-            cast("SentRequest", request), cast("Sequence[tuple[SentRequest, SentRequest]]", sent)
-        )
+        headers = headers_now(request, sent)
         key = (request.url, request.model, frozenset(headers.items()))
         engine = self._engines.get(key)
         if engine is None:
@@ -216,3 +222,33 @@ def find_observer(request: Request, body: Mapping[str, Any]) -> CallObserver | N
         # Whatever is wrong with a link, the request must be sent.
         logger.exception("A call runs unlinked because of the error below")
         return None
+
+
+def calling_agent() -> str:
+    """Return the name of the LangGraph node that is running, else the user's functions that call.
+
+    Functions are named with the lines of their calls, the outermost first (``main:12 > ask:31``).
+    """
+    return _langgraph_node() or " > ".join(_calling_lines()) or "call"
+
+
+def _langgraph_node() -> str | None:
+    config_module = sys.modules.get("langchain_core.runnables.config")
+    if config_module is None:
+        return None
+    config: Any = config_module.var_child_runnable_config.get()
+    node: object = config.get("metadata", {}).get("langgraph_node") if config else None
+    return node if isinstance(node, str) else None
+
+
+def _calling_lines() -> list[str]:
+    frames = (each for each in _frames() if not each.f_code.co_filename.startswith(_LIBRARIES))
+    calls = [f"{each.f_code.co_name}:{each.f_lineno}" for each in islice(frames, _MOST_FRAMES)]
+    return [call for call in reversed(calls) if not call.startswith("<module>")]
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

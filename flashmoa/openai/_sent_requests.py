@@ -1,15 +1,15 @@
-"""Read what a client sends, as far as links need it (:class:`SentRequest`)."""
+"""Read what a client sends, as far as links need it, and tell how it will send more."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
 import openai
 
 from flashmoa.engine import engine_url, kv_namespace, prompt_fields
+from flashmoa.linking.learned_planner import SentInPlace
 from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.linking.placeholders import NotForecastable
 
@@ -30,27 +30,13 @@ _NO_KEY = "Bearer EMPTY"
 linked_clients: WeakSet[openai.AsyncOpenAI] = WeakSet()
 
 
-@dataclass(frozen=True, slots=True)
-class SentRequest(RecordedRequest):
-    """A request for a chat completion, and how its server was asked.
-
-    Attributes:
-        headers: the headers by which its client asks for anything, with its key. A request that is
-            sent again with other ones is the same.
-    """
-
-    headers: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
-
-
-def read_request(request: Any, body: Mapping[str, Any]) -> SentRequest:
+def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
     """Return a request of OpenAI's client, given its HTTP request and the body of that.
 
     Raises: ValueError, LookupError if it is no request for a chat completion.
     """
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return SentRequest(
+    return RecordedRequest(
         url=engine_url(str(request.url).partition("/chat/completions")[0]),
-        api_key=key if key and scheme.lower() == "bearer" else None,
         model=body.get("model") or "",
         messages=body["messages"],
         fields=prompt_fields(body),
@@ -59,9 +45,7 @@ def read_request(request: Any, body: Mapping[str, Any]) -> SentRequest:
     )
 
 
-def headers_now(
-    request: SentRequest, sent: Sequence[tuple[SentRequest, SentRequest]]
-) -> dict[str, str]:
+def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
     """Return the headers with which this run is likely to send a request of an earlier run.
 
     Each has the value that this run last sent in place of the earlier one to the same server, or
@@ -88,9 +72,7 @@ def headers_now(
     return headers
 
 
-def _known_values(
-    name: str, request: SentRequest, sent: Sequence[tuple[SentRequest, SentRequest]]
-) -> list[str | None]:
+def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> list[str | None]:
     """Return values that a header may have in this run, the likeliest last; none if unknown.
 
     ``None`` among them: the request has no such header.

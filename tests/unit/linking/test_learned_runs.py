@@ -18,7 +18,7 @@ def make_request(
     *contents: str, url: str = "http://engine", model: str = "tiny", **fields: Any
 ) -> RecordedRequest:
     messages = [{"role": "user", "content": content} for content in contents]
-    return RecordedRequest(url, None, model, messages, fields)
+    return RecordedRequest(url, model, messages, fields)
 
 
 def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
-from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedCall, RecordedRequest
-from flashmoa.linking.learned_tools import after_tools, follows, likely_results
+from flashmoa.linking.learned_runs import (
+    LearnedRun,
+    Program,
+    RecordedCall,
+    RecordedRequest,
+    likely_results,
+)
 from flashmoa.observe import ignore
 
 Call = tuple[str, str]
@@ -36,7 +41,7 @@ def results(answer: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
 
 
 def request(messages: Sequence[Any]) -> RecordedRequest:
-    return RecordedRequest("http://engine", None, "tiny", messages)
+    return RecordedRequest("http://engine", "tiny", messages)
 
 
 def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) -> RecordedCall:
@@ -90,13 +95,19 @@ def test_the_call_after_tools_is_found_by_their_ids_whatever_its_name() -> None:
     assert (after.key, after.follows) == (key, first.key) and other.key not in (key, first.key)
 
 
-def test_a_request_with_another_history_does_not_follow() -> None:
-    answer = make_answer(("id 1", "lake"))
-    history = [{"role": "system", "content": "Hand over."}, *ASKED[:0], answer]
-    assert not follows(history, ASKED, answer)
-    assert not follows(ASKED, ASKED, answer)
-    assert not follows([*ASKED, make_answer(("id 2", "lake"))], ASKED, answer)
-    assert not follows([*ASKED, {"role": "user", "content": ""}], ASKED, answer)
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "Hand over."}, make_answer(("id 1", "lake"))],
+        ASKED,
+        [*ASKED, make_answer(("id 2", "lake"))],
+        [*ASKED, {"role": "user", "content": ""}],
+    ],
+)
+def test_a_request_with_another_history_does_not_follow(messages: list[Any]) -> None:
+    run = LearnedRun(Program())
+    ask(run, ASKED, make_answer(("id 1", "lake")))
+    assert run.begin("agent", request(messages)).follows is None
 
 
 def test_the_result_of_the_same_call_is_expected_again_with_the_new_id() -> None:
@@ -160,12 +171,9 @@ def test_each_call_has_one_result_in_its_place(calls: list[Call], data: st.DataO
     answer = make_answer(*calls)
     texts = [data.draw(st.text()) for _ in calls]
     earlier = make_answer(*[(f"{n}", data.draw(st.text())) for n in range(len(calls))])
-    before = results(earlier, *texts)
-    likely = likely_results(answer, earlier, before, results(answer, *texts), None)
-    messages = after_tools(ASKED, answer, likely, [f"<{n}>" for n in range(len(calls))])
-    ids = [message["tool_call_id"] for message in messages[len(ASKED) + 1 :]]
-    assert ids == [id_ for id_, _ in calls]
-    for number, message in enumerate(messages[len(ASKED) + 1 :]):
+    messages = expected(learn(earlier, *texts), answer, *[f"<{n}>" for n in range(len(calls))])
+    assert [message["tool_call_id"] for message in messages] == [id_ for id_, _ in calls]
+    for number, message in enumerate(messages):
         assert message["content"] in (texts[number], f"<{number}>")
 
 
@@ -185,7 +193,7 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
 
     def make(messages: Sequence[Any]) -> RecordedRequest:
         fields = {"tools": [{}], "tool_choice": "required", "reasoning_effort": "low"}
-        return RecordedRequest("http://engine", None, "tiny", messages, fields)
+        return RecordedRequest("http://engine", "tiny", messages, fields)
 
     answer = make_answer(("id", "lake"))
     program = Program()

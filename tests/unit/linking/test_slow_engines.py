@@ -104,10 +104,10 @@ async def test_calls_that_were_learned_are_linked_while_one_engine_hangs() -> No
     async with engines() as ((hung, *others), clients):
         of_url = {client.url: client for client in clients}
         requests = [
-            RecordedRequest(client.url, None, "m", [{"role": "user", "content": f"Ask {name}."}])
+            RecordedRequest(client.url, "m", [{"role": "user", "content": f"Ask {name}."}])
             for name, client in zip(READERS, clients, strict=True)
         ]
-        program, first = Program(), RecordedRequest("http://writer", None, "m", [])
+        program, first = Program(), RecordedRequest("http://writer", "m", [])
         for is_second in (False, True):
             planner = LearnedLinkPlanner(program, lambda _: None, lambda r, _: of_url[r.url])
             planner.observe("writer", first, None)

@@ -16,7 +16,7 @@ import pytest
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai._watched_stream import watch
+from flashmoa.openai._observed_http import watch
 from tests.unit.openai.fake_server import (
     TEXT,
     WORDS,

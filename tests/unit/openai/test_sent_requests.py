@@ -12,16 +12,17 @@ import pytest
 
 import flashmoa.openai._runs
 from flashmoa.engine import EngineClient
+from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
-from flashmoa.openai._sent_requests import SentRequest, headers_now, read_request
+from flashmoa.openai._sent_requests import headers_now, read_request
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
 
-def sent(**headers: str) -> SentRequest:
+def sent(**headers: str) -> RecordedRequest:
     """Return what is recorded of a request with these headers, ``_`` for ``-`` in their names."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = httpx.Request("POST", f"{URL}/v1/chat/completions", headers=named, json=BODY)
@@ -41,15 +42,6 @@ def test_headers_of_a_connection_a_body_or_one_request_are_not_those_of_its_clie
     )
     assert found.headers == {"x-tenant": "a"}
     assert (found.url, found.model, found.messages) == (URL, "m", BODY["messages"])
-
-
-@pytest.mark.parametrize(
-    ("authorization", "key"),
-    [("Bearer secret", "secret"), ("bearer secret", "secret"), ("Basic x", None), ("", None)],
-)
-def test_only_a_bearer_token_is_a_key(authorization: str, key: str | None) -> None:
-    found = sent(Authorization=authorization)
-    assert found.api_key == key and found.headers == {"authorization": authorization}
 
 
 def test_a_request_that_is_sent_again_with_other_headers_is_the_same() -> None:

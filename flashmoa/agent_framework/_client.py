@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 import anyio
 from agent_framework import (
+    AgentExecutor,
+    BaseAgent,
     ChatResponse,
     ChatResponseUpdate,
     Content,
@@ -22,7 +24,7 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
-from flashmoa.agent_framework._calling_executor import find_calling_executor
+from flashmoa._stack import owners
 from flashmoa.agent_framework._capture import active_capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import (
@@ -254,6 +256,26 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             if isinstance(counts.get(name), int):
                 cast("dict[str, Any]", details)[f"prompt/{name}"] = counts[name]
         return details
+
+
+def find_calling_executor() -> Executor | None:
+    """Return the executor on whose behalf this code runs, if the stack shows one.
+
+    ``None`` if the request is that of another agent, which the executor's agent uses, for instance
+    as a tool.
+
+    Agent Framework has no context that names the executor or agent that is running: its
+    ContextVars hold the origin of events, opaque identities of runs, and telemetry. A ContextVar
+    of ours would have to be set by replacing methods of the user's executors and agents.
+    """
+    agents: list[object] = []
+    for owner in owners():
+        if isinstance(owner, Executor):
+            own = isinstance(owner, AgentExecutor) and owner.agent
+            return None if own and any(agent is not own for agent in agents) else owner
+        if isinstance(owner, BaseAgent):
+            agents.append(owner)
+    return None
 
 
 def _add_call_body(options: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:

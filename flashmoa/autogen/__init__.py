@@ -11,21 +11,20 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from flashmoa.autogen._classifier import ClassifierAgent, classify_tool
-from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._client import (
+    FlashMoAChatCompletionClient,
+    FlashMoAClientConfigurationConfigModel,
+)
 from flashmoa.autogen._model_call import EngineUsage
-from flashmoa.autogen._self_hosted import FlashMoAClientConfigurationConfigModel
 from flashmoa.autogen._team_link import TeamLink, link, watch
 from flashmoa.autogen._turn_order import SELECTOR_PROMPT
 
 __all__ = [
     "SELECTOR_PROMPT",
-    "ClassifierAgent",
     "EngineUsage",
     "FlashMoAChatCompletionClient",
     "FlashMoAClientConfigurationConfigModel",
     "TeamLink",
-    "classify_tool",
     "link",
     "watch",
 ]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, ClassVar, Self
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Literal, Self, cast
+from weakref import WeakValueDictionary
 
 import anyio
+import httpx
 from autogen_core import CancellationToken
-from autogen_core.models import CreateResult, LLMMessage
+from autogen_core.models import CreateResult, LLMMessage, ModelFamily, ModelInfo
 from autogen_core.tools import Tool, ToolSchema
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.openai._model_info import get_info
+from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
+from pydantic import SecretStr
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._call_observers import CallObservers, caller_name, calling_agent
+from flashmoa.autogen._callers import caller_name, calling_agent
 from flashmoa.autogen._model_call import (
     SCORED_REASON,
     JsonOutput,
@@ -24,23 +33,49 @@ from flashmoa.autogen._model_call import (
     score_call,
     why_held_back,
 )
-from flashmoa.autogen._promises import Pending, PromisedCall, Promises
-from flashmoa.autogen._self_hosted import (
-    FlashMoAClientConfigurationConfigModel,
-    SelfHostedClient,
-    ToolChoice,
-    client_arguments,
-    render,
+from flashmoa.completions import watch_completions
+from flashmoa.engine import (
+    EngineClient,
+    EngineError,
+    EngineUnreachable,
+    WithoutPlugin,
+    kv_namespace,
+    prompt_fields,
+    self_hosted_url,
 )
-from flashmoa.engine import WithoutPlugin
-from flashmoa.linking.calls import ObservedCall
+from flashmoa.engine.connections import verification
+from flashmoa.errors import BadAnswer
+from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam, ObservedCall
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
-from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe.calls import CallReporter
 from flashmoa.scoring import Candidate, Scorer, Scores
 
+logger = logging.getLogger(__name__)
 
-class FlashMoAChatCompletionClient(SelfHostedClient):
+ToolChoice = Tool | Literal["auto", "required", "none"]
+
+_TIMEOUT_SECONDS = 10.0
+# Stands between the texts of user messages that are merged.
+_MERGE_SEPARATOR = "\n\n"
+# This timeout is short, as a client may be made before its engine is started. The engine is asked
+# again after a pause, so that asking takes at most a tenth of the time.
+_MODEL_INFO_SECONDS = 2.0
+_MODEL_INFO_PAUSE = 9.0
+
+
+class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
+    """Is what ``dump_component`` writes; unlike the stock configuration it keeps extra_body."""
+
+    extra_body: dict[str, Any] | None = None
+    auto_link: bool = False
+    merge_user_messages: bool = False
+    on_failure: OnFailure = FailurePolicy()
+    stream_ttl_seconds: float = 30.0
+    without_plugin: WithoutPlugin = "prefill"
+
+
+class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     """Replaces ``OpenAIChatCompletionClient`` for a self-hosted SGLang engine.
 
     By itself it is the stock client with defaults for self-hosting: it needs no API key, takes
@@ -68,9 +103,6 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
     component_config_schema = FlashMoAClientConfigurationConfigModel
     component_provider_override = "flashmoa.autogen.FlashMoAChatCompletionClient"
 
-    # Links the team on whose behalf a client is called; set by ``_team_link``, which imports this.
-    link_caller: ClassVar[Callable[[Listener], None] | None] = None
-
     def __init__(
         self,
         *,
@@ -82,38 +114,64 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            merge_user_messages=merge_user_messages,
-            stream_ttl_seconds=stream_ttl_seconds,
-            without_plugin=without_plugin,
-            **kwargs,
-        )
-        self.on_failure = FailurePolicy.of(on_failure)
-        self._listener = contained(listener)
+        url = self_hosted_url(kwargs.get("base_url"))
+        kwargs["base_url"] = f"{url}/v1"
+        if not kwargs.get("api_key"):
+            kwargs["api_key"] = "EMPTY"
+        headers = {"Authorization": f"Bearer {kwargs['api_key']}"}
+        headers |= kwargs.get("default_headers") or {}
+        self._synchronous = SynchronousEngine(url, headers)
+        # From when on to ask the engine again for what its model can do, by ``time.monotonic()``.
+        self._asks_again = math.inf
+        if "model_info" not in kwargs and "model_capabilities" not in kwargs:
+            kwargs["model_info"] = self._find_model_info(kwargs.get("model"))
+        super().__init__(**kwargs)
+        if self._asks_again < math.inf:
+            del self._raw_config["model_info"]
         self._auto_link = auto_link
-        self._prepare_links()
+        self._merge_user_messages = merge_user_messages
+        self.on_failure = FailurePolicy.of(on_failure)
+        self._stream_ttl_seconds = stream_ttl_seconds
+        self._without_plugin: WithoutPlugin = without_plugin
+        self._listener = contained(listener)
+        self._connect()
 
-    def _prepare_links(self) -> None:
-        self.observers = CallObservers(
-            self.engine.url,
-            self._create_args["model"],
-            self._listener,
-            auto_link=type(self).link_caller if self._auto_link else None,
+    def _connect(self) -> None:
+        watch_completions(cast("Any", self._client))
+        key, model = self._raw_config["api_key"], self._create_args["model"]
+        self.engine = EngineClient(
+            self._raw_config["base_url"],
+            api_key=None if key == "EMPTY" else key,
+            timeout=self._raw_config.get("timeout") or 600.0,
+            headers=self._raw_config.get("default_headers"),
+            stream_ttl_seconds=self._stream_ttl_seconds,
+            namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
+            model=model,
+            without_plugin=self._without_plugin,
         )
-        self._promises = Promises(self.engine, self.on_failure, self._listener)
+        # Weak: a client may live longer than the teams that use it and must not keep them in
+        # memory. A team holds its LinkedTeam itself. By id: a WeakSet cannot be read while another
+        # thread adds to it.
+        self._teams: WeakValueDictionary[int, LinkedTeam] = WeakValueDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Links belong to the process that made them.
-        dropped = {"observers": None, "_promises": None, "_listener": ignore}
+        # Connections and links belong to the process that made them.
+        asks_again = math.inf if self._asks_again == math.inf else 0.0
+        dropped = {"engine": None, "_teams": None, "_listener": ignore, "_asks_again": asks_again}
         return {**super().__getstate__(), **dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._prepare_links()
+        self._connect()
 
     @classmethod
     def _from_config(cls, config: OpenAIClientConfigurationConfigModel) -> Self:
-        return cls(**client_arguments(config))
+        fields = config.model_dump(exclude_none=True)
+        if isinstance(config.api_key, SecretStr):
+            fields["api_key"] = config.api_key.get_secret_value()
+        if isinstance(config, FlashMoAClientConfigurationConfigModel):
+            fields["on_failure"] = config.on_failure
+        return cls(**fields)
 
     def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
         return FlashMoAClientConfigurationConfigModel(
@@ -125,6 +183,94 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
             without_plugin=self._without_plugin,
         )
 
+    def add_team(self, team: LinkedTeam) -> None:
+        """Have a linked team observe the calls that are made for its agents."""
+        self._teams[id(team)] = team
+
+    def remove_team(self, team: LinkedTeam) -> None:
+        """Undo :meth:`add_team`; do nothing if the team is not among them."""
+        self._teams.pop(id(team), None)
+
+    @property
+    def linked_teams(self) -> list[LinkedTeam]:
+        """Return the linked teams that observe its calls."""
+        return [team for each in self._teams.valuerefs() if (team := each()) is not None]
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Return what the engine's model can do.
+
+        As long as the engine has not told, it is asked again, which blocks for at most 2 s.
+        """
+        if time.monotonic() >= self._asks_again:
+            info = self._find_model_info(self._create_args["model"])
+            self._model_info = info
+            if self._asks_again == math.inf:
+                self._raw_config["model_info"] = info
+        return self._model_info
+
+    async def _learn_model_info(self) -> None:
+        """Ask the engine again what its model can do, if it has not told, in another thread."""
+        if time.monotonic() >= self._asks_again:
+            await anyio.to_thread.run_sync(lambda: self.model_info, abandon_on_cancel=True)
+
+    def _find_model_info(self, model: str | None) -> ModelInfo:
+        """Return AutoGen's own entry for a model of this name, else what the engine reports.
+
+        If the engine cannot be reached, return what SGLang offers with any text model, and ask
+        again later.
+        """
+        is_first, self._asks_again = self._asks_again == math.inf, math.inf
+        try:
+            return get_info(model or "")
+        except (KeyError, ValueError):
+            pass
+        served: dict[str, Any] = {}
+        begun = time.monotonic()
+        try:
+            served = self._synchronous.model_info(_MODEL_INFO_SECONDS)
+        except EngineUnreachable as error:
+            now = time.monotonic()
+            self._asks_again = now + _MODEL_INFO_PAUSE * (now - begun)
+            if is_first:
+                logger.warning(
+                    "%s It will be asked again at the next use of the client for what the model "
+                    "can do; until it answers, that is assumed to be tools, but no images.",
+                    error,
+                )
+        except EngineError:
+            pass  # It is another server, which does not have this route.
+        return ModelInfo(
+            vision=bool(served.get("has_image_understanding", False)),
+            # Without a parser, tool calls would arrive as text.
+            function_calling=bool(served.get("tool_call_parser", True)),
+            json_output=True,
+            family=ModelFamily.UNKNOWN,
+            structured_output=True,
+            multiple_system_messages=False,
+        )
+
+    @property
+    def _template_args(self) -> Mapping[str, Any] | None:
+        """Return the arguments for the engine's chat template in this client's requests."""
+        extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
+        return extra_body.get("chat_template_kwargs")
+
+    def _process_create_args(
+        self,
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema],
+        tool_choice: ToolChoice,
+        json_output: JsonOutput,
+        extra_create_args: Mapping[str, Any],
+    ) -> CreateParams:
+        params = super()._process_create_args(
+            messages, tools, tool_choice, json_output, extra_create_args
+        )
+        if self._merge_user_messages:
+            params.messages[:] = merge_user_messages(params.messages)
+        return params
+
     async def create(
         self,
         messages: Sequence[LLMMessage],
@@ -135,60 +281,51 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        messages, pending = await self._resolve(
-            messages, tools, tool_choice, extra_create_args, cancellation_token
-        )
-        return await self._ask_model(
-            messages,
-            pending,
-            tools=tools,
-            tool_choice=tool_choice,
-            json_output=json_output,
-            extra_create_args=extra_create_args,
-            cancellation_token=cancellation_token,
-        )
+        await self._learn_model_info()
+        held = why_held_back(tools, json_output, self.model_info)
+        with self._begin(held) as call, log_as(call):
+            result = await super().create(
+                messages,
+                tools=tools,
+                tool_choice=tool_choice,
+                json_output=json_output,
+                extra_create_args=make_extra_args(self._create_args, extra_create_args, call),
+                cancellation_token=cancellation_token,
+            )
+            return finish_call(call, result, json_output, tools)
 
-    async def promise(
+    async def create_stream(  # noqa: PLR0913 - AutoGen's signature
         self,
         messages: Sequence[LLMMessage],
         *,
+        tools: Sequence[Tool | ToolSchema] = [],
+        tool_choice: ToolChoice = "auto",
         json_output: JsonOutput = None,
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
-    ) -> CreateResult:
-        """Start a call as :meth:`create` does, but return at once, with a mark as its content.
-
-        This is for agents written by hand. The mark stands for the text that is being written: pass
-        it on unchanged, in messages, results and f-strings. When a FlashMoA client's ``create`` or
-        ``promise`` finds it in its messages, its prompt is prefilled while the text is written, and
-        sent with the text. Do not parse, cut or display the mark; ``await result(content)`` returns
-        the text. Raises: RuntimeError if the client is closed.
-        """
-
-        async def write(text: Text) -> CreateResult:
-            resolved, pending = await self._resolve(
-                messages, (), "auto", extra_create_args, cancellation_token
-            )
-            return await self._ask_model(
-                resolved,
-                pending,
-                text,
-                tools=(),
-                tool_choice="auto",
+        max_consecutive_empty_chunk_tolerance: int = 0,
+        include_usage: bool | None = None,
+    ) -> AsyncGenerator[str | CreateResult, None]:
+        await self._learn_model_info()
+        held = why_held_back(tools, json_output, self.model_info, is_stream=True)
+        with self._begin(held) as call:
+            args = make_extra_args(self._create_args, extra_create_args, call)
+            if include_usage is None and "stream_options" not in {**self._create_args, **args}:
+                include_usage = True
+            stream = super().create_stream(
+                messages,
+                tools=tools,
+                tool_choice=tool_choice,
                 json_output=json_output,
-                extra_create_args=extra_create_args,
+                extra_create_args=args,
                 cancellation_token=cancellation_token,
+                include_usage=include_usage,
             )
-
-        agent = calling_agent()
-        return self._promises.make(agent.type if agent is not None else "promise", write)
-
-    async def result(self, content: str) -> str:
-        """Return ``content`` with texts in place of its marks, once the texts are complete.
-
-        Raises: the error of the call that was to write a text, if that call failed.
-        """
-        return await self._promises.result(content)
+            async with aclosing(log_items_as(call, stream)) as items:
+                async for item in items:
+                    if isinstance(item, CreateResult):
+                        item = finish_call(call, item, json_output, tools)
+                    yield item
 
     async def score(
         self,
@@ -212,104 +349,201 @@ class FlashMoAChatCompletionClient(SelfHostedClient):
             call, scorer, prompt, candidates, length_normalised, cancellation_token
         )
 
-    async def _ask_model(
-        self,
-        messages: Sequence[LLMMessage],
-        pending: Pending | None,
-        text: Text | None = None,
-        *,
-        json_output: JsonOutput,
-        tools: Sequence[Tool | ToolSchema],
-        extra_create_args: Mapping[str, Any],
-        **rest: Any,
-    ) -> CreateResult:
-        held = why_held_back(tools, json_output, self.model_info)
-        with self._begin(held, pending, text) as call, log_as(call):
-            result = await super().create(
-                messages,
-                tools=tools,
-                json_output=json_output,
-                extra_create_args=make_extra_args(self._create_args, extra_create_args, call),
-                **rest,
-            )
-            return finish_call(call, result, json_output, tools)
-
-    async def _resolve(
-        self,
-        messages: Sequence[LLMMessage],
-        tools: Sequence[Tool | ToolSchema],
-        tool_choice: ToolChoice,
-        extra_create_args: Mapping[str, Any],
-        cancellation_token: CancellationToken | None,
-    ) -> tuple[Sequence[LLMMessage], Pending | None]:
-        """Wait for promised texts in a call's messages; see :meth:`Promises.resolve`."""
-        await self._learn_model_info()
-
-        async def render_prompt(messages: Sequence[LLMMessage]) -> str:
-            return await render(
-                self,
-                messages,
-                tools,
-                tool_choice=tool_choice,
-                extra_create_args=extra_create_args,
-            )
-
-        agent = caller_name()
-        try:
-            return await self._promises.resolve(messages, render_prompt, agent, cancellation_token)
-        except BaseException as error:
-            self.observers.make_reporter(agent).failed(error)
-            raise
-
-    def _begin(
-        self, held: str | None, pending: Pending | None = None, text: Text | None = None
-    ) -> ObservedCall:
-        """Begin a call; a pending request's prompt stream is used rather than a link's."""
-        if pending is None and text is None:
-            return ObservedCall(self.observers.begin(held), held)
-        promised = PromisedCall(self._promises, pending, text, held)
-        observers = self.observers.begin(held, promised.used_id, late=promised.is_late)
-        return ObservedCall([*observers, promised], held)
-
-    async def create_stream(  # noqa: PLR0913 - AutoGen's signature
+    def count_tokens(
         self,
         messages: Sequence[LLMMessage],
         *,
         tools: Sequence[Tool | ToolSchema] = [],
-        tool_choice: ToolChoice = "auto",
-        json_output: JsonOutput = None,
-        extra_create_args: Mapping[str, Any] = {},
-        cancellation_token: CancellationToken | None = None,
-        max_consecutive_empty_chunk_tolerance: int = 0,
-        include_usage: bool | None = None,
-    ) -> AsyncGenerator[str | CreateResult, None]:
-        messages, pending = await self._resolve(
-            messages, tools, tool_choice, extra_create_args, cancellation_token
-        )
-        held = why_held_back(tools, json_output, self.model_info, is_stream=True)
-        with self._begin(held, pending) as call:
-            args = make_extra_args(self._create_args, extra_create_args, call)
-            if include_usage is None and "stream_options" not in {**self._create_args, **args}:
-                include_usage = True
-            stream = super().create_stream(
-                messages,
-                tools=tools,
-                tool_choice=tool_choice,
-                json_output=json_output,
-                extra_create_args=args,
-                cancellation_token=cancellation_token,
-                include_usage=include_usage,
-            )
-            async with aclosing(log_items_as(call, stream)) as items:
-                async for item in items:
-                    if isinstance(item, CreateResult):
-                        item = finish_call(call, item, json_output, tools)
-                    yield item
+    ) -> int:
+        """Return the number of tokens in the prompt as the engine would build it.
+
+        AutoGen's interface is synchronous, so this blocks until the engine answers.
+
+        Raises: EngineError if the engine cannot be reached or refuses.
+        """
+        params = self._process_create_args(messages, tools, "auto", None, {})
+        return self._synchronous.count_tokens(self._create_args["model"], params)
+
+    def remaining_tokens(
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Tool | ToolSchema] = [],
+    ) -> int:
+        """Return the served model's context length less :meth:`count_tokens`.
+
+        Raises: EngineError, see :meth:`count_tokens`.
+        """
+        context = self._synchronous.context_length(self._create_args["model"])
+        return context - self.count_tokens(messages, tools=tools)
 
     async def close(self) -> None:
         """Close every link of this client's teams, all at once, then its connections."""
         try:
-            await all_of([self.observers.close, self._promises.close])
+            await all_of([team.close for team in self.linked_teams])
         finally:
             with anyio.CancelScope(shield=True):
                 await all_of([self.engine.close, super().close])
+
+    def _begin(self, held: str | None) -> ObservedCall:
+        """Begin a call whose request is about to be sent.
+
+        Linked teams observe it. Without one, its events go to the client's own listener.
+
+        Args:
+            held: see :class:`CallRequest`.
+        """
+        url, model = self.engine.url, self._create_args["model"]
+        observers = self._find_observers(CallRequest(url, model, held))
+        if not observers and self._listener is not ignore:
+            report = CallReporter(self._listener, agent=caller_name(), engine=url, model=model)
+            report.started(None, late=False)
+            observers = [CallObserver(report)]
+        return ObservedCall(observers, held)
+
+    def _find_observers(self, request: CallRequest) -> list[CallObserver]:
+        """Return the linked teams' observers of a request; link the caller's team if none is."""
+        agent = calling_agent()
+        if agent is None:
+            return []
+        observers = self._ask_teams(request)
+        if not observers and self._auto_link:
+            # The module of links imports this one.
+            from flashmoa.autogen._team_link import link_caller
+
+            try:
+                link_caller(self._listener)
+            except Exception:
+                # Whatever is wrong with a link, the agent's call must be made.
+                text = "The team of %s runs unlinked because of the error below"
+                logger.exception(text, agent.type)
+            observers = self._ask_teams(request)
+        return observers
+
+    def _ask_teams(self, request: CallRequest) -> list[CallObserver]:
+        observers = [team.observe(request) for team in self.linked_teams]
+        return [observer for observer in observers if observer is not None]
+
+
+async def render(
+    client: FlashMoAChatCompletionClient,
+    messages: Sequence[LLMMessage],
+    tools: Sequence[Tool | ToolSchema] = (),
+    *,
+    tool_choice: ToolChoice = "auto",
+    extra_create_args: Mapping[str, Any] = {},
+    is_scored: bool = False,
+) -> str:
+    """Return the text of a call's prompt, as its engine's chat template renders it.
+
+    Args:
+        is_scored: whether the call is one of ``score``, which gives templates less.
+
+    Raises: EngineError if the engine cannot be reached or refuses.
+    """
+    params = client._process_create_args(messages, tools, tool_choice, None, extra_create_args)
+    fields = _prompt_fields(params)
+    if is_scored:
+        fields = {"chat_template_kwargs": client._template_args}
+    return await client.engine.render([dict(message) for message in params.messages], **fields)
+
+
+def _prompt_fields(params: CreateParams) -> dict[str, Any]:
+    tools = [dict(tool) for tool in params.tools]
+    extra_body: dict[str, Any] = params.create_args.get("extra_body") or {}
+    return prompt_fields({**params.create_args, "tools": tools, **extra_body})
+
+
+class SynchronousEngine:
+    """Queries an engine where AutoGen's interface is synchronous; each method blocks.
+
+    Each method raises EngineError if the engine cannot be reached or refuses.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._url = url
+        self._headers = headers
+        self._context_lengths: dict[str, int] = {}
+
+    def count_tokens(self, model: str, params: CreateParams) -> int:
+        """Return the number of tokens in a chat completion's prompt."""
+        body = {
+            "model": model,
+            "messages": params.messages,
+            "max_tokens": 1,
+            **_prompt_fields(params),
+        }
+        with self._reading("/tokenize"):
+            return int(self._ask("/tokenize", body)["count"])
+
+    def context_length(self, model: str) -> int:
+        """Return a model's context length in tokens.
+
+        Of a model that the engine does not list, it is that of the first one: SGLang answers
+        requests for any name with its one model.
+        """
+        if model not in self._context_lengths:
+            with self._reading("/v1/models"):
+                served = {one["id"]: one for one in self._ask("/v1/models")["data"]}
+                found = served.get(model, next(iter(served.values())))
+                self._context_lengths[model] = int(found["max_model_len"])
+        return self._context_lengths[model]
+
+    @contextmanager
+    def _reading(self, path: str) -> Generator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, StopIteration) as error:
+            raise BadAnswer(f"{self._url}{path} gives no such number; is it SGLang?") from error
+
+    def model_info(self, timeout_seconds: float) -> dict[str, Any]:
+        """Return the answer of SGLang's ``/model_info``."""
+        return self._ask("/model_info", timeout_seconds=timeout_seconds)
+
+    def _ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> dict[str, Any]:
+        try:
+            answer = httpx.request(
+                "GET" if body is None else "POST",
+                self._url + path,
+                json=body,
+                headers=self._headers,
+                timeout=timeout_seconds,
+                verify=verification(self._url),
+            )
+            answer.raise_for_status()
+            return answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            is_down = isinstance(error, httpx.TransportError) or (
+                isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error
+            )
+            raise (EngineUnreachable if is_down else EngineError)(
+                f"the request to {self._url}{path} failed: {error}. Is the engine running? "
+                f"`flashmoa doctor --engine {self._url}` checks it."
+            ) from error
+
+
+def merge_user_messages(messages: Sequence[Any]) -> list[Any]:
+    """Merge consecutive user messages; return the OpenAI messages.
+
+    Only messages that consist of text are merged. Their names are lost, since a message has only
+    one; ``add_name_prefixes`` keeps them in the text.
+    """
+    merged: list[Any] = []
+    for message in messages:
+        previous = merged[-1] if merged else None
+        if previous is not None and _is_user_text(previous) and _is_user_text(message):
+            content = f"{previous['content']}{_MERGE_SEPARATOR}{message['content']}"
+            merged[-1] = {"role": "user", "content": content}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _is_user_text(message: Any) -> bool:
+    fields = cast("dict[str, Any]", message)
+    return fields.get("role") == "user" and isinstance(fields.get("content"), str)

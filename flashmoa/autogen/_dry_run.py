@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
@@ -26,19 +27,30 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryQueryResult, UpdateContextResult
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
-from autogen_core.models import CreateResult, LLMMessage, SystemMessage
+from autogen_core.models import (
+    AssistantMessage,
+    CreateResult,
+    FunctionExecutionResult,
+    FunctionExecutionResultMessage,
+    LLMMessage,
+    SystemMessage,
+)
 from autogen_core.tools import BaseTool, StaticWorkbench
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._stock import (
     AGENTS,
     CONTEXTS,
+    WORKBENCHES,
     client_of,
     is_stock,
     require_no_team,
     require_stock,
     require_stock_message,
+    require_stock_methods,
 )
+from flashmoa.linking.forecasts import name_calls
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.scoring import Scores
 
@@ -192,7 +204,7 @@ def make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
     if client is None:
         raise NotForecastable("it has no FlashMoAChatCompletionClient")
     if not included:
-        require_stock(client, FlashMoAChatCompletionClient)
+        require_stock_methods(client, FlashMoAChatCompletionClient)
     return _CapturingClient(client)
 
 
@@ -201,7 +213,7 @@ def _require_stock_agent(agent: Any) -> None:
 
     Raises: NotForecastable if a dry run would run code that is not AutoGen's own.
     """
-    if not isinstance(agent, AGENTS):
+    if type(agent) not in AGENTS:
         raise NotForecastable(f"it is a {type(agent).__name__}, not a stock AssistantAgent")
     require_stock(agent, *AGENTS)
     if isinstance(agent, MessageFilterAgent):
@@ -210,11 +222,11 @@ def _require_stock_agent(agent: Any) -> None:
         for workbench in agent._workbench:
             if not isinstance(workbench, StaticWorkbench):
                 raise NotForecastable(_ASKS_WORKBENCH)
-            require_stock(workbench, StaticWorkbench)
+            require_stock(workbench, *WORKBENCHES)
             for tool in workbench._tools:
-                require_stock(tool, BaseTool)
+                require_stock_methods(tool, BaseTool)
         for tool in agent._handoff_tools:
-            require_stock(tool, BaseTool)
+            require_stock_methods(tool, BaseTool)
 
 
 def _memory_alternatives(agent: Any) -> list[Any]:
@@ -267,11 +279,7 @@ def clone_context(context: Any) -> Any:
 
 
 async def _call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
-    async def take_turn() -> None:
-        async for _ in shadow.on_messages_stream(messages, CancellationToken()):
-            pass
-
-    return await first_call(take_turn())
+    return await first_call(_drain(shadow.on_messages_stream(messages, CancellationToken())))
 
 
 async def first_call(run: Awaitable[object]) -> ModelCall:
@@ -284,6 +292,86 @@ async def first_call(run: Awaitable[object]) -> ModelCall:
     except _CallCaptured as captured:
         return captured.call
     raise NotForecastable("its dry run ended without a call of its model")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRequest:
+    """The request that an agent makes when its tools have run.
+
+    Attributes:
+        client: the client that it is made with.
+        tools: a name for each call of a tool; no agent can have such a name.
+        dry_run: given the results in the calls' order, returns the request.
+    """
+
+    client: FlashMoAChatCompletionClient
+    tools: list[str]
+    dry_run: Callable[[Sequence[str]], Awaitable[ModelCall]]
+
+
+def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> OwnRequest | None:
+    """Return the request that an agent makes after the tools of its answer, if it makes one.
+
+    Call this while the agent still waits for the answer: its context is read.
+
+    Args:
+        included: see :func:`agent_dry_runs`.
+
+    Raises: NotForecastable, see :func:`agent_dry_runs`.
+    """
+    subject: Any = agent
+    calls = answer.called.calls
+    iterates = answer.called.iteration < subject._max_tool_iterations - 1
+    hands_off = any(call.name in subject._handoffs for call in calls)
+    client = client_of(agent)
+    if client is None or hands_off or not (iterates or subject._reflect_on_tool_use):
+        return None
+    for tool in answer.offered:
+        if not included and not isinstance(tool, dict):
+            require_stock_methods(tool, BaseTool)
+    context = clone_context(subject._model_context)
+    more: dict[str, Any] = {"message_id": ""} if iterates else {"inner_messages": []}
+    ask = partial(
+        subject._call_llm if iterates else subject._reflect_on_tool_use_flow,
+        model_client=make_capturing_client(agent, included),
+        model_client_stream=False,
+        system_messages=subject._system_messages,
+        # The tools were listed for the answer's request; the workbench is not asked again.
+        workbench=[],
+        handoff_tools=list(answer.offered),
+        agent_name=agent.name,
+        cancellation_token=CancellationToken(),
+        output_content_type=None,
+        **more,
+    )
+
+    async def dry_run(results: Sequence[str]) -> ModelCall:
+        history = clone_context(context)
+        for message in _messages_of_iteration(agent.name, answer, results):
+            await history.add_message(message)
+        return await first_call(_drain(ask(model_context=history)))
+
+    return OwnRequest(client, name_calls([call.name for call in calls]), dry_run)
+
+
+def _messages_of_iteration(
+    agent: str, answer: ToolAnswer, results: Sequence[str]
+) -> list[AssistantMessage | FunctionExecutionResultMessage]:
+    """Return what an agent adds to its context for an answer that calls tools."""
+    thought = answer.result.thought
+    executed = [
+        FunctionExecutionResult(content=text, call_id=call.id, is_error=False, name=call.name)
+        for call, text in zip(answer.called.calls, results, strict=True)
+    ]
+    return [
+        AssistantMessage(content=list(answer.called.calls), source=agent, thought=thought),
+        FunctionExecutionResultMessage(content=executed),
+    ]
+
+
+async def _drain(items: AsyncIterator[object]) -> None:
+    async for _ in items:
+        pass
 
 
 async def _dry_run_selector(

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import anyio
 from autogen_agentchat.messages import BaseChatMessage
-from autogen_core import FunctionCall
 
-from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._callers import observe_tools
+from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
 from flashmoa.autogen._dry_run import DryRun, ModelCall
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._own_turns import find_tool_tasks, result_of
-from flashmoa.autogen._self_hosted import render
 from flashmoa.autogen._team_members import TeamMembers
-from flashmoa.autogen._team_parts import note_tools
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
 from flashmoa.linking.calls import CallResult
 from flashmoa.linking.failure_policy import FailurePolicy
@@ -118,8 +113,6 @@ class TeamLinkPlanner(LinkPlanner):
         return super().take_link(agent, url) if inner is None else inner.take_link(SUMMARY, url)
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        if result.tool_calls is not None:
-            note_tools()  # Calls that its tools make are not its own.
         super().call_answered(call, result)
         if call.text.is_complete:
             self._plan_again(call)
@@ -150,23 +143,16 @@ class TeamLinkPlanner(LinkPlanner):
 
         policy = self._settings.policy(agent, client)
         held = RequestAfterTools(agent, client.engine, tools, render_with, on_failure=policy)
-        self.host.start(lambda: self._learn_results(held, answer.calls))
-        return held
 
-    async def _learn_results(self, held: RequestAfterTools, calls: Sequence[FunctionCall]) -> None:
-        """Add the results of tools to a request that is held, as the tools end."""
-
-        async def learn(tool: str, task: asyncio.Task[Any]) -> None:
-            if (result := await result_of(task)) is None:
+        def learn(place: int, result: str | None) -> None:
+            if result is None:
                 self.give_up(held)
             else:
-                self.add_result(held, tool, result)
+                self.add_result(held, tools[place], result)
 
-        tasks = await find_tool_tasks(calls)
-        async with anyio.create_task_group() as group:
-            for tool, task in zip(held.tools, tasks, strict=True):
-                if task is not None:
-                    group.start_soon(learn, tool, task)
+        observe_tools()
+        answer.called.on_result = learn
+        return held
 
     async def _plan_when_delivered(self, call: LinkedCall, counts: Mapping[str, int]) -> None:
         """Plan again once every reader has received more messages than it had.

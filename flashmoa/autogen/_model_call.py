@@ -15,12 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from autogen_core import EVENT_LOGGER_NAME, CancellationToken, FunctionCall
+from autogen_core import EVENT_LOGGER_NAME, CancellationToken
 from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import Tool, ToolSchema
 from pydantic import BaseModel
 
+from flashmoa.autogen._callers import Tools, note_tools
 from flashmoa.engine import PromptUsage
 from flashmoa.linking.calls import CallResult, ObservedCall
 from flashmoa.scoring import Candidate, Scorer, Scores
@@ -49,16 +50,16 @@ class EngineUsage(RequestUsage):
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """An answer that calls tools, and the tools that its request offered."""
+    """An answer that calls tools.
+
+    Attributes:
+        offered: the tools that its request offered.
+        called: the tools that it calls.
+    """
 
     result: CreateResult
-    tools: Sequence[Tool | ToolSchema]
-
-    @property
-    def calls(self) -> list[FunctionCall]:
-        """The calls; AutoGen runs these very objects."""
-        content = self.result.content
-        return [] if isinstance(content, str) else content
+    offered: Sequence[Tool | ToolSchema]
+    called: Tools
 
 
 def why_held_back(
@@ -121,7 +122,9 @@ def finish_call(
     text = result.content if isinstance(result.content, str) else None
     # AutoGen turns a structured answer into a message other than its text.
     is_forwarded = text is not None and not isinstance(json_output, type)
-    tool_calls = ToolAnswer(result, tools) if text is None else None
+    tool_calls = None
+    if not isinstance(result.content, str):
+        tool_calls = ToolAnswer(result, tools, note_tools(result.content))
     call.finish(CallResult(text or "", usage, result.finish_reason, is_forwarded, tool_calls))
     return result
 

@@ -11,12 +11,11 @@ from autogen_agentchat.agents import SocietyOfMindAgent
 from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._call_observers import calling_agent
+from flashmoa.autogen._callers import calling_agent
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._link_planner import Settings, TeamLinkPlanner
 from flashmoa.autogen._stock import client_of
-from flashmoa.autogen._team_members import TeamMembers
-from flashmoa.autogen._team_parts import TeamParts
+from flashmoa.autogen._team_members import TeamMembers, TeamParts
 from flashmoa.linking.calls import CallRequest, LinkedTeam
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.planner import LinkedCall
@@ -109,9 +108,6 @@ def link_caller(listener: Listener) -> None:
         TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
 
 
-FlashMoAChatCompletionClient.link_caller = link_caller
-
-
 class TeamLink(LinkedTeam):
     """Links one team and the teams within it, until it or the team's clients are closed.
 
@@ -145,7 +141,7 @@ class TeamLink(LinkedTeam):
             previous._retire()
         setattr(parts.owner, _LINK_ATTRIBUTE, self)
         for client in self._clients:
-            client.observers.add(self)
+            client.add_team(self)
 
     async def close(self) -> None:
         """End every link and wait until the engines have their KV back; the team can still run."""
@@ -170,7 +166,7 @@ class TeamLink(LinkedTeam):
 
     def _retire(self) -> None:
         for client in self._clients:
-            client.observers.remove(self)
+            client.remove_team(self)
         self._planner.end_all("closed")
         if self.owned_listener is not None:
             end_trace(self.owned_listener)

@@ -3,32 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent
+from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
 from autogen_agentchat.base import Team
 from autogen_agentchat.messages import BaseChatMessage, TextMessage
+from autogen_agentchat.teams import BaseGroupChat
+from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
 from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 from autogen_core import AgentId
 
+from flashmoa._stack import owners
+from flashmoa.autogen._callers import is_call_of
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import (
     DryRun,
+    OwnRequest,
     agent_dry_runs,
     manager_dry_runs,
+    own_request,
     summary_dry_run,
 )
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._own_turns import OwnRequest, own_request
 from flashmoa.autogen._stock import client_of, is_stock, why_rewritten
-from flashmoa.autogen._team_parts import TeamParts, find_caller_on_stack, is_task_of_tool
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY, first_turns, summary_turn, upcoming_turns
 from flashmoa.linking.forecasts import Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
 
 # Stands for one more message, of unknown text and source.
 _UNKNOWN_MESSAGE = TextMessage(content="?", source="x")
+
+
+@dataclass(frozen=True, slots=True)
+class TeamParts:
+    """Holds the parts of one team.
+
+    Attributes:
+        owner: the object that the link is kept on, so that both live equally long.
+        participants: the team's agents and inner teams.
+        manager_type: the type (in AutoGen's ids) of the agent that decides who speaks.
+        reader: the ``SocietyOfMindAgent`` whose inner team this is, if it is one.
+    """
+
+    owner: Any
+    team_id: str
+    runtime: Any
+    participants: Sequence[Any]
+    manager_type: str
+    is_running: Callable[[], bool]
+    reader: SocietyOfMindAgent | None = None
+
+    @classmethod
+    def of(cls, team: BaseGroupChat, reader: SocietyOfMindAgent | None = None) -> TeamParts:
+        return cls(
+            owner=team,
+            team_id=team._team_id,
+            runtime=team._runtime,
+            participants=team._participants,
+            manager_type=team._group_chat_manager_topic_type,
+            is_running=lambda: team._is_running,
+            reader=reader,
+        )
+
+    @classmethod
+    def of_caller(cls) -> TeamParts | None:
+        """Return the parts of the team on whose behalf this code runs.
+
+        ``None`` outside a team, or if its runtime does not hold its agents in this process.
+        """
+        kinds = (ChatAgentContainer, BaseGroupChatManager)
+        caller = next((one for one in owners() if isinstance(one, kinds)), None)
+        runtime: Any = getattr(caller, "_runtime", None)
+        if caller is None or not hasattr(runtime, "_instantiated_agents"):
+            return None
+        key = caller.id.key
+        peers = [agent for agent in runtime._instantiated_agents.values() if agent.id.key == key]
+        managers = [agent for agent in peers if isinstance(agent, BaseGroupChatManager)]
+        if len(managers) != 1:
+            return None
+        return cls(
+            owner=managers[0],
+            team_id=key,
+            runtime=runtime,
+            participants=[peer._agent for peer in peers if isinstance(peer, ChatAgentContainer)],
+            manager_type=managers[0].id.type,
+            is_running=lambda: runtime._run_context is not None,
+        )
 
 
 class TeamMembers:
@@ -68,8 +130,7 @@ class TeamMembers:
         member = self._participant(name)
         while isinstance(member, MessageFilterAgent):
             member = member._wrapped_agent
-        caller = find_caller_on_stack()
-        return (caller is None or caller is member) and not is_task_of_tool()
+        return is_call_of(member)
 
     def why_rewritten(self, name: str) -> str | None:
         """Return why the message that others get may differ from its model's text, if it may."""
@@ -176,8 +237,8 @@ class TeamMembers:
 
         Raises: NotForecastable, see :func:`agent_dry_runs`.
         """
-        agent = self._assistant(name)
-        return None if agent is None else own_request(agent, answer, name in self._include)
+        agent, included = self._assistant(name), name in self._include
+        return None if agent is None else own_request(agent, answer, included)
 
     def possible_futures(
         self, turn: Turn, placeholders: Placeholders
@@ -229,10 +290,15 @@ class TeamMembers:
         return None if agent is None else {handoff.target for handoff in agent._handoffs.values()}
 
     def _assistant(self, name: str) -> AssistantAgent | None:
-        """Return the stock ``AssistantAgent`` that a participant is, or filters messages for."""
+        """Return the ``AssistantAgent`` that a participant is, or filters messages for.
+
+        ``None`` if it is of another class, unless that is a subclass and the user included it.
+        """
         agent: Any = self._participant(name)
         while isinstance(agent, MessageFilterAgent):
             agent = agent._wrapped_agent
+        if name in self._include:
+            return agent if isinstance(agent, AssistantAgent) else None
         return agent if is_stock(agent, AssistantAgent) else None
 
     def _sends_one_message(self, name: str) -> bool:

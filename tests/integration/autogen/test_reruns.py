@@ -24,10 +24,10 @@ from autogen_agentchat.teams import (
 from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed, LinkDeclined, LinkOpened
-from tests.integration.autogen import overriding
 from tests.integration.autogen.exactness import count_outcomes, finished_calls
 from tests.integration.autogen.teams import Build, Client, agent
 from tests.integration.support import LAG, slow_except, wait_until_idle
+from tests.unit.autogen.test_overriding import FixedSpeaker, NumberedMessage
 
 pytestmark = pytest.mark.anyio
 
@@ -198,7 +198,7 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
     """A message of a user-defined class is not turned into text; the next one is a stock one."""
     numbers = itertools.count(1)
 
-    class OnlyFirst(overriding.FixedSpeaker):
+    class OnlyFirst(FixedSpeaker):
         async def on_messages(self, messages: Any, cancellation_token: Any) -> Any:
             response = await super().on_messages(messages, cancellation_token)
             if self.has_spoken:
@@ -215,9 +215,7 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
         agent(model_client, "three"),
         agent(model_client, "four"),
     ]
-    team = RoundRobinGroupChat(
-        members, max_turns=8, custom_message_types=[overriding.NumberedMessage]
-    )
+    team = RoundRobinGroupChat(members, max_turns=8, custom_message_types=[NumberedMessage])
     events: list[Event] = []
     linked = link(team, listener=events.append)
     await team.run(task=guide[:600])

@@ -1,28 +1,30 @@
-"""Test a classifier in a team, and as a tool."""
+"""Test an agent that scores candidates in a linked team."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.messages import TextMessage
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.messages import BaseChatMessage, TextMessage
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import CancellationToken
+from autogen_core.models import AssistantMessage, LLMMessage, SystemMessage, UserMessage
 
-from flashmoa.autogen import ClassifierAgent, FlashMoAChatCompletionClient, classify_tool, link
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFinished, Event, LinkClosed
-from flashmoa.scoring import Scorer
 from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Client = FlashMoAChatCompletionClient
 
-LABELS = ["a plan", "a question", "small talk"]
+LETTERS = ["A", "B", "C"]
+QUESTION = "A: a plan, B: a question, C: small talk. Answer with a letter."
 
 
 @pytest.fixture
@@ -38,7 +40,38 @@ async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
     await client.close()
 
 
-async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
+class Judge(BaseChatAgent):
+    """Says which letter fits the conversation best."""
+
+    produced_message_types = (TextMessage,)
+
+    def __init__(self, name: str, model_client: Client, system_message: str) -> None:
+        super().__init__(name, "judges")
+        self._model_client = model_client
+        self._conversation: list[LLMMessage] = [SystemMessage(content=system_message)]
+
+    async def on_messages(
+        self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken
+    ) -> Response:
+        self._conversation += [
+            UserMessage(content=message.to_model_text(), source=message.source)
+            for message in messages
+        ]
+        scores = await self._model_client.score(
+            [*self._conversation, UserMessage(content=QUESTION, source="user")],
+            LETTERS,
+            cancellation_token=cancellation_token,
+        )
+        self._conversation.append(AssistantMessage(content=scores.best, source=self.name))
+        shares = dict(zip(LETTERS, scores.probabilities, strict=True))
+        metadata = {"probabilities": json.dumps(shares)}
+        message = TextMessage(content=scores.best, source=self.name, metadata=metadata)
+        return Response(chat_message=message)
+
+    async def on_reset(self, cancellation_token: CancellationToken) -> None: ...
+
+
+async def test_the_prompt_of_a_scored_call_is_prefilled_in_a_linked_team(
     model_client: Client, client: EngineClient, guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     messages: dict[bool, list[TextMessage]] = {}
@@ -47,12 +80,12 @@ async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
         team = RoundRobinGroupChat(
             [
                 AssistantAgent("writer", model_client),
-                ClassifierAgent("judge", model_client, LABELS, system_message=guide[:3000]),
+                Judge("judge", model_client, guide[:3000]),
             ],
             max_turns=4,
         )
         if linked:
-            link(team, listener=events.append)
+            link(team, listener=events.append, include=["judge"])
         with caplog.at_level(logging.WARNING):
             result = await team.run(task="Three days in Nepal.")
         assert not caplog.messages
@@ -63,9 +96,8 @@ async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
     assert unlinked == linked
     for message, other in zip(messages[True][2::2], messages[False][2::2], strict=True):
         shares = json.loads(message.metadata["probabilities"])
-        assert list(shares) == LABELS and message.content == max(shares, key=shares.__getitem__)
+        assert list(shares) == LETTERS and message.content == max(shares, key=shares.__getitem__)
         assert shares == pytest.approx(json.loads(other.metadata["probabilities"]), abs=1e-4)
-        assert message.models_usage is not None and message.models_usage.completion_tokens == 0
     calls = [one for one in events if isinstance(one, CallFinished) and one.agent == "judge"]
     assert len(calls) == 2
     for call in calls:
@@ -78,24 +110,3 @@ async def test_classifiers_prompt_is_prefilled_in_a_linked_team(
     closed = [one for one in events if isinstance(one, LinkClosed) and one.agent == "judge"]
     assert [one.reason for one in closed] == ["used", "used"]
     await wait_until_idle(client)
-
-
-async def test_classify_tool_returns_the_probability_of_each_label(
-    model_client: Client, client: EngineClient, words: Callable[[int, int], str]
-) -> None:
-    text = words(30, 41)
-    tool = classify_tool(model_client, LABELS)
-    found = await tool.run_json({"text": text}, CancellationToken())
-    expected = await Scorer(client).choose(
-        [{"role": "user", "content": text}],
-        LABELS,
-        instruction="Which of these fits best? Answer with its letter.",
-    )
-    assert list(found) == LABELS
-    assert list(found.values()) == pytest.approx(expected.probabilities, abs=1e-4)
-    assert "a plan, a question, small talk" in tool.description
-
-
-async def test_classifier_refuses_more_labels_than_letters(model_client: Client) -> None:
-    with pytest.raises(ValueError, match="not for 27"):
-        ClassifierAgent("judge", model_client, [str(number) for number in range(27)])

@@ -15,9 +15,10 @@ from autogen_core.models import CreateResult, RequestUsage
 from jinja2 import Environment
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._callers import note_tools, observe_tools
+from flashmoa.autogen._client import render
+from flashmoa.autogen._dry_run import OwnRequest, own_request
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._own_turns import OwnRequest, find_tool_tasks, own_request, result_of
-from flashmoa.autogen._self_hosted import render
 from flashmoa.linking.placeholders import NotForecastable
 
 # Quotes the results of tools, as Llama's does, and names the tools that are offered.
@@ -27,7 +28,7 @@ TEMPLATE = """
 {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
 {{- m.content | tojson if m.role == "tool" else m.content or "" }}
 {%- endfor %}<assistant>"""
-Calls = Sequence[FunctionCall]
+Calls = list[FunctionCall]
 
 
 class Renderer:
@@ -69,20 +70,17 @@ class ScriptedClient(FlashMoAChatCompletionClient):
         self.learned: dict[tuple[int, int], str | None] = {}
         self._script = iter(script)
         self._thought = thought
-        self._learning: list[asyncio.Task[None]] = []
 
     async def create(self, messages: Any, *, tools: Any = (), **_: Any) -> CreateResult:  # type: ignore[override]
         self.prompts.append(await render(self, messages, tools))
         calls = next(self._script, None)
-        content = "Done." if calls is None else list(calls)
+        content = "Done." if calls is None else calls
         usage = RequestUsage(prompt_tokens=1, completion_tokens=1)
         result = CreateResult(
             finish_reason="stop", content=content, usage=usage, cached=False, thought=self._thought
         )
         if calls is not None:
-            answer = ToolAnswer(result, tools)
-            self._predict(answer)
-            self._learning.append(asyncio.create_task(self._learn(answer, len(self.prompts))))
+            self._predict(ToolAnswer(result, tools, note_tools(calls)))
         return result
 
     async def create_stream(  # type: ignore[override]
@@ -92,19 +90,17 @@ class ScriptedClient(FlashMoAChatCompletionClient):
 
     def _predict(self, answer: ToolAnswer) -> None:
         assert self.agent is not None
+        number = len(self.prompts)
+
+        def learn(place: int, result: str | None) -> None:
+            self.learned[number, place] = result
+
+        observe_tools()
+        answer.called.on_result = learn
         try:
             self.predictions.append(own_request(self.agent, answer, included=True))
         except NotForecastable as problem:
             self.problems.append(str(problem))
-
-    async def _learn(self, answer: ToolAnswer, number: int) -> None:
-        for place, task in enumerate(await find_tool_tasks(answer.calls)):
-            if task is not None:
-                self.learned[number, place] = await result_of(task)
-
-    async def finished(self) -> None:
-        """Wait until all results of tools have been learned."""
-        await asyncio.wait_for(asyncio.gather(*self._learning), 5)
 
 
 @cache

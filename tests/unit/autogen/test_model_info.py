@@ -40,7 +40,7 @@ class Engine:
         self.now = 0.0
         monkeypatch.setattr(httpx, "request", self.request)
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("flashmoa.autogen._self_hosted.time", clock)
+        monkeypatch.setattr("flashmoa.autogen._client.time", clock)
 
     def request(self, method: str, url: str, **more: Any) -> httpx.Response:
         self.threads.append(threading.get_ident())

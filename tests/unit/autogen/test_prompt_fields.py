@@ -12,8 +12,8 @@ from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import first_call, make_capturing_client
-from flashmoa.autogen._self_hosted import render
 
 pytestmark = pytest.mark.anyio
 

@@ -13,17 +13,19 @@ from autogen_agentchat.agents import (
 )
 from autogen_agentchat.messages import BaseChatMessage, StructuredMessage, TextMessage
 from autogen_agentchat.teams import RoundRobinGroupChat
-from autogen_core.model_context import (
-    TokenLimitedChatCompletionContext,
-    UnboundedChatCompletionContext,
-)
 from autogen_core.models import ModelFamily, ModelInfo
-from autogen_core.tools import FunctionTool, StaticStreamWorkbench, StaticWorkbench
+from autogen_core.tools import BaseTool, FunctionTool, StaticStreamWorkbench, StaticWorkbench
 from pydantic import BaseModel, field_serializer
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._stock import CONTEXTS, foreign_code, is_stock, require_stock_message
+from flashmoa.autogen._stock import (
+    WORKBENCHES,
+    is_stock,
+    require_stock,
+    require_stock_message,
+    require_stock_methods,
+)
 from flashmoa.linking.placeholders import NotForecastable
 
 INFO = ModelInfo(
@@ -36,48 +38,30 @@ def tool(name: str = "look") -> FunctionTool:
     return FunctionTool(lambda: "", description="Looks.", name=name)
 
 
-def test_a_subclass_that_changes_no_called_method_is_stock() -> None:
-    class Mine(StaticWorkbench):
-        async def call_tool(self, *args: Any, **kwargs: Any) -> Any:
-            return await super().call_tool(*args, **kwargs)
-
-        def describe(self) -> str:
-            return "mine"
-
-    assert is_stock(Mine([tool()]), StaticWorkbench)
-    assert is_stock(StaticStreamWorkbench([tool()]), StaticWorkbench)
+def test_a_member_that_a_team_lacks_is_not_stock() -> None:
+    assert not is_stock(None, AssistantAgent)
 
 
-def test_an_overridden_method_that_is_called_indirectly_is_own_code() -> None:
-    class Mine(AssistantAgent):
-        @staticmethod
-        def _get_compatible_context(*args: Any, **kwargs: Any) -> Any: ...
-
-        async def on_reset(self, cancellation_token: Any) -> None: ...
-
-    mine = Mine.__new__(Mine)
-    assert foreign_code(mine, AssistantAgent) == "Mine._get_compatible_context"
+def test_an_object_is_stock_until_a_method_is_set_on_it() -> None:
+    for bench in (StaticWorkbench([tool()]), StaticStreamWorkbench([tool()])):
+        require_stock(bench, *WORKBENCHES)
+        bench.list_tools = list  # type: ignore[assignment]
+        with pytest.raises(NotForecastable, match="or was changed"):
+            require_stock(bench, *WORKBENCHES)
 
 
-def test_a_method_of_a_mixin_is_own_code() -> None:
-    class Mixin:
-        async def get_messages(self) -> list[Any]:
-            return []
+def test_a_tool_of_ones_own_is_stock_unless_it_changes_what_prompts_show() -> None:
+    class Counting(FunctionTool):
+        async def run(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    class Mine(Mixin, UnboundedChatCompletionContext): ...  # type: ignore[misc]
+    class Renamed(FunctionTool):
+        @property
+        def description(self) -> str:
+            return "Looks again."
 
-    assert foreign_code(Mine(), *CONTEXTS) == "Mixin.get_messages"
-
-
-def test_a_method_set_on_one_object_is_own_code() -> None:
-    bench: Any = StaticWorkbench([tool()])
-    bench.list_tools = list
-    assert foreign_code(bench, StaticWorkbench) == "list_tools of one StaticWorkbench"
-
-
-def test_a_class_that_is_not_stock_is_named() -> None:
-    context = TokenLimitedChatCompletionContext.__new__(TokenLimitedChatCompletionContext)
-    assert foreign_code(context, *CONTEXTS) == "TokenLimitedChatCompletionContext"
+    require_stock_methods(Counting(lambda: "", description=""), BaseTool)
+    with pytest.raises(NotForecastable, match=r"Renamed\.description"):
+        require_stock_methods(Renamed(lambda: "", description=""), BaseTool)
 
 
 class Plain(BaseModel):

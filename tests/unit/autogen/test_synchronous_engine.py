@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.autogen._self_hosted import SynchronousEngine
+from flashmoa.autogen._client import SynchronousEngine
 from flashmoa.errors import BadAnswer
 
 MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model_len": 9999}]}

@@ -105,7 +105,9 @@ class Asker(AssistantAgent):
         return await client.ask()
 
 
-async def run_linked(client: Client, *agents: Any) -> tuple[list[str], list[set[str]]]:
+async def run_linked(
+    client: Client, *agents: Any, include: Sequence[str] = ()
+) -> tuple[list[str], list[set[str]]]:
     """Run a linked team once around.
 
     Return whose calls were reported, and after each ``ask``, whose next requests are held.
@@ -113,7 +115,7 @@ async def run_linked(client: Client, *agents: Any) -> tuple[list[str], list[set[
     events: list[Event] = []
     held: list[set[str]] = []
     team = RoundRobinGroupChat(list(agents), max_turns=len(agents))
-    linked = link(team, listener=events.append)
+    linked = link(team, listener=events.append, include=include)
 
     async def ask() -> str:
         answer = await Client.ask(client)
@@ -143,7 +145,7 @@ async def test_the_calls_of_a_method_that_is_a_tool_are_not_its_agents(
     agent = Asker("one", client, reflect_on_tool_use=True)
     agent.way = staticmethod(way)  # type: ignore[method-assign]
     agent._workbench = [StaticWorkbench([FunctionTool(agent.look, description="looks")])]
-    callers, held = await run_linked(client, agent)
+    callers, held = await run_linked(client, agent, include=["one"])
     assert callers == ["one", "one"]
     assert held and all(agents == {"one"} for agents in held)
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import agent_dry_runs
 from flashmoa.autogen._link_planner import predict_calls
-from flashmoa.autogen._self_hosted import render
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES

@@ -13,12 +13,10 @@ import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import CancellationToken
-from autogen_core.models import UserMessage
 
 from flashmoa import EngineClient, Text, Workflow
 from flashmoa._concurrency import TaskHost
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.autogen._promises import _texts
 from flashmoa.engine import EngineError
 from flashmoa.observe import CallStarted, Event, LinkClosed
 from tests.unit.engine.faulty_engine import TEXT
@@ -97,21 +95,6 @@ async def test_expect_does_not_wait_for_a_hung_engine() -> None:
         assert expected.is_late
 
 
-@pytest.mark.parametrize("hangs", ["render", "open", "append"])
-async def test_a_call_waits_for_its_promise_and_not_for_a_hung_engine(hangs: Route) -> None:
-    async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
-        writer, reader = client_of(writing), client_of(reading)
-        mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
-        read = [UserMessage(content=f"Read {mark}", source="user")]
-        review = str((await reader.promise(read)).content)
-        await reached(reading, _texts[str(mark)])
-        with soon():
-            _texts[str(mark)].finish("a plan")
-            assert await reader.result(review) == TEXT
-            await reader.close()
-            await writer.close()
-
-
 @pytest.mark.parametrize(
     "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
 )
@@ -153,20 +136,6 @@ async def test_a_refused_request_does_not_wait_for_a_hung_engine() -> None:
                 await answer
         assert anyio.current_time() - before < SOON
     assert "delete" in engine.routes()
-
-
-@pytest.mark.parametrize("hangs", ["render", "open", "append", "delete"])
-async def test_closing_a_client_does_not_wait_for_a_hung_engine(hangs: Route) -> None:
-    """Its links are closed at the same time, not one after the other."""
-    async with hung_engine("chat") as writing, hung_engine(hangs) as reading:
-        writer, reader = client_of(writing), client_of(reading)
-        mark = (await writer.promise([UserMessage(content="Go.", source="user")])).content
-        for _ in range(4):
-            await reader.promise([UserMessage(content=f"Read {mark}", source="user")])
-        await reached(reading, _texts[str(mark)], 4)
-        with soon():
-            await reader.close()
-            await writer.close()
 
 
 @pytest.mark.parametrize("hangs", ["render", "open", "delete"])

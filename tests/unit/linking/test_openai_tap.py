@@ -14,10 +14,8 @@ from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessag
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import APIStatusError, AsyncOpenAI
 
-from flashmoa import EngineClient, Link, Prompt, Slot
 from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._promises import _texts
 from flashmoa.completions import WatchedBody, watch_completions
 from flashmoa.linking.calls import CallObserver, CallRequest
 from flashmoa.observe import ignore
@@ -41,7 +39,7 @@ INFO = ModelInfo(
     family=ModelFamily.UNKNOWN,
     structured_output=False,
 )
-How = Literal["stock", "unlinked", "listener", "linked"]
+How = Literal["stock", "unlinked", "listener"]
 HOWS: tuple[How, ...] = get_args(How)
 # A timeout long enough for an answer without pauses, and short enough to wait for.
 BRIEF = 0.5
@@ -71,16 +69,10 @@ async def client_of(
         await made.close()
 
 
-async def outcome_of(client: OpenAIChatCompletionClient, how: How, engine: FaultyEngine) -> Any:
+async def outcome_of(client: OpenAIChatCompletionClient, engine: FaultyEngine) -> Any:
     """Return the text or the exception of a call, and how many requests it made."""
     try:
-        if how == "linked":
-            assert isinstance(client, FlashMoAChatCompletionClient)
-            promised = await client.promise(ASK)
-            text: Any = await client.result(str(promised.content))
-        else:
-            text = (await client.create(ASK)).content
-        return text, len(engine.bodies)
+        return (await client.create(ASK)).content, len(engine.bodies)
     except Exception as error:
         status = error.status_code if isinstance(error, APIStatusError) else None
         body = error.body if isinstance(error, APIStatusError) else None
@@ -112,9 +104,8 @@ async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
             # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
             async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
-                outcomes[how] = await outcome_of(client, how, engine)
-            is_tapped = how in ("listener", "linked")
-            assert all(bool(body.get("stream")) == is_tapped for body in engine.bodies)
+                outcomes[how] = await outcome_of(client, engine)
+            assert all(bool(body.get("stream")) == (how == "listener") for body in engine.bodies)
     assert outcomes == dict.fromkeys(HOWS, outcomes["stock"])
     if fates[0] in ("fine", "no done"):
         assert outcomes["stock"] == (TEXT, 1)
@@ -125,12 +116,12 @@ async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
 
 
 @pytest.mark.parametrize("fate", ["ends", "html"])
-@pytest.mark.parametrize("how", ["listener", "linked"])
-async def test_a_tapped_call_whose_stream_is_no_answer_is_sent_as_it_was(
-    how: How, fate: Fate
-) -> None:
-    async with faulty_engine(fate) as engine, client_of(engine, how, max_retries=0) as client:
-        assert await outcome_of(client, how, engine) == (TEXT, 2)
+async def test_a_tapped_call_whose_stream_is_no_answer_is_sent_as_it_was(fate: Fate) -> None:
+    async with (
+        faulty_engine(fate) as engine,
+        client_of(engine, "listener", max_retries=0) as client,
+    ):
+        assert await outcome_of(client, engine) == (TEXT, 2)
     assert [bool(body.get("stream")) for body in engine.bodies] == [True, False]
 
 
@@ -194,21 +185,6 @@ async def test_text_of_a_retried_request_is_passed_on_once(
         answer = await ask_tapped(client, pieces)
     assert answer.choices[0].message.content == text
     assert pieces == passed_on
-
-
-async def test_a_promise_whose_retry_differs_gets_the_new_text() -> None:
-    """Whoever waits gets the new answer; links that were fed the first one end."""
-    async with (
-        faulty_engine("cut", "other") as engine,
-        EngineClient("http://127.0.0.1:9") as nowhere,
-        client_of(engine, "linked", max_retries=2) as client,
-    ):
-        assert isinstance(client, FlashMoAChatCompletionClient)
-        mark = str((await client.promise(ASK)).content)
-        link = Link(nowhere, Prompt([Slot(_texts[mark].name)]), agent="reader")
-        _texts[mark].follow(link)
-        assert await client.result(f"Read: {mark}") == f"Read: {''.join(OTHER)}"
-    assert link.is_over and link.claim() is None
 
 
 async def test_a_shared_http_client_is_tapped_once() -> None:

@@ -195,8 +195,8 @@ async def test_a_link_of_the_file_gives_way_to_the_plan(tmp_path: Path) -> None:
     for caller, client in zip(callers, clients, strict=True):
         caller.replace_client(client)
     watched = watch(team, lambda _event: None)
-    assert not old.observers._teams
-    assert all(client.observers._teams for client in clients)
+    assert not old.linked_teams
+    assert all(client.linked_teams for client in clients)
     await watched.close()
     for client in [old, *clients]:
         await client.close()

@@ -8,9 +8,8 @@ from collections.abc import Generator
 
 import pytest
 
-from flashmoa.autogen._call_observers import CallObservers
+from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam
-from flashmoa.observe import ignore
 
 
 class Team(LinkedTeam):
@@ -30,27 +29,27 @@ def frequent_switches() -> Generator[None]:
 
 @pytest.mark.usefixtures("frequent_switches")
 def test_calls_find_teams_while_other_threads_link_and_forget_theirs() -> None:
-    observers = CallObservers("http://engine", "m", ignore, None)
+    client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
     kept = [Team() for _ in range(100)]
     for team in kept:
-        observers.add(team)
+        client.add_team(team)
     ended = threading.Event()
 
     def link() -> None:
         while not ended.is_set():
             teams = [Team() for _ in range(20)]
             for team in teams:
-                observers.add(team)
+                client.add_team(team)
             for team in teams[:10]:
-                observers.remove(team)
+                client.remove_team(team)
 
     other = threading.Thread(target=link)
     other.start()
     try:
         request = CallRequest("http://engine", "m", None)
-        found = [observers._observe(request) for _ in range(3000)]
+        found = [client._ask_teams(request) for _ in range(3000)]
     finally:
         ended.set()
         other.join()
     assert found == [[]] * 3000
-    assert set(map(id, observers._teams)) >= set(map(id, kept))
+    assert set(map(id, client.linked_teams)) >= set(map(id, kept))

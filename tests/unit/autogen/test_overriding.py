@@ -1,10 +1,15 @@
-"""User-defined classes that have effects in methods which predicting a prompt would call."""
+"""Linking runs no user-defined code unless the user includes it, and so changes no answer."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import anyio
+import httpx
+import pytest
 from autogen_agentchat.agents import (
     AssistantAgent,
     BaseChatAgent,
@@ -19,14 +24,29 @@ from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGro
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryContent, UpdateContextResult
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
-from autogen_core.models import LLMMessage, UserMessage
+from autogen_core.models import LLMMessage, ModelFamily, ModelInfo, UserMessage
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
+from flashmoa.linking.planned_links import Forecast, Turn
 
-from tests.integration.autogen.teams import Client, agent
+from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen._link_planner import TeamLinkPlanner
+from flashmoa.observe import Event, LinkDeclined
+from tests.unit.openai.fake_server import URL, FakeServer
+
+pytestmark = pytest.mark.anyio
+Client = FlashMoAChatCompletionClient
+INFO = ModelInfo(
+    vision=False, function_calling=True, json_output=False, family=ModelFamily.UNKNOWN,
+    structured_output=False,
+)  # fmt: skip
 
 # Is called in each run of a method, and returns the number of that run.
 CountRun = Callable[[], int]
 Build = Callable[[Client, CountRun], BaseGroupChat]
+
+
+def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
+    return AssistantAgent(name, model_client=client, **more)
 
 
 async def _look(place: str) -> str:
@@ -99,30 +119,6 @@ def stream_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
 
     two.on_messages_stream = on_messages_stream
     return _three(client, two)
-
-
-def adding(client: Client, count_run: CountRun) -> BaseGroupChat:
-    class Own(AssistantAgent):
-        @staticmethod
-        async def _add_messages_to_context(
-            model_context: ChatCompletionContext, messages: Sequence[BaseChatMessage]
-        ) -> None:
-            text = f"This is turn {count_run()}."
-            await model_context.add_message(UserMessage(content=text, source="clock"))
-            await AssistantAgent._add_messages_to_context(model_context, messages)
-
-    return _three(client, Own("two", model_client=client))
-
-
-def calling(client: Client, count_run: CountRun) -> BaseGroupChat:
-    class Own(AssistantAgent):
-        @classmethod
-        async def _call_llm(cls, **rest: Any) -> Any:  # type: ignore[override]
-            count_run()
-            async for item in super()._call_llm(**rest):
-                yield item
-
-    return _three(client, Own("two", model_client=client))
 
 
 def filtering(client: Client, count_run: CountRun) -> BaseGroupChat:
@@ -238,3 +234,90 @@ def client(plain: Client, count_run: CountRun) -> BaseGroupChat:
     own = CountingClient.__new__(CountingClient)
     vars(own).update(vars(plain), count_run=count_run)
     return _three(plain, agent(own, "two"))
+
+
+@dataclass
+class Run:
+    """How often user-defined code ran in a run, what was sent, and which links were declined."""
+
+    runs: int
+    sent: list[Any]
+    predicted: int
+    declined: dict[str, str]
+
+
+async def run_team(
+    monkeypatch: pytest.MonkeyPatch, build: Build, linked: bool, *include: str
+) -> Run:
+    server, events, numbers = FakeServer(), list[Event](), itertools.count(1)
+    client = Client(model="m", base_url=URL, model_info=INFO)
+    team = build(client, lambda: next(numbers))
+    running = watch(team, events.append)
+    if linked:
+        running = link(team, include=include, listener=events.append)
+    planners = [each._planner for each in (running, *running._inner)]
+    forecasts: list[Forecast] = []
+    forecast = TeamLinkPlanner.forecast
+
+    async def count_forecasts(planner: TeamLinkPlanner, turn: Turn) -> Forecast:
+        forecasts.append(await forecast(planner, turn))
+        return forecasts[-1]
+
+    monkeypatch.setattr(TeamLinkPlanner, "forecast", count_forecasts)
+
+    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        while any(planner._planning.is_running for planner in planners):  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+        return server.answer(request)
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    await team.run(task="Three days in Nepal.")
+    await running.close()
+    await client.close()
+    declined = {each.agent: each.reason for each in events if isinstance(each, LinkDeclined)}
+    sent = [body["messages"] for body in server.chats()]
+    return Run(next(numbers) - 1, sent, len(forecasts), declined)
+
+
+@pytest.mark.parametrize(
+    ("build", "declined"),
+    [
+        (workbench, {"two": "code of its Stateful"}),
+        (workbench_of_one, {"two": "code of its StaticWorkbench"}),
+        (tool, {"two": "would run Own.schema"}),
+        (stream, {"two": "it is a Own, not a stock AssistantAgent"}),
+        (stream_of_one, {"two": "code of its AssistantAgent"}),
+        (filtering, {"two": "it is a Own"}),
+        (society, {"(summary)": "code of its Own"}),
+        (context, {"two": "its Own chooses messages"}),
+        (memory, {}),
+        (message, {"one": "Numbered", "two": "it has no FlashMoA", "four": "Numbered"}),
+        (manager, {}),
+        (client, {"two": "would run CountingClient._process_create_args"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+async def test_overriding_code_runs_as_often_as_unlinked(
+    monkeypatch: pytest.MonkeyPatch, build: Build, declined: dict[str, str]
+) -> None:
+    plain = await run_team(monkeypatch, build, linked=False)
+    linked = await run_team(monkeypatch, build, linked=True)
+    assert plain.runs == linked.runs > 0
+    assert linked.sent == plain.sent
+    # The other agents' prompts are predicted; a manager of another class decides who they are.
+    assert linked.predicted > 0 or build is manager
+    assert linked.declined.keys() == declined.keys()
+    for agent, reason in linked.declined.items():
+        assert declined[agent] in reason
+
+
+@pytest.mark.parametrize("build", [stream, workbench_of_one], ids=lambda build: build.__name__)
+async def test_overriding_code_of_included_agents_is_run_ahead(
+    monkeypatch: pytest.MonkeyPatch, build: Build
+) -> None:
+    plain = await run_team(monkeypatch, build, linked=False)
+    linked = await run_team(monkeypatch, build, True, "two")
+    assert linked.runs > plain.runs
+    assert linked.sent == plain.sent
+    assert not linked.declined

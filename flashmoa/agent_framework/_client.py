@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, cast
 from weakref import WeakSet
@@ -25,13 +24,10 @@ from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
 from flashmoa._stack import owners
-from flashmoa.agent_framework._capture import active_capture
 from flashmoa.completions import watch_completions
 from flashmoa.engine import (
     EngineClient,
     WithoutPlugin,
-    kv_namespace,
-    prompt_fields,
     self_hosted_url,
 )
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, ObservedCall
@@ -50,38 +46,6 @@ class LinkedWorkflow(Protocol):
     async def close(self) -> None:
         """End every link of the workflow."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """Holds a chat completion request of a client.
-
-    Attributes:
-        body: the body that the client would send.
-        arguments: the keyword arguments of ``get_response``.
-    """
-
-    client: FlashMoAChatClient
-    body: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-
-    async def render(self) -> str:
-        """Return the text of its prompt, as its engine's chat template renders it.
-
-        Raises: EngineError if the engine cannot be reached or refuses.
-        """
-        sent = self._sent
-        return await self.client.engine.render(sent["messages"], **prompt_fields(sent))
-
-    @property
-    def namespace(self) -> dict[str, str]:
-        """Return the namespace of its KV."""
-        return kv_namespace(self._sent)
-
-    @property
-    def _sent(self) -> Mapping[str, Any]:
-        """Return what the server receives: OpenAI's client adds the extra body to the body."""
-        return {**self.body, **(self.body.get("extra_body") or {})}
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
@@ -170,14 +134,6 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-    def get_response(self, messages: Sequence[Message], **kwargs: Any) -> Any:  # type: ignore[override]
-        """Send a request as the stock client does; a dry run ends here."""
-        if (capture := active_capture()) is not None:
-            options: Mapping[str, Any] = kwargs.get("options") or {}
-            body = self._prepare_options(messages, options)
-            raise capture.take(ChatRequest(self, body, kwargs))
-        return super().get_response(messages, **kwargs)
 
     def _inner_get_response(
         self,

@@ -1,17 +1,14 @@
-"""Dry runs: learn an executor's next request by running its own code on a copy.
+"""Dry runs: learn an agent's next request by running the framework's own code on a copy.
 
-A dry run gives a copy of the executor the messages it will receive, with placeholders for the texts
-that are still being written, and ends at its first request to a model. No request is sent, and if
-all code is the framework's, the workflow is not changed, and neither middleware nor telemetry sees
-it. The code of an included executor is run as it is: in a task that was running before the dry run,
-or outlives it, its requests are sent.
+A dry run gives a copy of the agent's executor the messages it will receive, with placeholders for
+the texts that are still being written, and ends at its first request to a model. No request is
+sent, the workflow is not changed, and neither middleware nor telemetry sees it.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -29,18 +26,54 @@ from agent_framework import (
     WorkflowContext,
 )
 
-from flashmoa.agent_framework._capture import RequestCaptured, capture_requests
-from flashmoa.agent_framework._client import ChatRequest
-from flashmoa.agent_framework._copies import copy_included, copy_message, copy_stock
-from flashmoa.agent_framework._predictability import why_call_unpredictable, why_not_run
+from flashmoa.agent_framework._client import FlashMoAChatClient
+from flashmoa.agent_framework._predictability import (
+    run_untraced,
+    why_call_unpredictable,
+    why_not_run,
+)
+from flashmoa.engine import kv_namespace, prompt_fields
 from flashmoa.linking.placeholders import NotForecastable
 
 
-class CallsInOtherTask(NotForecastable):
-    """Raised when the request of an executor is made in another task than that of its handler.
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """Holds a chat completion request of a client.
 
-    No request of the executor will ever be linked, since it cannot be attributed to it.
+    Attributes:
+        body: the body that the client would send.
+        arguments: the keyword arguments of ``get_response``.
     """
+
+    client: FlashMoAChatClient
+    body: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+
+    async def render(self) -> str:
+        """Return the text of its prompt, as its engine's chat template renders it.
+
+        Raises: EngineError if the engine cannot be reached or refuses.
+        """
+        sent = self._sent
+        return await self.client.engine.render(sent["messages"], **prompt_fields(sent))
+
+    @property
+    def namespace(self) -> dict[str, str]:
+        """Return the namespace of its KV."""
+        return kv_namespace(self._sent)
+
+    @property
+    def _sent(self) -> Mapping[str, Any]:
+        """Return what the server receives: OpenAI's client adds the extra body to the body."""
+        return {**self.body, **(self.body.get("extra_body") or {})}
+
+
+class _RequestCaptured(Exception):
+    """Ends a dry run at its first request, and carries that request out of it."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__("a dry run ends here")
+        self.request = request
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,86 +100,85 @@ def make_response(
     """
     agent = cast("Agent", cast("AgentExecutor", executor).agent)
     answer = Message("assistant", [text], author_name=agent._get_agent_name())
-    whole = [*map(copy_message, conversation), answer]
+    whole = [*map(_copy_message, conversation), answer]
     return AgentExecutorResponse(
         executor.id, AgentResponse(messages=[answer]), full_conversation=whole
     )
 
 
 async def dry_run(
-    workflow: Workflow, executor: Executor, message: Any, sources: Sequence[str], included: bool
+    workflow: Workflow, executor: Executor, message: Any, sources: Sequence[str]
 ) -> DryRunResult:
-    """Run a copy of an executor on ``message``, up to its first request to a model.
+    """Run a copy of an agent's executor on ``message``, up to its first request to a model.
 
     Args:
         sources: ids of the executors that sent the message.
-        included: whether the user listed the executor in ``include``, i.e. allows its user-defined
-            code to be run.
 
-    Raises:
-        CallsInOtherTask: if its request is made in another task than its handler.
-        NotForecastable: if the executor must not be run (:func:`why_not_run`), if its run fails or
-            ends without a request, or if the request may be changed before it is sent.
+    Raises: NotForecastable if the executor must not be run (:func:`why_not_run`), if its run fails
+        or ends without a request, or if the request may be changed before it is sent.
     """
-    if reason := why_not_run(workflow, executor, included):
+    if reason := why_not_run(workflow, executor):
         raise NotForecastable(reason)
-    shadow, message = _copy(executor, message, included)
-    handle = _find_handler(shadow, message)
-    context = _make_context(workflow, shadow, sources)
-    request = await _capture_request(partial(handle, message, context))
+    shadow = _copy_executor(cast("AgentExecutor", executor))
+    try:
+        handle = shadow._find_handler(message)
+    except RuntimeError as error:
+        raise NotForecastable(str(error)) from error
+    # A handler in the copied containers is bound to the original.
+    handle = MethodType(cast("Any", handle).__func__, shadow)
+    try:
+        await handle(message, _make_context(workflow, shadow, sources))
+    except _RequestCaptured as captured:
+        request = captured.request
+    except Exception as error:
+        raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
+    else:
+        raise NotForecastable("its dry run ended without a call of its model")
     if reason := why_call_unpredictable(request.client, request.arguments):
         raise NotForecastable(reason)
     return DryRunResult(request, get_conversation(shadow))
 
 
-async def _capture_request(handle: Callable[[], Awaitable[object]]) -> ChatRequest:
-    """Run a handler up to its first request, and return that."""
-    failure: Exception | None = None
-    with capture_requests() as capture:
-        try:
-            await handle()
-        except Exception as error:
-            failure = error
-    if capture.was_in_other_task:
-        raise CallsInOtherTask(
-            "it calls its model in a task of its own (asyncio.gather, TaskGroup, a thread, a "
-            "worker), where FlashMoA cannot tell whose call it is; await the call itself to have "
-            "it linked"
-        )
-    if failure is None:
-        raise NotForecastable("its dry run ended without a call of its model")
-    if (captured := _find_captured(failure)) is None:
-        raise NotForecastable(f"its dry run on a copy failed: {failure!r}") from failure
-    return cast("ChatRequest", captured.request)
+def _copy_executor(executor: AgentExecutor) -> AgentExecutor:
+    """Copy an executor and all that the framework's code changes when its agent is run.
+
+    The copy's agent is run without the layers that trace it, and its client raises its first
+    request as :class:`_RequestCaptured`.
+    """
+    shadow = copy.copy(executor)
+    for name, value in list(vars(shadow).items()):
+        if isinstance(value, list | dict | set):
+            setattr(shadow, name, copy.copy(cast("Any", value)))
+    shadow._cache = [_copy_message(message) for message in shadow._cache]
+    shadow._session = copy.copy(shadow._session)
+    shadow._session.state = {
+        key: dict(cast("dict[Any, Any]", value)) if isinstance(value, dict) else value
+        for key, value in shadow._session.state.items()
+    }
+    agent: Any = copy.copy(shadow._agent)
+    agent.context_providers = list(agent.context_providers)
+    agent.run = partial(run_untraced, agent)
+    agent.client = _capturing(agent.client)
+    shadow._agent = agent
+    return shadow
 
 
-def _find_captured(failure: BaseException) -> RequestCaptured | None:
-    """Return what ended a dry run if it was a request, also if a task group has wrapped it."""
-    while isinstance(failure, BaseExceptionGroup):
-        group = cast("BaseExceptionGroup[BaseException]", failure)
-        if len(group.exceptions) != 1:
-            return None
-        failure = group.exceptions[0]
-    return failure if isinstance(failure, RequestCaptured) else None
+def _capturing(client: FlashMoAChatClient) -> FlashMoAChatClient:
+    def get_response(messages: Sequence[Message], **arguments: Any) -> Any:
+        body = client._prepare_options(messages, arguments.get("options") or {})
+        raise _RequestCaptured(ChatRequest(client, body, arguments))
+
+    shadow: Any = copy.copy(client)
+    shadow.get_response = get_response
+    return shadow
 
 
-def _copy(executor: Executor, message: Any, included: bool) -> tuple[Executor, Any]:
-    """Return copies of an executor and its message, which its run may change."""
-    if not included:
-        return copy_stock(cast("AgentExecutor", executor)), message
-    try:
-        return copy_included(executor, message)
-    except Exception as error:
-        raise NotForecastable(f"it cannot be copied for a dry run: {error!r}") from error
-
-
-def _find_handler(shadow: Executor, message: Any) -> Callable[[Any, Any], Any]:
-    try:
-        handler = shadow._find_handler(message)
-    except RuntimeError as error:
-        raise NotForecastable(str(error)) from error
-    # A handler in the copied containers is bound to the original.
-    return MethodType(handler.__func__, shadow) if inspect.ismethod(handler) else handler
+def _copy_message(message: Message) -> Message:
+    """Copy a message; its contents stay shared."""
+    clone = copy.copy(message)
+    clone.contents = list(message.contents)
+    clone.additional_properties = dict(message.additional_properties)
+    return clone
 
 
 def _make_context(workflow: Workflow, shadow: Executor, sources: Sequence[str]) -> Any:

@@ -82,15 +82,13 @@ def asks_no_model(executor: Executor) -> bool:
     return _is_stock(executor) and type(executor).__name__ in _WITHOUT_MODEL
 
 
-def why_not_run(workflow: Workflow, executor: Executor, included: bool) -> str | None:
+def why_not_run(workflow: Workflow, executor: Executor) -> str | None:
     """Return why no dry run of an executor can be made, if none can.
 
-    Without ``included``, a dry run must neither run code of the user's nor ask a server.
+    A dry run must neither run code of the user's nor ask a server.
     """
     if holds_workflow(executor):
         return "it runs a workflow, and a copy would run the same one; link that workflow itself"
-    if included:
-        return None
     if type(executor) is not AgentExecutor:
         return _why_no_agent(executor)
     if reason := _why_unpredictable(workflow, executor):
@@ -99,10 +97,7 @@ def why_not_run(workflow: Workflow, executor: Executor, included: bool) -> str |
     if any(isinstance(tool, MCPTool) for tool in normalize_tools(run_tools)):
         return _ASKS_SERVERS
     if executor._context_mode == "custom":
-        return (
-            f"its context_filter is code of your own; with include=[{executor.id!r}], it is run on "
-            "copies of the messages, to predict its prompt"
-        )
+        return "its context_filter is code of your own, which is not run to predict its prompt"
     if client_of(executor) is None:
         return "its client is not a FlashMoAChatClient; give it one"
     return None
@@ -139,10 +134,7 @@ def _why_no_agent(executor: Executor) -> str:
     name = type(executor).__name__
     if _is_stock(executor) and name not in _WITH_USER_CODE:
         return f"it is a {name} of Agent Framework, which is not linked"
-    return (
-        f"it is code of your own; with include=[{executor.id!r}], a copy of it is run up to its "
-        "model call, to predict its prompt"
-    )
+    return "it is code of your own, which is not run to predict its prompt"
 
 
 def _is_stock(executor: Executor) -> bool:

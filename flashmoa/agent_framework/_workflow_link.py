@@ -1,23 +1,35 @@
-"""Link a workflow's agents (``link``)."""
+"""Link a workflow's agents (``link``), and plan the links along its edges."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent_framework import Executor, Workflow
+from agent_framework import AgentExecutorResponse, Executor, Message, Workflow
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.agent_framework._link_planner import WorkflowLinkPlanner
-from flashmoa.agent_framework._predictability import client_of, holds_workflow
+from flashmoa.agent_framework._deliveries import find_deliveries
+from flashmoa.agent_framework._dry_run import dry_run, get_conversation, make_response
+from flashmoa.agent_framework._predictability import (
+    asks_no_model,
+    client_of,
+    holds_workflow,
+    why_not_run,
+    why_rewritten,
+)
 from flashmoa.linking.calls import CallRequest
-from flashmoa.linking.planner import LinkedCall
+from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import add_trace, end_trace
 
 logger = logging.getLogger(__name__)
 
+# Types of the contents with which a workflow's user replies to an agent's requests.
+_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 # The attribute of a workflow that holds its link, so that both live equally long.
 _LINK_ATTRIBUTE = "_flashmoa_link"
 
@@ -25,7 +37,6 @@ _LINK_ATTRIBUTE = "_flashmoa_link"
 def link(
     workflow: Workflow,
     *,
-    include: Collection[str] = (),
     trace: Path | str | None = None,
     trace_prompts: bool = False,
     listener: Listener = ignore,
@@ -41,16 +52,6 @@ def link(
             ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
             agents with middleware (also of the client or the run), compaction strategies, context
             providers or MCP servers run unlinked.
-        include: ids of executors to link although they run your own code: a
-            ``ConcurrentBuilder``'s aggregator (a callback's id is its name), or an agent that would
-            run unlinked otherwise. To predict its next request, such an executor is run on a copy,
-            up to the call of its model. Copied are its agent and the data that both hold: messages,
-            containers, dataclasses and pydantic models, at any depth, and all of its session's
-            state; the code must not change anything else. It must await the call itself: an
-            executor that calls its model in another task (``asyncio.gather``, a worker) is not
-            linked, and if that task was running before, or goes on when the copy's run has ended,
-            its requests are sent. It must not run a workflow; executors that hold one are never run
-            on copies.
         trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
             unless another link is writing it: then both write to it.
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
@@ -60,17 +61,15 @@ def link(
     Raises:
         TypeError: if ``workflow`` is not a workflow.
         OSError: if the trace cannot be written.
-        ValueError: if no agent of the workflow uses a FlashMoA client; if ``include`` names an
-            unknown executor; if ``trace`` names an HTML page, or an existing file that is not a
-            trace; if ``trace_prompts`` is given without ``trace``.
+        ValueError: if no agent of the workflow uses a FlashMoA client; if ``trace`` names an HTML
+            page, or an existing file that is not a trace; if ``trace_prompts`` is given without
+            ``trace``.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
             "build it first"
         )
-    if unknown := [name for name in include if name not in workflow.executors]:
-        raise ValueError(f"include names {unknown}; the workflow has {sorted(workflow.executors)}")
     clients = _find_clients(workflow)
     previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
     listener = add_trace(
@@ -79,7 +78,7 @@ def link(
         prompts=trace_prompts,
         successor_of=previous.listener if previous is not None else None,
     )
-    return WorkflowLink(workflow, clients, frozenset(include), listener)
+    return WorkflowLink(workflow, clients, listener)
 
 
 def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
@@ -117,20 +116,18 @@ class WorkflowLink:
         self,
         workflow: Workflow,
         clients: Collection[FlashMoAChatClient],
-        include: Collection[str],
         listener: Listener,
     ) -> None:
         self.listener = listener
         self._workflow = workflow
-        self._is_retired = False
-        self._clients: set[FlashMoAChatClient] = set()
-        self._planner = WorkflowLinkPlanner(workflow, include, listener, self._add_client)
+        self._clients = clients
+        self._planner = WorkflowLinkPlanner(workflow, listener)
         previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
         if previous is not None:
             previous._retire()
         setattr(workflow, _LINK_ATTRIBUTE, self)
         for client in clients:
-            self._add_client(client)
+            client.linked_workflows.add(self)
 
     async def close(self) -> None:
         """End every link and wait until the engines have their KV back.
@@ -151,15 +148,129 @@ class WorkflowLink:
             logger.exception("%s runs unlinked because of the error below", executor.id)
             return None
 
-    def _add_client(self, client: FlashMoAChatClient) -> None:
-        if self._is_retired:  # A dry run has ended after its link was closed or replaced.
-            return
-        client.linked_workflows.add(self)
-        self._clients.add(client)
-
     def _retire(self) -> None:
-        self._is_retired = True
         for client in self._clients:
             client.linked_workflows.discard(self)
         self._planner.end_all("closed")
         end_trace(self.listener)
+
+
+@dataclass(slots=True)
+class KnownMessages:
+    """Holds what is known of the messages in one run of a workflow, by executors' ids.
+
+    Attributes:
+        placeholders: placeholders for the texts of all executors.
+        conversations: the conversation that each executor which has begun was given.
+        predicted: the messages that executors which have not begun will send, from dry runs.
+        unpredicted: executors that have begun and whose messages cannot be predicted: others get
+            something else than their models' texts, or also their tool calls and the results.
+    """
+
+    placeholders: Placeholders
+    conversations: dict[str, list[Message]] = field(default_factory=dict[str, list[Message]])
+    predicted: dict[str, AgentExecutorResponse] = field(
+        default_factory=dict[str, AgentExecutorResponse]
+    )
+    unpredicted: set[str] = field(default_factory=set[str])
+
+
+class WorkflowLinkPlanner(LinkPlanner):
+    """Plans the links of one workflow."""
+
+    def __init__(self, workflow: Workflow, listener: Listener) -> None:
+        super().__init__(listener)
+        self._workflow = workflow
+        self._deliveries = {
+            each.target: each
+            for each in find_deliveries(workflow)
+            if not asks_no_model(workflow.executors[each.target])
+        }
+        self._known = KnownMessages(Placeholders(workflow.executors))
+
+    @property
+    def is_running(self) -> bool:
+        return self._workflow._is_run_active()
+
+    def observe(self, executor: Executor, request: CallRequest) -> LinkedCall:
+        """Note that an executor is about to send a request. Return the request's observer."""
+        name, rewritten = executor.id, why_rewritten(self._workflow, executor)
+        if rewritten is None and name in self._known.conversations:
+            previous = self.running.get(name)
+            if previous is None or previous.text.is_over:
+                # It begins a second time, so this is another run of the workflow.
+                self.end_all("unused")
+        conversation = get_conversation(executor)
+        self._known.conversations.setdefault(name, conversation)
+        if rewritten is not None or _answers_requests(conversation):
+            self._known.unpredicted.add(name)
+        delivery = self._deliveries.get(name)
+        if (
+            delivery is not None
+            and self._known.conversations.keys() >= {*delivery.sources}
+            and (reason := why_not_run(self._workflow, executor))
+        ):
+            # There was no forecast to say so if what it reads could not be predicted either.
+            self.decline(name, NotForecastable(reason))
+        return self.begin(name, request, rewritten=rewritten, linkable=delivery is not None)
+
+    def end_all(self, reason: str) -> None:
+        super().end_all(reason)
+        self._known = KnownMessages(Placeholders(self._workflow.executors))
+
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        """End the links, as others also get the tool calls and results, which are unknown."""
+        super().call_held_back(call, reason)
+        self._known.unpredicted.add(call.agent)
+        for link in self.waiting_for(call.agent):
+            link.end("mispredicted")
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        """Follow the edges from the executors that have begun."""
+        reached = set(self._sent())
+        waiting = [each for each in self._deliveries.values() if each.target not in reached]
+        turns: list[Turn] = []
+        while ready := [each for each in waiting if reached.issuperset(each.sources)]:
+            waiting = [each for each in waiting if each not in ready]
+            turns += [Turn(delivery.target) for delivery in ready]
+            reached |= {delivery.target for delivery in ready}
+        return [turn for turn in turns if turn.agent not in self._known.conversations]
+
+    async def forecast(self, turn: Turn) -> Forecast | None:
+        """Return an executor's next request, from a dry run; ``None`` if its input is unknown."""
+        name, known = turn.agent, self._known
+        sent, delivery = self._sent() | known.predicted, self._deliveries[name]
+        if not all(source in sent for source in delivery.sources):
+            return None
+        executor = self._workflow.executors[name]
+        message = delivery.make_message([sent[source] for source in delivery.sources])
+        result = await dry_run(self._workflow, executor, message, delivery.sources)
+        request = result.request
+        if why_rewritten(self._workflow, executor) is None:
+            text = known.placeholders.padded(name)
+            known.predicted[name] = make_response(executor, result.conversation, text)
+        return Forecast(
+            turn,
+            request.client.engine,
+            known.placeholders,
+            [request.render],
+            namespace=request.namespace,
+        )
+
+    def _sent(self) -> dict[str, AgentExecutorResponse]:
+        """Return the messages of executors that have begun, with placeholders for their texts."""
+        sent: dict[str, AgentExecutorResponse] = {}
+        for name, conversation in self._known.conversations.items():
+            if name not in self._known.unpredicted:
+                text = self._known.placeholders.padded(name)
+                sent[name] = make_response(self._workflow.executors[name], conversation, text)
+        return sent
+
+
+def _answers_requests(conversation: Sequence[Message]) -> bool:
+    """Return whether an agent resumes with what it has asked for: approvals of tools, or results.
+
+    Others then also get the results.
+    """
+    contents = conversation[-1].contents if conversation else []
+    return any(content.type in _REPLIES for content in contents)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from agent_framework import Agent, AgentExecutor, AgentExecutorResponse, Message, Workflow
-from agent_framework.orchestrations import ConcurrentBuilder, SequentialBuilder
+from agent_framework import Agent, Workflow
+from agent_framework.orchestrations import SequentialBuilder
 
 from flashmoa.agent_framework import link
 from flashmoa.observe import (
     CallFinished,
     Event,
     LinkClosed,
-    LinkDeclined,
     LinkOpened,
     LinkWaits,
     PromptSent,
@@ -27,7 +25,6 @@ from tests.integration.agent_framework.workflows import (
     agent,
     chain,
     options,
-    panel,
     run,
     statuses,
 )
@@ -79,91 +76,6 @@ async def test_a_workflow_that_runs_again(clients: Pair, guide: str) -> None:
     found = [call.usage for call in calls(events) if call.agent != "planner"]
     assert len(found) == 4
     assert all(u is not None and u.prompt_stream and u.prompt_stream.status == "hit" for u in found)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_linked_concurrent_agents_and_their_aggregator_answer_as_unlinked(
-    clients: Pair, guide: str, stream: bool
-) -> None:
-    async def answer(workflow: Workflow) -> list[Any]:
-        if not stream:
-            return (await workflow.run(TASK)).get_outputs()
-        events = workflow.run(TASK, stream=True)
-        return [event.data async for event in events if event.type == "output"]
-
-    plain = await answer(panel(clients, guide))
-    events: list[Event] = []
-    workflow = panel(clients, guide)
-    link(workflow, include=["merge"], listener=events.append)
-    assert await answer(workflow) == plain
-    assert statuses(events) == {"food": None, "walks": None, "visas": None, "merge": "hit"}
-    opened = {event.agent: event.upstream for event in events if isinstance(event, LinkOpened)}
-    assert opened == {"merge": ("food", "walks", "visas")}
-
-
-async def test_user_code_is_not_run_unless_included(clients: Pair, guide: str) -> None:
-    events: list[Event] = []
-    workflow = panel(clients, guide)
-    link(workflow, listener=events.append)
-    await workflow.run(TASK)
-    (declined,) = [event for event in events if isinstance(event, LinkDeclined)]
-    assert declined.agent == "merge" and "include=['merge']" in declined.reason
-    assert "merge" not in {event.agent for event in events if isinstance(event, LinkOpened)}
-
-
-async def test_a_context_filter_is_run_beforehand_only_if_included(
-    clients: Pair, guide: str
-) -> None:
-    ran: list[int] = []
-
-    def build() -> Workflow:
-        def keep_last(messages: list[Message]) -> list[Message]:
-            ran.append(len(messages))
-            messages[-1].additional_properties["seen"] = True
-            return messages[-1:]
-
-        writer, reader = agent("writer", clients[0], guide), agent("reader", clients[1], guide)
-        executor = AgentExecutor(reader, context_mode="custom", context_filter=keep_last)
-        return SequentialBuilder(participants=[writer, executor]).build()
-
-    plain = (await build().run(TASK)).get_outputs()[-1].text
-    for include, status in [([], None), (["reader"], "hit")]:
-        ran.clear()
-        events: list[Event] = []
-        workflow = build()
-        link(workflow, include=include, listener=events.append)
-        assert (await workflow.run(TASK)).get_outputs()[-1].text == plain
-        assert statuses(events) == {"writer": None, "reader": status}
-        reasons = [event.reason for event in events if isinstance(event, LinkDeclined)]
-        assert [("context_filter" in reason) for reason in reasons] == ([] if include else [True])
-        assert len(ran) == 1 if not include else len(ran) > 1
-
-
-async def test_an_aggregator_that_calls_a_client_directly_is_linked(
-    clients: Pair, guide: str
-) -> None:
-    ran: list[int] = []
-
-    def build() -> Workflow:
-        async def merge(results: list[AgentExecutorResponse]) -> str:
-            ran.append(len(results))
-            texts = [Message("user", [result.agent_response.text]) for result in results]
-            answer = await clients[1].get_response(
-                [Message("system", [guide[:1500]]), *texts],
-                options=options(),  # type: ignore[arg-type]
-            )
-            return answer.text
-
-        experts = [agent(name, clients[0], guide[:900]) for name in ("food", "walks")]
-        return ConcurrentBuilder(participants=experts).with_aggregator(merge).build()
-
-    plain = (await build().run(TASK)).get_outputs()
-    events: list[Event] = []
-    workflow = build()
-    link(workflow, include=["merge"], listener=events.append)
-    assert (await workflow.run(TASK)).get_outputs() == plain
-    assert statuses(events)["merge"] == "hit"
-    assert ran == [2, 2, 2]  # The aggregator ran unlinked, on a copy, and in the linked run.
 
 
 async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> None:

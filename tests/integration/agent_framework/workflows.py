@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_framework import Agent, AgentExecutorResponse, AgentResponseUpdate, Workflow
-from agent_framework.orchestrations import ConcurrentBuilder, SequentialBuilder
+from agent_framework import Agent, AgentResponseUpdate, Workflow
+from agent_framework.orchestrations import SequentialBuilder
 
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.observe import Event
@@ -39,18 +39,6 @@ def chain(clients: Pair, guide: str) -> Workflow:
         agent(name, clients[name == "summary"], guide) for name in ("planner", "local", "summary")
     ]
     return SequentialBuilder(participants=agents, output_from="all").build()
-
-
-def panel(clients: Pair, guide: str) -> Workflow:
-    """Make a workflow: three agents write at once; an aggregator asks the second engine."""
-    experts = [agent(name, clients[0], guide[:900]) for name in ("food", "walks", "visas")]
-    editor = Agent(clients[1], guide[:2000], default_options=options())  # type: ignore[arg-type]
-
-    async def merge(results: list[AgentExecutorResponse]) -> str:
-        parts = [f"{result.executor_id}: {result.agent_response.text}" for result in results]
-        return (await editor.run("\n\n".join(parts))).text
-
-    return ConcurrentBuilder(participants=experts).with_aggregator(merge).build()
 
 
 async def run(workflow: Workflow, stream: bool = False) -> list[str]:

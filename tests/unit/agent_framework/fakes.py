@@ -129,11 +129,11 @@ def chain(client: FlashMoAChatClient, *participants: Any) -> Workflow:
 
 
 async def run_linked(
-    workflow: Workflow, *include: str, task: str | Message = "task", runs: int = 1, **options: Any
+    workflow: Workflow, *, task: str | Message = "task", runs: int = 1, **options: Any
 ) -> list[str]:
     """Link a workflow and run it. Return the reasons for which agents were not linked."""
     events: list[Event] = []
-    linked = link(workflow, include=include, listener=events.append)
+    linked = link(workflow, listener=events.append)
     for _ in range(runs):
         await workflow.run(task, **options)
     await linked.close()

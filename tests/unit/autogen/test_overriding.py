@@ -26,10 +26,10 @@ from autogen_core.memory import ListMemory, MemoryContent, UpdateContextResult
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
 from autogen_core.models import LLMMessage, ModelFamily, ModelInfo, UserMessage
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
-from flashmoa.linking.planned_links import Forecast, Turn
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.autogen._link_planner import TeamLinkPlanner
+from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,8 @@ import pytest
 from autogen_agentchat.agents import (
     AssistantAgent,
     BaseChatAgent,
-    MessageFilterAgent,
     SocietyOfMindAgent,
 )
-from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig, PerSourceFilter
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import BaseChatMessage, TextMessage
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat, SelectorGroupChat
@@ -106,31 +104,6 @@ def stream(client: Client, count_run: CountRun) -> BaseGroupChat:
                 yield item
 
     return _three(client, Own("two", model_client=client))
-
-
-def stream_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
-    two: Any = agent(client, "two")
-    stock = two.on_messages_stream
-
-    async def on_messages_stream(messages: Any, token: CancellationToken) -> AsyncGenerator[Any]:
-        count_run()
-        async for item in stock(messages, token):
-            yield item
-
-    two.on_messages_stream = on_messages_stream
-    return _three(client, two)
-
-
-def filtering(client: Client, count_run: CountRun) -> BaseGroupChat:
-    class Own(MessageFilterAgent):
-        async def on_messages_stream(self, messages: Any, cancellation_token: Any) -> Any:
-            more = TextMessage(content=f"This is turn {count_run()}.", source="user")
-            async for item in super().on_messages_stream([more, *messages], cancellation_token):
-                yield item
-
-    wanted = [PerSourceFilter(source=name) for name in ("user", "one", "three")]
-    config = MessageFilterConfig(per_source=wanted)
-    return _three(client, Own("two", agent(client, "two"), config))
 
 
 def society(client: Client, count_run: CountRun) -> BaseGroupChat:
@@ -287,8 +260,6 @@ async def run_team(
         (workbench_of_one, {"two": "code of its StaticWorkbench"}),
         (tool, {"two": "would run Own.schema"}),
         (stream, {"two": "it is a Own, not a stock AssistantAgent"}),
-        (stream_of_one, {"two": "code of its AssistantAgent"}),
-        (filtering, {"two": "it is a Own"}),
         (society, {"(summary)": "code of its Own"}),
         (context, {"two": "its Own chooses messages"}),
         (memory, {}),

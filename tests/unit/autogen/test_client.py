@@ -1,0 +1,294 @@
+"""What a client asks its engine and sends it, and which linked teams observe its calls."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_core.models import UserMessage
+from autogen_core.tools import FunctionTool
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen._client import SynchronousEngine, render
+from flashmoa.autogen._dry_run import first_call, make_capturing_client
+from flashmoa.errors import BadAnswer
+from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam
+from tests.unit.openai.fake_server import TEXT, URL, serve
+
+pytestmark = pytest.mark.anyio
+BLIND = {"has_image_understanding": False, "tool_call_parser": None}
+SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Engine:
+    """Answers synchronous requests; is down as long as it has no answer.
+
+    Attributes:
+        threads: those in which it was asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer: dict[str, Any] | None = None
+        self.status = 200
+        self.threads: list[int] = []
+        self.now = 0.0
+        monkeypatch.setattr(httpx, "request", self.request)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("flashmoa.autogen._client.time", clock)
+
+    def request(self, method: str, url: str, **more: Any) -> httpx.Response:
+        self.threads.append(threading.get_ident())
+        self.now += 1.0
+        request = httpx.Request(method, url)
+        if self.answer is None:
+            raise httpx.ConnectError("refused", request=request)
+        return httpx.Response(self.status, json=self.answer, request=request)
+
+
+def make() -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient(model="m", base_url=URL)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def by_pickle(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
+    return pickle.loads(pickle.dumps(client))
+
+
+def by_dump(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient.load_component(client.dump_component())
+
+
+async def test_an_engine_that_was_down_is_asked_again_and_the_guess_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(monkeypatch)
+    client = make()
+    (warning,) = warnings(caplog)
+    assert URL in warning and "refused" in warning and "asked again" in warning
+    # It is not asked all the time: each try may block.
+    assert [client.model_info["function_calling"] for _ in range(3)] == [True] * 3
+    assert len(engine.threads) == 1
+    engine.now += 10
+    assert client.model_info["vision"] is False and len(engine.threads) == 2
+    engine.now += 10
+    engine.answer = SEEING
+    assert client.model_info["vision"] is True
+    engine.now += 1000
+    assert client.model_info["vision"] is True and len(engine.threads) == 3
+    assert warnings(caplog) == [warning]
+
+
+async def test_a_call_asks_again_without_blocking_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    engine = Engine(monkeypatch)
+    client = make()
+    engine.now += 10
+    engine.answer = BLIND
+    answer = await client.create([UserMessage(content="Go.", source="user")])
+    assert answer.content == TEXT
+    assert len(engine.threads) == 2 and engine.threads[1] != threading.get_ident()
+    assert client.model_info["function_calling"] is False
+    await client.close()
+
+
+@pytest.mark.parametrize("copy", [by_pickle, by_dump])
+async def test_a_copy_of_a_client_takes_no_guess_for_what_the_engine_told(
+    monkeypatch: pytest.MonkeyPatch,
+    copy: Callable[[FlashMoAChatCompletionClient], FlashMoAChatCompletionClient],
+) -> None:
+    engine = Engine(monkeypatch)
+    guessing = make()
+    engine.answer = SEEING
+    told = copy(guessing)
+    assert told.model_info["vision"] is True
+    engine.answer = BLIND
+    assert copy(told).model_info["vision"] is True
+
+
+@pytest.mark.parametrize(("status", "tries"), [(404, 1), (503, 2)])
+async def test_a_server_without_the_route_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int, tries: int
+) -> None:
+    engine = Engine(monkeypatch)
+    engine.answer, engine.status = {}, status
+    client = make()
+    engine.now += 1000
+    assert client.model_info["function_calling"] is True
+    assert len(engine.threads) == tries and len(warnings(caplog)) == tries - 1
+
+
+MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model_len": 9999}]}
+
+
+def engine_that_answers(
+    monkeypatch: pytest.MonkeyPatch, answer: object
+) -> tuple[SynchronousEngine, list[dict[str, str]]]:
+    """Return an engine, and the headers of its requests so far."""
+    headers: list[dict[str, str]] = []
+
+    def request(method: str, url: str, **more: Any) -> httpx.Response:
+        headers.append(more["headers"])
+        return httpx.Response(200, json=answer, request=httpx.Request(method, url))
+
+    monkeypatch.setattr(httpx, "request", request)
+    return SynchronousEngine("http://engine", {"x-tenant": "a"}), headers
+
+
+@pytest.mark.parametrize(("model", "expected"), [("m", 9999), ("other", 111), ("unlisted", 111)])
+def test_context_is_that_of_the_clients_model_and_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, model: str, expected: int
+) -> None:
+    engine, headers = engine_that_answers(monkeypatch, MODELS)
+    assert [engine.context_length(model) for _ in range(2)] == [expected] * 2
+    assert headers == [{"x-tenant": "a"}]
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"data": []}, {"data": None}, {"data": [{"id": "m", "max_model_len": None}]}]
+)
+def test_engine_that_tells_no_context_is_named(
+    monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    engine, _ = engine_that_answers(monkeypatch, answer)
+    with pytest.raises(BadAnswer, match="http://engine/v1/models gives no such number"):
+        engine.context_length("m")
+
+
+MESSAGES = [UserMessage(content="Hi", source="user")]
+ARGS = {"enable_thinking": False}
+
+
+class Recorder:
+    """Records the fields of what it is to render."""
+
+    def __init__(self) -> None:
+        self.fields: list[dict[str, Any]] = []
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
+        self.fields.append(fields)
+        return ""
+
+
+def look(place: str) -> str:
+    """Look at a place."""
+    return place
+
+
+@pytest.fixture
+def client() -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient(
+        model="tiny",
+        base_url="http://127.0.0.1:9",
+        reasoning_effort="high",
+        extra_body={"chat_template_kwargs": ARGS, "reasoning": {"enabled": True}},
+    )
+
+
+async def test_a_predicted_call_is_rendered_with_its_own_fields(
+    client: FlashMoAChatCompletionClient,
+) -> None:
+    client.engine = recorder = Recorder()  # type: ignore[assignment]
+    tools = [FunctionTool(look, "Look.")]
+    capturing = make_capturing_client(AssistantAgent("one", client), included=True)
+    call = await first_call(
+        capturing.create(
+            MESSAGES,
+            tools=tools,
+            tool_choice=tools[0],
+            extra_create_args={"reasoning_effort": "low"},
+            json_output=False,
+        )
+    )
+    await render(client, call.messages, call.tools, **call.options)
+    (fields,) = recorder.fields
+    assert [tool["function"]["name"] for tool in fields.pop("tools")] == ["look"]
+    assert fields == {
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "reasoning_effort": "low",
+        "reasoning": {"enabled": True},
+        "chat_template_kwargs": ARGS,
+    }
+
+
+async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
+    client: FlashMoAChatCompletionClient,
+) -> None:
+    client.engine = recorder = Recorder()  # type: ignore[assignment]
+    capturing = make_capturing_client(AssistantAgent("one", client), included=True)
+    call = await first_call(capturing.score(MESSAGES, ["yes", "no"]))
+    await render(client, call.messages, call.tools, **call.options)
+    assert recorder.fields == [{"chat_template_kwargs": ARGS}]
+
+
+def test_tokens_are_counted_with_the_clients_fields(
+    client: FlashMoAChatCompletionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def request(method: str, url: str, **more: Any) -> httpx.Response:
+        bodies.append(more["json"])
+        return httpx.Response(200, json={"count": 3}, request=httpx.Request(method, url))
+
+    monkeypatch.setattr(httpx, "request", request)
+    assert client.count_tokens(MESSAGES) == 3
+    assert bodies[-1]["reasoning_effort"] == "high"
+    assert bodies[-1]["chat_template_kwargs"] == ARGS
+
+
+class Team(LinkedTeam):
+    def observe(self, request: CallRequest) -> CallObserver | None:
+        return None
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def frequent_switches() -> Generator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("frequent_switches")
+def test_calls_find_teams_while_other_threads_link_and_forget_theirs() -> None:
+    client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
+    kept = [Team() for _ in range(100)]
+    for team in kept:
+        client.add_team(team)
+    ended = threading.Event()
+
+    def link() -> None:
+        while not ended.is_set():
+            teams = [Team() for _ in range(20)]
+            for team in teams:
+                client.add_team(team)
+            for team in teams[:10]:
+                client.remove_team(team)
+
+    other = threading.Thread(target=link)
+    other.start()
+    try:
+        request = CallRequest("http://engine", "m", None)
+        found = [client._ask_teams(request) for _ in range(3000)]
+    finally:
+        ended.set()
+        other.join()
+    assert found == [[]] * 3000
+    assert set(map(id, client.linked_teams)) >= set(map(id, kept))

@@ -161,7 +161,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
 async def test_links_for_a_next_run_end_if_it_does_not_come(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.autogen._link_planner._NEXT_RUN_SECONDS", 0.5)
+    monkeypatch.setattr("flashmoa.autogen._team_link._NEXT_RUN_SECONDS", 0.5)
     team = RoundRobinGroupChat([agent(model_client, n) for n in ("one", "two")], max_turns=2)
     events: list[Event] = []
     linked = link(team, listener=events.append)

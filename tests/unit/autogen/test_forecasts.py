@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashmoa import Prompt, Slot
-from flashmoa.autogen._link_planner import awaits, has_received
+from flashmoa.autogen._team_link import awaits, has_received
 from flashmoa.linking.forecasts import Turn
 from flashmoa.linking.placeholders import UNCERTAIN
 

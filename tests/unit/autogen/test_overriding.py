@@ -26,7 +26,7 @@ from autogen_core.models import LLMMessage, ModelFamily, ModelInfo, UserMessage
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
-from flashmoa.autogen._link_planner import TeamLinkPlanner
+from flashmoa.autogen._team_link import TeamLinkPlanner
 from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer

@@ -17,7 +17,7 @@ from jinja2 import Environment, TemplateError
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._link_planner import predict_calls
+from flashmoa.autogen._team_link import predict_calls
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES

@@ -33,7 +33,7 @@ from flashmoa_bench.harness.rounds import percentile
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
-    ScoreSender,
+    PrefillSender,
     play,
     unique_tokens,
 )
@@ -185,13 +185,13 @@ async def _play(
     likeliest = {request.name: 0 for request in requests}
     limit = options.concurrency * len(clients)
     if router == IN_TURN:
-        return await play([ScoreSender(each, likeliest) for each in clients], requests, limit)
+        return await play([PrefillSender(each, likeliest) for each in clients], requests, limit)
     urls = [engine.url for engine in clients]
     async with (
         routers.start_router(router, urls, SHAPE) as url,
         EngineClient(url) as client,
     ):
-        return await play([ScoreSender(client, likeliest)], requests, limit)
+        return await play([PrefillSender(client, likeliest)], requests, limit)
 
 
 def show(cells: Sequence[MeasuredCell], console: Console) -> None:

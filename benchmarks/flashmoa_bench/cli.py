@@ -67,7 +67,7 @@ BENCHMARKS = {
     ),
     "prefill_only": Benchmark(
         "prefill.benchmark",
-        "one generated token against scores, on one engine and on two (MoE-Prefill Table 2)",
+        "one generated token against scores (MoE-Prefill Table 2)",
     ),
     "score_lists": Benchmark(
         "prefill.lists", "one request with a list: stock SGLang's /v1/score, ours, and embeddings"

@@ -11,10 +11,12 @@ Rows for which this machine is too slow are left out, and named.
 from __future__ import annotations
 
 import argparse
+import csv
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from statistics import mean, median
 
@@ -23,7 +25,6 @@ from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
-from flashmoa_bench.devices.rows import CONFIGURATIONS, Row, choose_rows, measured_rows
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import STOCK, make_model
 from flashmoa_bench.harness.modelled_gpus import (
@@ -37,6 +38,69 @@ from flashmoa_bench.harness.modelled_gpus import (
 )
 from flashmoa_bench.harness.report import Report, make_table, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
+
+_PACKAGE = "aiconfigurator_core"
+# Names of models in the rows whose configuration the package has by another name.
+CONFIGURATIONS = {"meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: what was run on the GPU, and the times in seconds that were measured."""
+
+    model: str
+    gpu: str
+    tensor_parallel: int
+    clients: int
+    prompt: int
+    answer: int
+    ttft: float
+    tpot: float
+    weights: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.clients} x {self.prompt}+{self.answer}"
+        return f"{self.model.rpartition('/')[2]} {self.gpu} TP{self.tensor_parallel} {shape}"
+
+
+def measured_rows() -> list[Row]:
+    """Return the rows of dense models that SGLang served as one engine, in bfloat16 or FP8."""
+    table = Path(str(files(_PACKAGE))) / "systems" / "silicon_sample.csv"
+    with table.open(encoding="utf-8") as file:
+        return [
+            Row(
+                each["model_path"],
+                each["system"],
+                int(each["tp_size"]),
+                int(each["batch_size"]),
+                int(each["isl"]),
+                int(each["osl"]),
+                float(each["silicon_ttft_ms"]) / 1000,
+                float(each["silicon_tpot_ms"]) / 1000,
+                each["gemm_quant_mode"] or "bfloat16",
+            )
+            for each in csv.DictReader(file)
+            if (each["backend"], each["mode"]) == ("sglang", "agg")
+            and each["model_path"] in ("Qwen/Qwen3-32B", *CONFIGURATIONS)
+        ]
+
+
+def choose_rows(rows: Sequence[Row], model: str, count: int) -> list[Row]:
+    """Return rows of a model that are evenly spread over its GPUs, clients and lengths.
+
+    Raises: ValueError if there is none.
+    """
+    known = sorted({row.model for row in rows})
+    own = sorted(
+        (row for row in rows if row.model == model),
+        key=lambda row: (row.tensor_parallel, row.clients, row.prompt, row.answer),
+    )
+    if not own:
+        raise ValueError(f"no measured rows of {model!r}; there are rows of {', '.join(known)}")
+    count = min(count, len(own))
+    return [own[index * len(own) // count] for index in range(count)]
+
 
 # Each client sends this many requests that count. As all are equal, clients that begin together
 # stay together.
@@ -70,7 +134,6 @@ class Compared:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench device_check`` and return the exit status."""
     parser = make_parser("device_check", __doc__)
     parser.add_argument("--rows", type=positive, default=12, help="rows to play, evenly chosen")
     parser.add_argument(
@@ -87,11 +150,6 @@ def main(arguments: Sequence[str]) -> int:
         metavar="K",
         help="factors of all times",
     )
-    parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="the clients get out of step first, by answers of different lengths",
-    )
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
     anyio.run(_main, parser.parse_args(arguments))
     return 0
@@ -107,7 +165,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         compared, left_out = await play_rows(
             rows,
             arguments.device_slowdown,
-            lambda row, slowdown: _play(engines, f"hash:{model}", row, slowdown, arguments.apart),
+            lambda row, slowdown: _play(engines, f"hash:{model}", row, slowdown),
             report.console,
         )
     if not compared:
@@ -149,9 +207,7 @@ async def play_rows(
     return compared, left_out
 
 
-async def _play(
-    engines: LocalEngines, model: str, row: Row, slowdown: float, apart: bool
-) -> Compared:
+async def _play(engines: LocalEngines, model: str, row: Row, slowdown: float) -> Compared:
     """Play a row. Raises: MachineTooSlow if this machine is, even for the largest slowdown."""
     engine = await engines.start(
         model,
@@ -168,42 +224,35 @@ async def _play(
         },
     )
     try:
-        ttft, tpot = await load(engine, row, apart=apart)
+        ttft, tpot = await load(engine, row)
         device = await read_device(engine.url)
     finally:
         await engine.stop()
     assert device is not None
     overrun = overrun_share(device)
     if overrun > TOLERATED_SHARE and slowdown < _SLOWEST:
-        return await _play(engines, model, row, 2 * slowdown, apart)
+        return await _play(engines, model, row, 2 * slowdown)
     check_keeps_up({row.name: device}, SLOWDOWN_OPTION)
     return Compared(row, ttft / slowdown, tpot / slowdown, slowdown, overrun)
 
 
-async def load(engine: LocalEngine, row: Row, *, apart: bool) -> tuple[float, float]:
-    """Send a row's requests. Return their mean TTFT and TPOT in seconds.
-
-    Args: apart: each client's first answer ends at another length, and does not count.
-    """
+async def load(engine: LocalEngine, row: Row) -> tuple[float, float]:
+    """Send a row's requests. Return their mean TTFT and TPOT in seconds."""
     firsts: list[float] = []
     betweens: list[float] = []
     dice = random.Random(0)
 
-    async def client(prompts: Sequence[Sequence[int]], first: int) -> None:
+    async def client(prompts: Sequence[Sequence[int]]) -> None:
         async with EngineClient(engine.url, timeout=3600) as http:
-            if first:
-                await ask(http, prompts[-1], first)
-            for prompt in prompts[:_WAVES]:
+            for prompt in prompts:
                 started = time.perf_counter()
                 answer = await ask(http, prompt, row.answer)
                 firsts.append(answer.first - started)
                 betweens.append((answer.last - answer.first) / (row.answer - 1))
 
     async with anyio.create_task_group() as group:
-        for number in range(row.clients):
-            prompts = [random_ids(dice, row.prompt) for _ in range(_WAVES + apart)]
-            first = 1 + number * row.answer // row.clients if apart else 0
-            group.start_soon(client, prompts, first)
+        for _ in range(row.clients):
+            group.start_soon(client, [random_ids(dice, row.prompt) for _ in range(_WAVES)])
     return mean(firsts), mean(betweens)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,6 @@ class Report:
 
     @property
     def _devices(self) -> dict[str, dict[str, Any]]:
-        """Return what the engines say of their modelled GPUs, by the engines' names."""
         gpus = {name: each.get("modelled_gpu") for name, each in self.engines.items()}
         return {name: gpu for name, gpu in gpus.items() if gpu}
 
@@ -144,7 +144,7 @@ class Report:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def save(self, results: dict[str, Any]) -> None:
-        """Write everything to the file of ``--json``, if it is given.
+        """Write everything to the file of ``--json``, if it is given. Results may be dataclasses.
 
         Raises: EngineError if this machine was too slow for the modelled GPUs. The file is written
             all the same, and has the counts of the forwards that were too late.
@@ -169,7 +169,7 @@ class Report:
         self._document["load"]["after"] = os.getloadavg()
         document = {**self._document, "results": results}
         scratch = file.with_name(f"{file.name}.partial")
-        scratch.write_text(json.dumps(document, indent=2) + "\n")
+        scratch.write_text(json.dumps(document, indent=2, default=asdict) + "\n")
         scratch.replace(file)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
@@ -19,8 +19,7 @@ from rich.console import Console
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report, make_table
-from flashmoa_bench.linking.grid import Ways, play_grid
-from flashmoa_bench.linking.pipelines import PipelineRound, Workload
+from flashmoa_bench.linking.pipelines import PipelineRound, Ways, Workload, play_grid
 
 # SGLang's default on the paper's GPU; its default on a CPU is smaller. The size decides how many
 # prompts stock SGLang starts at once, and so how often it computes their shared prefix.
@@ -73,7 +72,6 @@ class AblationRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench ablation`` and return the exit status."""
     parser = make_parser("ablation", __doc__, ROLES)
     parser.add_argument("--prefix", type=positive, nargs="+", default=[1000, 2000])
     parser.add_argument("--pipelines", type=positive, nargs="+", default=[1, 8])
@@ -100,9 +98,9 @@ async def _main(arguments: argparse.Namespace) -> None:
         )
         async for workload, rounds, _overrun in played:
             rows.append(summarise_row(workload, rounds))
-            report.write({"rows": [asdict(row) for row in rows]})
+            report.write({"rows": rows})
     show(rows, report.console)
-    report.save({"rows": [asdict(row) for row in rows]})
+    report.save({"rows": rows})
 
 
 def summarise_row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import anyio
@@ -52,7 +52,6 @@ class ChunkSize:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench chunk`` and return the exit status."""
     parser = make_parser("chunk", __doc__, ROLES)
     parser.add_argument("--context", type=positive, default=1024, help="tokens in all")
     parser.add_argument(
@@ -71,7 +70,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         rounds = await _measure(engines["flashmoa"], arguments, report.console)
     sizes = summarise(rounds, arguments.context)
     show(sizes, arguments.context, report.console)
-    report.save({"sizes": [asdict(size) for size in sizes]})
+    report.save({"sizes": sizes})
 
 
 async def _measure(

@@ -94,7 +94,6 @@ class _TimedStream(httpx.AsyncByteStream):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench client`` and return the exit status."""
     parser = make_parser("client", __doc__, ROLES)
     parser.add_argument("--prompts", type=positive, nargs="+", default=[2000, 28000])
     anyio.run(_main, parser.parse_args(arguments))
@@ -167,7 +166,6 @@ async def _run_team(client: OpenAIChatCompletionClient, text: str) -> int:
 
 
 def show(costs: Sequence[Cost], console: Console) -> None:
-    """Print the table."""
     title = "From one agent's last token to the next one's request, ms"
     table = make_table(title, "prompt tokens", "AutoGen alone", "linked", "added")
     for cost in costs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 
@@ -96,7 +96,6 @@ class ChainRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench shared_engine`` and return the exit status."""
     parser = make_parser("shared_engine", __doc__, ROLES)
     parser.add_argument(
         "--rows",
@@ -133,7 +132,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with report.connect(roles, 4096 + max(needs)) as engines:
         rows = await _measure(engines, all_chains, arguments, report.console)
     show(rows, report.console)
-    report.save({"rows": [asdict(row) for row in rows]})
+    report.save({"rows": rows})
 
 
 async def _measure(
@@ -202,7 +201,6 @@ def summarise(chains: Chains, rounds: dict[str, list[list[ChainRun]]]) -> list[C
 
 
 def show(rows: Sequence[ChainRow], console: Console) -> None:
-    """Print the table."""
     title = "Chains of two agents on one engine, seconds"
     table = make_table(title, "chains", "", "mean", "of stock", "A's last to B's first", "late")
     for row in rows:

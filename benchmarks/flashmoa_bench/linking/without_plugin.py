@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -77,7 +77,6 @@ class ChainFigures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench without-plugin`` and return the exit status."""
     parser = make_parser("without_plugin", __doc__, ROLES)
     parser.add_argument("--known", type=positive, default=1500, help="tokens of B's known text")
     parser.add_argument("--written", type=positive, default=300, help="tokens that A writes")
@@ -91,7 +90,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     async with report.connect(ROLES, pool) as engines:
         rows = await _measure(engines.clients, arguments, report.console)
     show(rows, report.console)
-    report.save({"rows": [asdict(row) for row in rows]})
+    report.save({"rows": rows})
 
 
 async def _measure(
@@ -121,7 +120,6 @@ async def _measure(
 
 
 async def _make_text(engine: EngineClient, tokens: int, dice: random.Random) -> str:
-    """Return a text of about ``tokens`` tokens."""
     words = dice.choices(_WORDS, k=tokens)
     (whole,) = await engine.tokenize([" ".join(words)])
     return " ".join(words[: tokens * tokens // len(whole)])
@@ -167,7 +165,6 @@ def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> ChainFig
 
 
 def show(rows: Sequence[ChainFigures], console: Console) -> None:
-    """Print the table."""
     names = ("engines", "way", "A end to B", "unlinked/", "A start to B", "cached", "sent")
     table = make_table("From A's last token to B's first", *names)
     for row in rows:

@@ -13,7 +13,7 @@ import random
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,6 @@ class WayRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench moa-accuracy`` and return the exit status."""
     parser = make_parser("moa_accuracy", __doc__, ROLES, repeats=False)
     parser.add_argument("file", type=Path, help="GSM8K's test.jsonl")
     parser.add_argument("--questions", type=positive, default=100, help="the most questions")
@@ -150,7 +149,7 @@ async def _main(options: argparse.Namespace) -> None:
                 bars.advance(bar)
     rows = summarise(questions, texts)
     show(rows, report.console)
-    report.save({"questions": len(questions), "rows": [asdict(row) for row in rows]})
+    report.save({"questions": len(questions), "rows": rows})
 
 
 def _by_size(engines: Engines, options: argparse.Namespace) -> dict[str, tuple[EngineClient, str]]:
@@ -275,7 +274,6 @@ def _error(values: Sequence[float]) -> float:
 
 
 def show(rows: Sequence[WayRow], console: Console) -> None:
-    """Print the table."""
     table = make_table("Right answers", "", "accuracy", f"over {_LARGE}", "without an answer")
     for row in rows:
         gain = "" if row.gain is None else f"{row.gain:+.1%} ± {row.gain_error:.1%}"

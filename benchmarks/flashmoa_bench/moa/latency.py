@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,18 @@ import anyio
 
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report
-from flashmoa_bench.harness.resuming import measure_cells, measured_cells, to_results
+from flashmoa_bench.harness.rounds import measure_cells, measured_cells, to_results
 from flashmoa_bench.moa.computed import compute, compute_answer, show_computed
 from flashmoa_bench.moa.latency_figures import show, summarise
-from flashmoa_bench.moa.latency_options import make_latency_parser, make_script_options
 from flashmoa_bench.moa.latency_ways import Asker, LatencyAnswer, LatencyWay, make_ways
 from flashmoa_bench.moa.least_times import size_times, tabulated_times
-from flashmoa_bench.moa.rig import GpuUse, Rig, connect_rig
+from flashmoa_bench.moa.rig import (
+    GpuUse,
+    Rig,
+    connect_rig,
+    make_latency_parser,
+    make_script_options,
+)
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
 from flashmoa_bench.recorded import RecordedQuestion, load_recorded, spread
 
@@ -38,7 +42,6 @@ _Found = dict[tuple[str, int], LatencyAnswer]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench moa_latency`` and return the exit status."""
     parser = make_latency_parser(__doc__)
     chosen = parser.parse_args(arguments)
     if chosen.resume and not chosen.json:
@@ -78,7 +81,7 @@ def _compute(arguments: argparse.Namespace, ways: Sequence[LatencyWay]) -> None:
         for row in compute(ways, scripts, times, serving, policy)
     ]
     show_computed(rows, report.console)
-    report.save({"computed": [asdict(row) for row in rows]})
+    report.save({"computed": rows})
 
 
 def _write_scripts(
@@ -86,7 +89,6 @@ def _write_scripts(
     questions: Sequence[RecordedQuestion],
     arguments: argparse.Namespace,
 ) -> dict[str, list[QuestionScript]]:
-    """Return the questions' scripts, by way."""
     options = make_script_options(arguments)
     return {
         way.name: [write_script(each, way.sizes, options) for each in questions] for way in ways
@@ -119,7 +121,7 @@ async def _main(arguments: argparse.Namespace, ways: Sequence[LatencyWay]) -> No
     rows = summarise(ways, [found[key] for key in keys], computed)
     show(rows, report.console)
     if todo:
-        report.save({**to_results(list(found.values())), "rows": [asdict(row) for row in rows]})
+        report.save({**to_results(list(found.values())), "rows": rows})
 
 
 async def _measure(
@@ -144,7 +146,6 @@ async def _measure(
 
 
 def _turns(ways: Sequence[LatencyWay], questions: int) -> Iterator[list[LatencyWay]]:
-    """Yield the ways in their order for each question, every time with another one first."""
     for place in range(questions):
         first = place % len(ways)
         yield [*ways[first:], *ways[:first]]

@@ -119,7 +119,6 @@ def _summarise_way(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean; ``None`` if there is no value, or one is unknown."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 

@@ -15,9 +15,15 @@ from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.critical_path import decoding_seconds
-from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, group_by_layer
-from flashmoa_bench.moa.replay import ReplayedEmbedder
-from flashmoa_bench.moa.rig import GpuUse, Rig, compare_devices
+from flashmoa_bench.moa.rig import (
+    GpuUse,
+    PromptListener,
+    PromptTokens,
+    ReplayedEmbedder,
+    Rig,
+    compare_devices,
+    group_by_layer,
+)
 from flashmoa_bench.moa.script import QuestionScript
 from flashmoa_bench.recorded import SIZES
 
@@ -115,7 +121,6 @@ def make_ways(
 
 
 def _in_turn(sizes: str, count: int) -> list[str]:
-    """Return small, medium and large in turn, so that every cluster has each; or one size only."""
     return [SIZES[place % 3] if sizes == "mixed" else sizes for place in range(count)]
 
 

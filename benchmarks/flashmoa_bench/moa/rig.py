@@ -7,22 +7,213 @@ parallelism); each of them with the plugin, and as stock SGLang.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashmoa.engine import EngineClient
+import anyio
+import numpy as np
+
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.wire import Delta
 from flashmoa.moa import Limits, Model
+from flashmoa.moa.early_exit import Embedding
+from flashmoa.observe import CallFinished, Event
+from flashmoa_bench.harness import clock
+from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness.report import Report
-from flashmoa_bench.moa.replay import AGENT, RecordedEngine
-from flashmoa_bench.moa.script import QuestionScript
-from flashmoa_bench.recorded import SIZES
+from flashmoa_bench.moa.script import QuestionScript, ScriptOptions
+from flashmoa_bench.recorded import SIZES, load_recorded
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Counts prompt tokens: ``prompt = streamed + cached + late``.
+
+    Attributes:
+        prompt: all prompt tokens.
+        streamed: tokens that the request's own prompt stream computed before the request came.
+        cached: tokens that other requests and streams left in the engine's radix cache.
+        late: tokens computed after the request came.
+
+    Counts that the engine does not report are ``None``.
+    """
+
+    prompt: float
+    streamed: float | None
+    cached: float | None
+    late: float | None
+
+    @classmethod
+    def from_usage(cls, usage: PromptUsage, has_cache_report: bool) -> PromptTokens:
+        """Return the counts of one request.
+
+        Args:
+            has_cache_report: whether its engine runs with ``--enable-cache-report``. With it,
+                SGLang omits counts that are 0. Without it, SGLang omits the counts of every
+                request that used no prompt stream.
+        """
+        cached, streamed = usage.cached_tokens, usage.streamed_tokens
+        if cached is None and has_cache_report:
+            cached = 0
+        if streamed is None and usage.prompt_stream is None:
+            streamed = 0
+        if cached is None or streamed is None:
+            return cls(usage.prompt_tokens, streamed, None, None)
+        late = usage.prompt_tokens - cached
+        return cls(usage.prompt_tokens, streamed, cached - streamed, late)
+
+    @classmethod
+    def total(cls, several: Sequence[PromptTokens]) -> PromptTokens:
+        """Return the sum of several counts; a count that one of them lacks becomes ``None``."""
+
+        def add(values: Sequence[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return sum(known) if len(known) == len(values) else None
+
+        return cls(
+            sum(each.prompt for each in several),
+            add([each.streamed for each in several]),
+            add([each.cached for each in several]),
+            add([each.late for each in several]),
+        )
+
+
+class PromptListener:
+    """Collects the prompt tokens of one question's calls, as a listener to their events.
+
+    Args:
+        reporting: URLs of the engines that run with ``--enable-cache-report``.
+    """
+
+    def __init__(self, reporting: Collection[str]) -> None:
+        self._reporting = reporting
+        self._calls: dict[str, list[PromptTokens]] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CallFinished) and event.usage is not None:
+            # The rounds of an agent on a staircase are LAYER.PLACE.ROUND.
+            agent = ".".join(event.agent.split(".")[:2])
+            tokens = PromptTokens.from_usage(event.usage, event.engine in self._reporting)
+            self._calls.setdefault(agent, []).append(tokens)
+
+    @property
+    def by_agent(self) -> Mapping[str, PromptTokens]:
+        """Return the sum over each agent's requests, by ``LAYER.PLACE``, both counted from 1."""
+        return {agent: PromptTokens.total(calls) for agent, calls in sorted(self._calls.items())}
+
+
+def group_by_layer(agents: Mapping[str, PromptTokens]) -> dict[int, list[PromptTokens]]:
+    """Return the agents' prompts by their layers, which are counted from 1."""
+    layers: dict[int, list[PromptTokens]] = {}
+    for agent, prompts in agents.items():
+        layers.setdefault(int(agent.split(".")[0]), []).append(prompts)
+    return layers
+
+
+# The parameter of chat completions that tells the engine's client which agent asks. Engines do
+# nothing with it.
+AGENT = "user"
+
+
+class RecordedEngine(EngineClient):
+    """An engine whose answers' tokens have recorded log-probabilities, where they are asked for.
+
+    Attributes:
+        confidences: confidence of an agent's answer, by the agent's name.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.confidences: Mapping[str, float] = {}
+
+    @asynccontextmanager
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        prompt_stream_id: str | None = None,
+        **parameters: Any,
+    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+        """Stream a chat completion as :meth:`EngineClient.chat` does."""
+        asked = super().chat(messages, prompt_stream_id=prompt_stream_id, **parameters)
+        async with asked as deltas:
+            yield self._replace(deltas, self.confidences.get(parameters.get(AGENT, "")))
+
+    async def _replace(
+        self, deltas: AsyncGenerator[Delta], confidence: float | None
+    ) -> AsyncGenerator[Delta]:
+        async for delta in deltas:
+            if delta.logprobs and confidence is not None:
+                logprobs = [math.log(confidence)] * len(delta.logprobs)
+                delta = delta.model_copy(update={"logprobs": logprobs})
+            yield delta
+
+
+class ReplayedEmbedder:
+    """Returns embeddings of one question's answers that are as similar as the recorded answers.
+
+    It is a listener, too: the question's events say whose answer a text is.
+
+    Args:
+        clusters: names of the agents whose answers are compared, by cluster. Every agent is in one
+            of them.
+        seconds: seconds that the embedding model takes for an answer of so many tokens. It takes
+            one answer at a time.
+    """
+
+    def __init__(
+        self,
+        script: QuestionScript,
+        clusters: Collection[Sequence[str]],
+        seconds: Callable[[int], float],
+    ) -> None:
+        self._script = script
+        self._seconds = seconds
+        self._rows: dict[str, Embedding] = {}
+        self._agents: dict[str, str] = {}
+        self._one_at_a_time = anyio.Lock()
+        for agents in clusters:
+            wanted = [[self._similarity(one, other) for other in agents] for one in agents]
+            self._rows |= zip(agents, make_rows(wanted), strict=True)
+
+    def _similarity(self, one: str, other: str) -> float:
+        return 1.0 if one == other else self._script.similarity(one, other)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CallFinished):
+            self._agents[event.text] = event.agent
+
+    async def embed(self, text: str) -> Embedding:
+        """Return one row for an answer, after the time that its embedding takes."""
+        agent = self._agents[text]
+        async with self._one_at_a_time:
+            await clock.sleep(self._seconds(self._script.agents[agent].tokens))
+        return self._rows[agent]
+
+
+def make_rows(similarities: Sequence[Sequence[float]]) -> list[Embedding]:
+    """Return embeddings of one row each with these Frobenius cosine similarities.
+
+    The Frobenius cosine of two single rows is the square of their cosine. If no rows have exactly
+    these similarities, the nearest ones that exist are taken.
+
+    Args:
+        similarities: a symmetric matrix with ones on its diagonal.
+    """
+    cosines = np.sqrt(np.asarray(similarities, dtype=np.float64))
+    values, vectors = np.linalg.eigh(cosines)
+    rows = vectors * np.sqrt(np.maximum(values, 0.0))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    return [row[np.newaxis].astype(np.float32) for row in rows]
+
 
 Serving = Literal["single", "pd", "dp", "dp-mixed"]
 SERVINGS: dict[Serving, str] = {
@@ -176,7 +367,6 @@ async def connect_rig(
 
 
 def _find_reporting(report: Report, engines: Engines) -> set[str]:
-    """Return the URLs of engines, or of the pairs, that report cached tokens."""
     reports = {name for name, each in report.engines.items() if each.get("enable_cache_report")}
     return {
         client.url
@@ -186,5 +376,146 @@ def _find_reporting(report: Report, engines: Engines) -> set[str]:
 
 
 def _words() -> list[str]:
-    """Return words, each with a space before it, that are one token or a little more."""
     return sorted(set(re.findall(r" [a-z]{3,8}(?= )", GUIDE.read_text())))
+
+
+def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Make the parser of ``flashmoa bench moa_latency``."""
+    parser = make_rig_parser("moa_latency", doc)
+    group = parser.add_argument_group("ways")
+    group.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="all-to-all, tree, 'tree + overlap', undecided, full, 'as published', and those of "
+        "the sweeps below; by default all",
+    )
+    group.add_argument(
+        "--second-layer",
+        choices=("mixed", *SIZES),
+        default="mixed",
+        help="models of the second layer: all sizes in turn, or one",
+    )
+    group.add_argument(
+        "--root", choices=SIZES, default="large", help="model of the last aggregator"
+    )
+    for name, about in (("threshold", "thresholds of Q"), ("tau", "wanted similarities")):
+        group.add_argument(
+            f"--{name}s",
+            type=float,
+            nargs="+",
+            default=[],
+            metavar="Q",
+            help=f"further ways '{name} Q': early exit with these {about}",
+        )
+    group.add_argument(
+        "--widths",
+        type=positive,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="further ways 'width N': N small proposers and a small aggregator on stock SGLang",
+    )
+    group.add_argument(
+        "--computed",
+        nargs="*",
+        choices=tuple(SERVINGS),
+        metavar="SERVING",
+        help="ask no engines: add up the cost tables of --device, for --serving or for each of "
+        f"these ({', '.join(SERVINGS)})",
+    )
+    _add_early_exit(parser)
+    return parser
+
+
+def _add_early_exit(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("early exit")
+    group.add_argument("--tau", type=float, default=0.7, help="wanted similarity")
+    group.add_argument(
+        "--min-answers", type=positive, default=2, help="answers before a cluster may be left"
+    )
+    group.add_argument(
+        "--threshold", type=float, metavar="Q", help="leave if Q is at least this, not by chance"
+    )
+    group.add_argument(
+        "--confidence", type=float, default=0.85, help="mean of the drawn confidences"
+    )
+    group.add_argument(
+        "--embedding-model",
+        default="Qwen/Qwen3-VL-4B-Instruct",
+        metavar="NAME",
+        help="whose prefill of an answer an embedding takes, on another such GPU (default: "
+        "Qwen/Qwen3-VL-4B-Instruct, which has the shape of Qwen3-Embedding-4B)",
+    )
+
+
+def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the options of the rig, of questions and of answers."""
+    parser = make_parser(name, doc, make_roles("single", plugin=True, stock=True), repeats=False)
+    group = parser.add_argument_group("the rig")
+    servings = "; ".join(f"{serving}: {about}" for serving, about in SERVINGS.items())
+    group.add_argument("--serving", choices=tuple(SERVINGS), default="single", help=servings)
+    for size in SIZES:
+        group.add_argument(
+            f"--{size}-model", default="default", metavar="NAME", help="name at its engines"
+        )
+    group.add_argument(
+        "--layout", choices=("question-first", "answers-first"), default="question-first"
+    )
+    group = parser.add_argument_group("questions and answers")
+    group.add_argument(
+        "--answers",
+        choices=tuple(load_recorded()),
+        default="alpaca_eval",
+        help="recorded answers whose lengths and similarities are taken",
+    )
+    group.add_argument(
+        "--questions",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="of the recorded ones, spread evenly from short answers to long",
+    )
+    group.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
+    group.add_argument(
+        "--longest", type=positive, default=1024, metavar="N", help="most tokens of an answer"
+    )
+    group.add_argument(
+        "--equal", type=positive, metavar="N", help="tokens of every answer, as a control"
+    )
+    group.add_argument(
+        "--question-tokens",
+        type=positive,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        help="tokens of questions, drawn evenly; by default as recorded",
+    )
+    group.add_argument(
+        "--later-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of every answer after the first layer's",
+    )
+    group.add_argument(
+        "--last-tokens", type=positive, metavar="N", help="tokens of the last agent's answer"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only what is not in the --json file, which is written after each answer",
+    )
+    return parser
+
+
+def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
+    """Return how the questions' scripts are made, by the command line."""
+    return ScriptOptions(
+        scale=arguments.scale,
+        longest=arguments.longest,
+        equal=arguments.equal,
+        prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
+        later=arguments.later_tokens,
+        last=arguments.last_tokens,
+        confidence=getattr(arguments, "confidence", ScriptOptions().confidence),
+        seed=arguments.seed,
+    )

@@ -9,8 +9,10 @@ characters.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -19,18 +21,245 @@ import anyio
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
+from flashmoa.linking.link import Ahead
+from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
 from flashmoa.moa.prompts import Order
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, make_table
-from flashmoa_bench.harness.resuming import Key, measure_cells, measured_cells, to_results
-from flashmoa_bench.moa.latency_options import make_rig_parser, make_script_options
-from flashmoa_bench.moa.least_times import size_times
-from flashmoa_bench.moa.rig import GpuUse, connect_rig
-from flashmoa_bench.moa.script import ScriptOptions, write_script
-from flashmoa_bench.moa.staircase_plans import compute_staircase
-from flashmoa_bench.moa.staircase_ways import StaircaseAnswer, StaircaseWay, ask
-from flashmoa_bench.recorded import load_recorded, spread
+from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, to_results
+from flashmoa_bench.moa.computed import CHAT, INSTRUCTION, name_engines
+from flashmoa_bench.moa.least_times import LEFT, PlannedAgent, StepTimes, least_times, size_times
+from flashmoa_bench.moa.rig import (
+    GpuUse,
+    PromptListener,
+    Rig,
+    Serving,
+    compare_devices,
+    connect_rig,
+    make_rig_parser,
+    make_script_options,
+)
+from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
+from flashmoa_bench.recorded import SIZES, load_recorded, spread
+
+
+def plan_staircase(
+    way: StaircaseWay, script: QuestionScript, serving: Serving, characters: float
+) -> list[list[PlannedAgent]]:
+    """Return the requests of a question by agent, the aggregator's last.
+
+    A debater's answers have the same length in every round, as on the rig.
+
+    Args:
+        characters: mean length of a token, as chunks are cut by characters.
+    """
+    proposers, [aggregator] = way.sizes
+    layers = [proposers] * (ROUNDS if way.kind == "debate" else 1) + [[aggregator]]
+    agents: list[list[PlannedAgent]] = []
+    reads: dict[str, int] = {}
+    for layer, sizes in enumerate(layers, 1):
+        written: dict[str, int] = {}
+        for place, engine in enumerate(name_engines(sizes, serving), 1):
+            name = f"{layer}.{place}"
+            tokens = script.agents[f"{1 if layer < len(layers) else 2}.{place}"].tokens
+            known = script.prompt + (INSTRUCTION if reads else CHAT)
+            whole = PlannedAgent(name, engine, known, tuple(reads), tokens)
+            if reads and way.steps is not None:
+                agents.append([*_cut(whole, way.steps, max(reads.values()), characters)])
+            else:
+                agents.append([whole])
+            written[name] = tokens
+        reads = written
+    return agents
+
+
+def _cut(
+    whole: PlannedAgent, steps: Steps, longest: int, characters: float
+) -> Generator[PlannedAgent]:
+    """Yield the requests that write an agent's answer part by part.
+
+    Args:
+        longest: tokens of the longest answer that it reads.
+    """
+    length, before, continues = 0, 0, ""
+    for number, size in enumerate(steps.sizes(), 1):
+        length += size
+        chunk = math.ceil(length * CHARACTERS_PER_TOKEN / characters)
+        left = whole.tokens - before
+        if chunk >= longest or size >= left:
+            yield replace(whole, tokens=left, chunk=chunk, continues=continues, before=before)
+            return
+        part = f"{whole.name}.{number}"
+        yield replace(
+            whole, name=part, tokens=size, chunk=chunk, answer=whole.name, continues=continues,
+            before=before,
+        )  # fmt: skip
+        before, continues = before + size, part
+
+
+def compute_staircase(
+    way: StaircaseWay,
+    script: QuestionScript,
+    times: Mapping[str, StepTimes],
+    serving: Serving,
+    characters: float,
+) -> StaircaseAnswer:
+    """Return what cost tables add up to for a question.
+
+    Args:
+        times: times of each size's model.
+    """
+    engines = {f"{size}{more}": each for size, each in times.items() for more in ("", "_2")}
+    agents = plan_staircase(way, script, serving, characters)
+    overlap, pair = way.order is not None, serving == "pd"
+    spans = least_times(
+        [request for requests in agents for request in requests],
+        engines, overlap=overlap, pair=pair, mixed=serving == "dp-mixed",
+    )  # fmt: skip
+    lengths = {requests[-1].name: sum(part.tokens for part in requests) for requests in agents}
+    parts = agents[-1]
+    prompts = [
+        part.known
+        + part.before
+        + sum(min(lengths[name], part.chunk or lengths[name]) for name in part.reads)
+        for part in parts
+    ]
+    late = [LEFT + part.before for part in parts] if overlap else prompts
+    return StaircaseAnswer(
+        way.name,
+        script.question.number,
+        spans[parts[0].name].first,
+        spans[parts[-1].name].end,
+        lengths[parts[-1].name],
+        len(parts),
+        sum(prompts),
+        sum(late),
+        GpuUse(),
+    )
+
+
+# Of a debate.
+ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StaircaseWay:
+    """A way to answer.
+
+    Attributes:
+        kind: ``mixture``: proposers and an aggregator; ``debate``: two rounds and an aggregator.
+        proposers: number of proposers, or of debaters.
+        order: order of the chunks; ``None``: whole answers are waited for, on stock SGLang.
+        first: length of the first chunk, in tokens of four characters.
+    """
+
+    kind: str
+    proposers: int
+    order: Order | None = None
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        form = "whole answers" if self.order is None else f"{self.order}, {self.first}"
+        return f"{self.kind} of {self.proposers}: {form}"
+
+    @property
+    def base(self) -> str:
+        """Return the name of the way that this one is compared with."""
+        return StaircaseWay(self.kind, self.proposers).name
+
+    @property
+    def steps(self) -> Steps | None:
+        """Return the settings of the staircase; ``None``: whole answers are waited for."""
+        return None if self.order is None else Steps(self.first, order=self.order)
+
+    @property
+    def sizes(self) -> list[list[str]]:
+        """Return the sizes of the agents' models, by layer: small, medium and large in turn."""
+        return [[SIZES[place % 3] for place in range(self.proposers)], [SIZES[-1]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StaircaseAnswer:
+    """What one question took in one way; times in seconds of the modelled GPUs.
+
+    Attributes:
+        tokens: number of tokens that the aggregator wrote.
+        rounds: number of requests in which it wrote them.
+        prompt, late: prompt tokens of all its requests, and those that were computed after the
+            requests came.
+    """
+
+    way: str
+    question: int
+    first_token: float
+    seconds: float
+    tokens: int
+    rounds: int
+    prompt: float
+    late: float | None
+    gpus: GpuUse
+
+
+async def ask(rig: Rig, way: StaircaseWay, script: QuestionScript, seed: int) -> StaircaseAnswer:
+    """Answer a question in one way, on empty caches.
+
+    Raises: MixtureFailed if there is no answer.
+    """
+    await rig.flush()
+    before = await rig.read_devices()
+    prompts = PromptListener(rig.reporting)
+    system = _make_system(rig, way, script, prompts)
+    first_token: float | None = None
+    began = time.time()
+    async with system.answering(rig.question(script, seed)) as run:
+        async for _ in run:
+            first_token = first_token or time.time()
+        result = await run.result()
+    ended = time.time()
+    last = max(prompts.by_agent)
+    total = prompts.by_agent[last]
+    writer = next(agent for agent in result.agents if agent.name == last)
+    return StaircaseAnswer(
+        way.name,
+        script.question.number,
+        clock.seconds_of((first_token or ended) - began),
+        clock.seconds_of(ended - began),
+        writer.usage.completion_tokens if writer.usage is not None else 0,
+        max(1, len(writer.steps)),
+        total.prompt,
+        total.late,
+        compare_devices(before, await rig.read_devices()),
+    )
+
+
+def _make_system(
+    rig: Rig, way: StaircaseWay, script: QuestionScript, listener: PromptListener
+) -> MixtureOfAgents | Staircase | Debate:
+    plugin = way.order is not None
+    proposers, [aggregator] = rig.models(script, way.sizes, plugin=plugin)
+    ahead: Ahead = "text" if plugin else "nothing"
+    prompt = AggregationPrompt("question-first")
+    if way.kind == "debate":
+        return Debate(
+            proposers, ROUNDS, aggregator, staircase=way.steps, ahead=ahead, listener=listener
+        )
+    if way.steps is None:
+        return MixtureOfAgents(
+            [proposers, [aggregator]], prompt=prompt, ahead=ahead, listener=listener
+        )
+    return Staircase(
+        proposers,
+        aggregator,
+        prompt=prompt,
+        steps=way.steps,
+        ahead=ahead,
+        listener=listener,
+    )
+
 
 # Options that may differ between a run and the one that it resumes.
 _FREE_OPTIONS = (
@@ -67,7 +296,6 @@ class StaircaseRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench staircases`` and return the exit status."""
     parser = make_rig_parser("staircases", __doc__)
     group = parser.add_argument_group("ways")
     group.add_argument("--kinds", nargs="+", choices=_KINDS, default=list(_KINDS))
@@ -134,7 +362,7 @@ def _compute(arguments: argparse.Namespace) -> None:
         "does.\n",
         highlight=False,
     )
-    report.save({"computed": [asdict(row) for row in rows]})
+    report.save({"computed": rows})
 
 
 def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:
@@ -176,7 +404,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     rows = summarise(ways, [answer for key, answer in found.items() if key in wanted])
     show(rows, report.console)
     if todo:
-        report.save({**to_results(list(found.values())), "rows": [asdict(row) for row in rows]})
+        report.save({**to_results(list(found.values())), "rows": rows})
 
 
 def _read_answers(arguments: argparse.Namespace, report: Report) -> dict[Key, StaircaseAnswer]:

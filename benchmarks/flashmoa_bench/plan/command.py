@@ -50,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _keep_from_proxies(host: str) -> None:
-    """Let this process's HTTP clients, those of agents, too, reach a host without any proxy."""
     kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     # Of the two spellings, this one prevails.
     os.environ["no_proxy"] = f"{kept},{host}" if kept else host

@@ -212,7 +212,6 @@ def _make_specs(options: argparse.Namespace, count: int) -> list[EngineSpec]:
 
 
 def _system_texts(callers: Sequence[Caller]) -> list[str]:
-    """Return the system prompts that can be read from the agents."""
     return [
         str(message.content)
         for caller in callers

@@ -157,7 +157,6 @@ def _is_neighbour(module: ModuleType, folder: Path) -> bool:
 
 
 def _clients_for(build: Any) -> dict[str, FlashMoAChatCompletionClient]:
-    """Return a client for each parameter of a function that has no default, by its name."""
     return {
         name: FlashMoAChatCompletionClient(
             model=name, base_url=f"http://{name}", model_info=_ANY_MODEL
@@ -228,7 +227,6 @@ def _callers_of(member: Any) -> Iterator[Caller]:
 
 
 def _unwrap(member: Any) -> Any:
-    """Return the agent within a ``MessageFilterAgent``; any other one itself."""
     while isinstance(member, MessageFilterAgent):
         member = member._wrapped_agent
     return member
@@ -312,7 +310,6 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
 
 
 def _ends(team: BaseGroupChat) -> bool:
-    """Return whether a team ends whatever is said in it."""
     if team._max_turns is not None or _is_met(team._termination_condition):
         return True
     return isinstance(team, GraphFlow) and not team._graph.get_has_cycles()

@@ -13,7 +13,7 @@ import argparse
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,6 @@ class AccuracyRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench score-accuracy`` and return the exit status."""
     parser = make_parser("score_accuracy", __doc__, [Role(OURS, plugin=True)])
     parser.add_argument("file", type=Path, help="the file of snippets")
     parser.add_argument("--texts", type=positive, default=300, help="the most texts")
@@ -100,7 +99,7 @@ async def _main(options: argparse.Namespace) -> None:
             for name in _QUESTIONS
         ]
     show(rows, report.console)
-    report.save({"rows": [asdict(row) for row in rows]})
+    report.save({"rows": rows})
 
 
 def read(file: Path) -> list[Snippet]:
@@ -182,7 +181,6 @@ def summarise(question: str, outcomes: Sequence[Outcome]) -> AccuracyRow:
 
 
 def show(rows: Sequence[AccuracyRow], console: Console) -> None:
-    """Print the table."""
     columns = ("texts", "scored", "decoded", "no label", "same label", "mass")
     table = make_table("Right answers by prefills alone and decoded", "", *columns)
     for row in rows:

@@ -14,7 +14,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -86,7 +86,6 @@ class EngineMemory:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench asyncep`` and return the exit status."""
     parser = make_parser("asyncep", __doc__, ROLES)
     parser.set_defaults(shape="experts")
     parser.add_argument(
@@ -126,8 +125,8 @@ async def _main(options: argparse.Namespace) -> None:
         report.console.print(f"{way}'s log-probabilities differ by {difference:.1e} at most.")
     report.save(
         {
-            "rows": [asdict(row) for row in rows],
-            "memory": [asdict(engine) for engine in memory],
+            "rows": rows,
+            "memory": memory,
             "logprobs_apart": differences,
             "seconds": seconds,
         },
@@ -155,7 +154,6 @@ def make_batch(tokens: int, prompt: int, dice: random.Random) -> list[list[int]]
 
 
 def _prompt_lengths(tokens: int, prompt: int) -> list[int]:
-    """Return the lengths of a batch's prompts: ``prompt`` tokens each, the last one fewer."""
     return [min(prompt, tokens - begin) for begin in range(0, tokens, prompt)]
 
 
@@ -214,7 +212,6 @@ async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
 
 
 async def _find_config(engine: EngineClient) -> Path | None:
-    """Return the model's ``config.json``; ``None`` if it is not on this machine."""
     path = (await engine.info()).model.get("path")
     config = Path(path) / "config.json" if path else None
     return config if config is not None and await anyio.Path(config).exists() else None

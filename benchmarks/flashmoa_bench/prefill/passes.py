@@ -285,9 +285,7 @@ def median_seconds(passes: Sequence[PrefillPass]) -> float:
 
 
 def show(title: str, rows: Sequence[PassRow], goals: Mapping[str, float], console: Console) -> None:
-    """Print one table, unless there are no rows; ``goals`` are gains that ways should reach."""
-    if not rows:
-        return
+    """Print one table; ``goals`` are gains that ways should reach."""
     columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")
     table = make_table(title, "", *columns, "gain", "goal", "same", "logprobs")
     for row in rows:

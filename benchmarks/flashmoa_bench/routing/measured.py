@@ -28,8 +28,7 @@ from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
-from flashmoa_bench.harness.resuming import Key, measure_cells, measured_cells, to_results
-from flashmoa_bench.harness.rounds import percentile
+from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, percentile, to_results
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
@@ -77,7 +76,6 @@ class MeasuredCell:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench router-measured`` and return the exit status."""
     parser = make_parser("router_measured", __doc__, ROLES, repeats=False)
     known = [IN_TURN, *routers.installed_routers()]
     parser.set_defaults(shape="test", device="h200_sxm", device_model=["Qwen/Qwen3-30B-A3B"])

@@ -171,7 +171,6 @@ async def _split(outline: Answer, points: Sequence[Text], *, eager: bool) -> Non
 
 
 def _write_rest(point: Text, line: str) -> None:
-    """Write the part of the outline's line, without its number, that ``point`` does not have."""
     number = _NUMBER.match(line)
     if number is not None:
         point.write(line[number.end() :].removeprefix(point.written))

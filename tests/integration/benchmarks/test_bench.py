@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -12,87 +15,58 @@ from flashmoa.cli import bench
 from tests.integration.benchmarks.conftest import Bench
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+Found = dict[str, Any]
 
 
-async def test_handoff_measures_the_grid(benches: Bench) -> None:
-    grid = ["--tps", "200", "--prefix", "64", "--upstream", "40", "--concurrency", "1", "2"]
-    found = await benches.run("handoff", ["stock", "flashmoa"], *grid)
-    assert len(found["cells"]) == 2
+def handoff(found: Found) -> None:
+    assert found["summary"]["cells"] == len(found["cells"]) == 2
     for cell in found["cells"]:
         assert set(cell["seconds"]) == {"fcfs", "linked"}
         assert min(cell["seconds"].values()) >= cell["decode"] > 0
         assert 0 < cell["late_tokens"] <= 64 + 40 + 10
-    assert found["summary"]["cells"] == 2
 
 
-async def test_handoff_resumes_what_is_measured(
-    benches: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grid = ["--tps", "200", "--prefix", "64", "--upstream", "20", "--policies", "fcfs"]
-    roles = ["stock", "flashmoa"]
-    first = await benches.run("handoff", roles, *grid, "--concurrency", "1")
-    both = await benches.run("handoff", roles, *grid, "--concurrency", "1", "2", "--resume")
-    assert both["cells"][0] == first["cells"][0]
-    assert [cell["workload"]["concurrency"] for cell in both["cells"]] == [1, 2]
-
-
-async def test_ablation_measures_every_variant(benches: Bench) -> None:
-    small = ["--prefix", "100", "--pipelines", "2", "--tps", "100", "--upstream", "40"]
-    found = await benches.run("ablation", ["stock", "streaming", "flashmoa"], *small)
+def ablation(found: Found) -> None:
     (row,) = found["rows"]
     assert set(row["seconds"]) == {"baseline", "batched", "streaming", "full"}
     # All tokens are computed once; the last token of a completely cached prompt may be repeated.
     assert all(1 <= value <= 2 for value in row["duplicates"].values())
 
 
-async def test_chunk_measures_every_size_and_a_single_pass(benches: Bench) -> None:
-    found = await benches.run("chunk", ["flashmoa"], "--context", "96", "--chunks", "32", "64")
+def chunk(found: Found) -> None:
     assert [len(size["seconds"]) for size in found["sizes"]] == [3, 2, 1]
     assert found["sizes"][-1]["over_single_pass"] == 1
 
 
-async def test_without_plugin_measures_every_way_on_two_engines_and_on_one(
-    benches: Bench,
-) -> None:
-    roles = ["writer", "stock", "flashmoa"]
-    found = await benches.run("without-plugin", roles, "--known", "600", "--written", "150")
+def without_plugin(found: Found) -> None:
     assert [(row["engines"], row["way"]) for row in found["rows"]] == [
         (engines, way) for engines in (2, 1) for way in ("unlinked", "linked", "plugin")
     ]
     assert all(row["whole"] > row["handoff"] > 0 for row in found["rows"])
     unlinked, linked, plugin = found["rows"][:3]
-    assert unlinked["steps"] == 0 and unlinked["cached"] < 50
-    assert plugin["cached"] > 400
+    assert unlinked["steps"] == 0 and unlinked["cached"] < 50 and plugin["cached"] > 400
     # With a model so small, a request may cost more than it computes; then nothing is sent.
     assert 0 <= linked["cached"] <= linked["prompt"]
 
 
-async def test_client_measures_the_gap_with_and_without_links(benches: Bench) -> None:
-    found = await benches.run("client", ["flashmoa"], "--prompts", "300")
+def client(found: Found) -> None:
     (cost,) = found["costs"]
     assert cost["prompt_tokens"] > 200
     assert 0 < cost["stock"] < 1 and 0 < cost["linked"] < 1
 
 
-async def test_schedule_measures_every_way(benches: Bench) -> None:
-    found = await benches.run(
-        "schedule", ["stock", "flashmoa", "sjf"], "--concurrency", "3", "--prefixes", "own"
-    )
+def schedule(found: Found) -> None:
     assert [row["way"] for row in found["rows"]] == ["fcfs", "sjf", "linked", "linked + sjf"]
     assert all(0 < row["mean"] <= row["p95"] for row in found["rows"])
+    assert [agent["prefix"] for agent in found["kinds"][0]] == [96, 192, 128]
 
 
-async def test_shared_engine_measures_every_way(benches: Bench) -> None:
-    roles = ["stock", "stock-mixed", "flashmoa"]
-    found = await benches.run("shared_engine", roles, "--rows", "2:60/20:90/8", "--apart", "0.01")
+def shared_engine(found: Found) -> None:
     assert [row["way"] for row in found["rows"]] == ["stock", "stock mixed", "known", "linked"]
     assert all(row["seconds"] > row["gap"] > 0 for row in found["rows"])
 
 
-async def test_tools_measures_every_workload(benches: Bench) -> None:
-    small = ["--agents", "4", "--prompt", "200", "--answer", "4", "--calls", "1"]
-    small += ["--result", "10", "--long-result", "40", "--seconds", "0.1", "0.3"]
-    found = await benches.run("tools", ["stock", "flashmoa"], *small)
+def tools(found: Found) -> None:
     assert len(found["rows"]) == 8
     for row in found["rows"]:
         assert 0 < row["median"] <= row["p90"] and row["computed"] > 0 and row["bound"] > 0
@@ -100,10 +74,7 @@ async def test_tools_measures_every_workload(benches: Bench) -> None:
     assert linked["strangers"] < 200
 
 
-async def test_interference_measures_throughput_and_latency(benches: Bench) -> None:
-    small = ["--requests", "6", "--concurrency", "3", "--pairs", "1"]
-    small += ["--tokens", "10", "--pipelines", "3", "--upstream", "20", "--prefix", "200"]
-    found = await benches.run("interference", ["stock", "flashmoa"], *small)
+def interference(found: Found) -> None:
     assert found["throughput"]["ratio"] > 0
     assert {*found["latency"]} == {"stock", "unlinked", "linked", "alone", "gave_way"}
     for way in ("stock", "unlinked", "linked"):
@@ -114,27 +85,91 @@ async def test_interference_measures_throughput_and_latency(benches: Bench) -> N
     assert found["latency"]["alone"]["pipeline"] is None
 
 
-async def test_workflows_without_stock_engines_measure_the_other_ways(benches: Bench) -> None:
-    small = ["--workflows", "mapreduce", "--copies", "2", "--tokens", "6"]
-    found = await benches.run("workflows", ["small", "large"], *small)
+def workflows(found: Found) -> None:
     (row,) = found["rows"]
     # No stock engines are given, so that their ways are missing.
     assert set(row["seconds"]) == {"shared", "warmed", "linked"}
     assert row["texts"] == 3 * 2 * 4 and row["paper"] is None
 
 
-async def test_prefill_only_measures_one_engine_and_several(benches: Bench) -> None:
-    tiny = ["--scale", "0.0005", "--lengths", "0.05", "--concurrency", "8"]
-    found = await benches.run("prefill-only", ["fcfs", "flashmoa", "flashmoa-2"], *tiny)
-    mix, one, two = found["mix"], found["one engine"], found["2 engines"]
-    assert [row["way"] for row in one] == ["fcfs", "flashmoa"]
-    assert {row["way"] for row in two} >= {"round_robin", "flashmoa router"}
-    for row in one + two:
+def prefill_only(found: Found) -> None:
+    mix, rows = found["mix"], found["one engine"]
+    assert [row["way"] for row in rows] == ["fcfs", "flashmoa"]
+    for row in rows:
         same = row["agreement"]
         assert same["same"] == same["answers"] == mix["requests"]
         assert same["logprob"] is None or same["logprob"] < 1e-3
         # A cached prompt computes its last token again.
         assert mix["unique"] <= row["computed"] <= mix["tokens"]
+
+
+def score_lists(found: Found) -> None:
+    rows = {row["way"]: row for row in found["rows"]}
+    assert set(rows) == {"stock", "flashmoa-single", "flashmoa", "flashmoa-streamed"}
+    assert rows["flashmoa-single"]["difference"] < 1e-3
+    for way in ("flashmoa", "flashmoa-streamed"):
+        assert rows[way]["difference"] < 1e-3
+        assert rows[way]["computed"] == 60 + 3 * 8
+        assert 0 < rows[way]["first"] <= rows[way]["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("command", "roles", "check"),
+    [
+        (
+            "handoff --tps 200 --prefix 64 --upstream 40 --concurrency 1 2",
+            "stock flashmoa",
+            handoff,
+        ),
+        (
+            "ablation --prefix 100 --pipelines 2 --tps 100 --upstream 40",
+            "stock streaming flashmoa",
+            ablation,
+        ),
+        ("chunk --context 96 --chunks 32 64", "flashmoa", chunk),
+        ("without-plugin --known 600 --written 150", "writer stock flashmoa", without_plugin),
+        ("client --prompts 300", "flashmoa", client),
+        ("schedule --concurrency 3 --prefixes own", "stock flashmoa sjf", schedule),
+        (
+            "shared_engine --rows 2:60/20:90/8 --apart 0.01",
+            "stock stock-mixed flashmoa",
+            shared_engine,
+        ),
+        (
+            "tools --agents 4 --prompt 200 --answer 4 --calls 1 --result 10 --long-result 40 "
+            "--seconds 0.1 0.3",
+            "stock flashmoa",
+            tools,
+        ),
+        (
+            "interference --requests 6 --concurrency 3 --pairs 1 --tokens 10 --pipelines 3 "
+            "--upstream 20 --prefix 200",
+            "stock flashmoa",
+            interference,
+        ),
+        ("workflows --workflows mapreduce --copies 2 --tokens 6", "small large", workflows),
+        (
+            "prefill-only --scale 0.0005 --lengths 0.05 --concurrency 8",
+            "fcfs flashmoa",
+            prefill_only,
+        ),
+        ("score-lists --items 3 --query 60 --item 8", "stock flashmoa", score_lists),
+    ],
+)
+async def test_a_benchmark_measures_every_way(
+    benches: Bench, command: str, roles: str, check: Callable[[Found], None]
+) -> None:
+    name, *arguments = shlex.split(command)
+    check(await benches.run(name, roles.split(), *arguments))
+
+
+async def test_handoff_resumes_what_is_measured(benches: Bench) -> None:
+    grid = ["--tps", "200", "--prefix", "64", "--upstream", "20", "--policies", "fcfs"]
+    roles = ["stock", "flashmoa"]
+    first = await benches.run("handoff", roles, *grid, "--concurrency", "1")
+    both = await benches.run("handoff", roles, *grid, "--concurrency", "1", "2", "--resume")
+    assert both["cells"][0] == first["cells"][0]
+    assert [cell["workload"]["concurrency"] for cell in both["cells"]] == [1, 2]
 
 
 async def test_routers_are_measured_and_resumed(benches: Bench) -> None:
@@ -161,18 +196,6 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
     assert await anyio.to_thread.run_sync(bench.main, command) == 1
     message = capsys.readouterr().err
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
-
-
-async def test_score_lists_compares_stock_and_ours(benches: Bench) -> None:
-    sizes = ["--items", "3", "--query", "60", "--item", "8"]
-    found = await benches.run("score-lists", ["stock", "flashmoa"], *sizes)
-    rows = {row["way"]: row for row in found["rows"]}
-    assert set(rows) == {"stock", "flashmoa-single", "flashmoa", "flashmoa-streamed"}
-    assert rows["flashmoa-single"]["difference"] < 1e-3
-    for way in ("flashmoa", "flashmoa-streamed"):
-        assert rows[way]["difference"] < 1e-3
-        assert rows[way]["computed"] == 60 + 3 * 8
-        assert 0 < rows[way]["first"] <= rows[way]["seconds"]
 
 
 async def test_score_accuracy_asks_each_text_both_ways(benches: Bench, tmp_path: Path) -> None:

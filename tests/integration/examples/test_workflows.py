@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from flashmoa_bench.workflows.agents import REVIEW, SLIDES, mapreduce, slides
-from flashmoa_bench.workflows.ways import (
+from flashmoa_bench.workflows.benchmark import (
     Clients,
     WorkflowWay,
     agent_workflows,

@@ -10,11 +10,10 @@ import pytest
 from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.resuming import measured_cells
+from flashmoa_bench.harness.rounds import measured_cells
 from flashmoa_bench.linking import handoff
-from flashmoa_bench.linking.agent_workflows import KINDS, scale_kinds
-from flashmoa_bench.linking.grid import play_cell
-from flashmoa_bench.linking.pipelines import PipelineRound
+from flashmoa_bench.linking.pipelines import PipelineRound, play_cell
+from flashmoa_bench.linking.schedule import KINDS, scale_kinds
 
 from flashmoa.engine import EngineError
 from flashmoa.observe import CallFinished, CallStarted

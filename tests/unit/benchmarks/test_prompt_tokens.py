@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flashmoa_bench.moa.prompt_tokens import PromptListener, PromptTokens, group_by_layer
+from flashmoa_bench.moa.rig import PromptListener, PromptTokens, group_by_layer
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.wire import StreamUse

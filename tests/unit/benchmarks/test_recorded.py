@@ -7,7 +7,7 @@ from statistics import fmean
 
 import anyio
 import pytest
-from flashmoa_bench.moa.replay import ReplayedEmbedder, make_rows
+from flashmoa_bench.moa.rig import ReplayedEmbedder, make_rows
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
 from flashmoa_bench.recorded import (
     FILE,

@@ -14,10 +14,10 @@ from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
-from flashmoa_bench.linking import ablation, chunk, handoff, interference, latency, schedule
-from flashmoa_bench.linking.agent_workflows import KINDS, make_batches, make_workflows
-from flashmoa_bench.linking.overlap import LINKED, HandoffCell, summarise_cell, summarise_grid
+from flashmoa_bench.linking import ablation, chunk, handoff, interference, schedule
+from flashmoa_bench.linking.handoff import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
+from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
 from rich.console import Console
 
 from flashmoa.engine import EngineError
@@ -186,24 +186,24 @@ def test_a_strangers_figures_are_over_all_rounds() -> None:
     one = TimedAnswer(ids=[1, 2, 3], times=[5.0, 6.0, 8.0])
     other = TimedAnswer(ids=[1, 2], times=[1.0, 2.0])
     rounds = [
-        latency.LoadRound([one], [4.0], [7.0]),
-        latency.LoadRound([one, other], [4.0, 2.0], [9.0]),
+        interference.LoadRound([one], [4.0], [7.0]),
+        interference.LoadRound([one, other], [4.0, 2.0], [9.0]),
     ]
-    found = latency.summarise(rounds)
+    found = interference.summarise(rounds)
     # The time from one answer to the next is no gap.
     assert (found.gap, found.longest_gap) == (1.0, 2.0)
     assert (found.completion, found.answers) == (4.0, 3)
     assert (found.pipeline, found.pipeline_p99) == (8.0, 9.0)
-    alone = latency.summarise([latency.LoadRound([one], [4.0], [])])
+    alone = interference.summarise([interference.LoadRound([one], [4.0], [])])
     assert alone.pipeline is None
     console = Console(width=160, record=True)
     linked = replace(found, pipeline_p99=9.9)
-    latency.show({"stock": found, "linked": linked, "alone": alone}, console)
+    interference.show({"stock": found, "linked": linked, "alone": alone}, console)
     assert "9.90 (1.10x)" in console.export_text()
 
 
 def test_pipelines_arrive_evenly_and_fit_into_the_pool() -> None:
-    load = latency.Load(
+    load = interference.Load(
         pipelines=8, at_once=4, prefix=100, upstream=40, output=10, tps=20, tokens=16
     )
     pipelines = load.make_pipelines(random.Random(0), 3.0)

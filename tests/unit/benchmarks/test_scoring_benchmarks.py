@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flashmoa_bench.prefill import accuracy, lists
 from flashmoa_bench.prefill.accuracy import LABELS, Outcome, find_label
-from flashmoa_bench.prefill.list_requests import EMBEDDING, OURS, STOCK, ListAnswer
+from flashmoa_bench.prefill.lists import EMBEDDING, OURS, STOCK, ListAnswer
 
 
 @pytest.mark.parametrize(

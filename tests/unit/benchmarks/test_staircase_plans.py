@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
-from flashmoa_bench.moa.staircase_plans import compute_staircase, plan_staircase
-from flashmoa_bench.moa.staircase_ways import StaircaseWay
+from flashmoa_bench.moa.staircases import StaircaseWay, compute_staircase, plan_staircase
 from flashmoa_bench.recorded import RecordedQuestion
 
 QUESTION = RecordedQuestion(7, 30, {"small": [10], "medium": [20], "large": [40]}, {(0, 1): 1.0})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
-from flashmoa_bench.linking.tool_calls import AfterTools
-from flashmoa_bench.linking.tools import WORKLOADS, summarise, workloads
+from flashmoa_bench.linking.tools import WORKLOADS, AfterTools, summarise, workloads
 
 ARGUMENTS = Namespace(
     agents=16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,6 +50,37 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(name.endswith(("property", ".getter")) for name in names)
 
 
+def type_checking_imports(module: ast.Module) -> list[ast.stmt]:
+    conditions = [node for node in module.body if isinstance(node, ast.If)]
+    checking = [node for node in conditions if "TYPE_CHECKING" in ast.unparse(node.test)]
+    return [statement for node in checking for statement in node.body]
+
+
+def find_imports(
+    sources: dict[Path, ast.Module],
+    statements: Callable[[ast.Module], Iterable[ast.AST]],
+    files: dict[Path, ast.Module] | None = None,
+) -> dict[str, set[str]]:
+    """Return the modules of the project that ``statements`` of each file import.
+
+    Args:
+        files: those that import, by default all of ``sources``.
+    """
+    modules = {name_of(path) for path in sources}
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, module in (files or sources).items():
+        name = str(path) if files else name_of(path)
+        for node in statements(module):
+            if isinstance(node, ast.Import):
+                found[name] |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for one in node.names:
+                    submodule = f"{node.module}.{one.name}"
+                    found[name].add(submodule if submodule in modules else node.module)
+        found[name] = (found[name] & modules) - {name}
+    return found
+
+
 def test_docstrings_of_functions_begin_with_a_verb(sources: dict[Path, ast.Module]) -> None:
     """Properties are read like attributes, so that their docstrings may begin with a noun."""
     wrong: list[str] = []
@@ -67,6 +99,17 @@ def test_files_have_at_most_600_lines(sources: dict[Path, ast.Module]) -> None:
     assert not {path: length for path, length in lengths.items() if length > 600}
 
 
+def test_functions_have_at_most_60_lines(sources: dict[Path, ast.Module]) -> None:
+    long = {
+        f"{path}:{node.lineno} {node.name}"
+        for path, module in sources.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= 60
+    }
+    assert not long
+
+
 def test_no_two_classes_of_a_package_have_the_same_name(sources: dict[Path, ast.Module]) -> None:
     where: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for path, module in sources.items():
@@ -77,21 +120,31 @@ def test_no_two_classes_of_a_package_have_the_same_name(sources: dict[Path, ast.
 
 
 def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Module]) -> None:
-    modules = {name_of(path): module for path, module in sources.items()}
-    imports: dict[str, set[str]] = defaultdict(set)
-    for name, module in modules.items():
-        for node in module.body:
-            if isinstance(node, ast.Import):
-                imports[name] |= {one.name for one in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                for one in node.names:
-                    submodule = f"{node.module}.{one.name}"
-                    imports[name].add(submodule if submodule in modules else node.module)
-        imports[name] = {one for one in imports[name] if one in modules and one != name}
+    """An import for annotations counts: two modules that name each other are one."""
+    imports = find_imports(sources, lambda module: module.body + type_checking_imports(module))
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail("a circle of imports: " + " -> ".join(reversed(error.args[1])))
+
+
+def test_small_modules_are_used_twice_or_tested_alone(sources: dict[Path, ast.Module]) -> None:
+    """A small module that only one other imports is a part of that one, in another place."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for name, imported in find_imports(sources, ast.walk).items():
+        for one in imported:
+            importers[one].add(name)
+    tests = {path: ast.parse(path.read_text()) for path in (ROOT / "tests" / "unit").rglob("*.py")}
+    tested = set[str]().union(*find_imports(sources, ast.walk, tests).values())
+    small = {
+        f"{name} is only imported by {importers[name]}"
+        for path in sources
+        if len(path.read_text().splitlines()) < 100
+        and len(importers[name := name_of(path)]) == 1
+        and path.stem not in ("__init__", "__main__")
+        and name not in tested
+    }
+    assert not small
 
 
 def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:

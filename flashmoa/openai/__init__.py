@@ -3,7 +3,73 @@
 Needs the extra ``openai``.
 """
 
-from flashmoa.openai._client import AsyncOpenAI, link
-from flashmoa.openai._runs import run
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import openai
+
+from flashmoa.engine import self_hosted_url
+from flashmoa.openai._observed_http import observe_completions
+from flashmoa.openai._runs import find_observer, run
+from flashmoa.openai._sent_requests import linked_clients
 
 __all__ = ["AsyncOpenAI", "link", "run"]
+
+Client = TypeVar("Client")
+
+
+class AsyncOpenAI(openai.AsyncOpenAI):
+    """Replaces ``openai.AsyncOpenAI`` for self-hosted engines.
+
+    By itself it is the stock client, except that it needs no API key and that its default URL is
+    ``OPENAI_BASE_URL`` of the environment or else the address on which SGLang listens by default.
+    Within :func:`flashmoa.openai.run` its chat completions are linked.
+
+    Args:
+        base_url: the engine's URL, with or without ``/v1``.
+        api_key: the key that the engine was started with, if any.
+        **kwargs: see the stock client.
+    """
+
+    def __init__(
+        self, *, base_url: object = None, api_key: str | None = None, **kwargs: Any
+    ) -> None:
+        # Copies of a client are given the URL as an object of its HTTP library.
+        url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
+        super().__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
+        link(self)
+
+
+def link(client: Client) -> Client:
+    """Have the chat completions of a client linked within :func:`flashmoa.openai.run`.
+
+    Repeating this is harmless. Copies of the client share its connections and are linked, too. Give
+    it clients of your own servers: one that charges for prompts also charges for what links prefill
+    there.
+
+    Args:
+        client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
+            ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
+            the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``.
+
+    Returns: the client.
+
+    Raises:
+        TypeError: if there is no ``openai.AsyncOpenAI`` in it.
+    """
+    found = _find_client(client)
+    linked_clients.add(found)
+    observe_completions(found._client, find_observer)
+    return client
+
+
+def _find_client(holder: object) -> openai.AsyncOpenAI:
+    names = ("root_async_client", "client", "_client")
+    for candidate in (holder, *(getattr(holder, name, None) for name in names)):
+        if isinstance(candidate, openai.AsyncOpenAI):
+            return candidate
+    raise TypeError(
+        f"there is no openai.AsyncOpenAI in {holder!r}; give link() the client itself, which must "
+        "be asynchronous"
+    )

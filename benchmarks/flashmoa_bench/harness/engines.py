@@ -25,7 +25,7 @@ from flashmoa.engine.local import (
 )
 from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
-from flashmoa_bench.harness.pd_pairs import PairStart, start_pd_pairs
+from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
 STOCK = {"SGLANG_PLUGINS": "none"}

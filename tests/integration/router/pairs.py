@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from flashmoa_bench.harness.pd_pairs import PairStart, StartEngine, start_pd_pairs
+from flashmoa_bench.harness.routers import PairStart, StartEngine, start_pd_pairs
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.engine_costs import known_costs

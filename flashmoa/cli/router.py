@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
         parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
     ports = range(parsed.port, parsed.port + max(1, pairs))
-    if problem := _find_wrong_number(parsed, ports):
+    if problem := _find_wrong_number(parsed, ports) or _find_unused_option(parsed, parser):
         parser.error(problem)
     try:
         app, backends = _make_application(parsed)
@@ -62,10 +62,21 @@ def _find_wrong_number(parsed: argparse.Namespace, ports: range) -> str | None:
         return problem
     if port_problem(ports[-1]):
         return f"{len(ports)} pairs listen at ports from --port {ports[0]} on; give a smaller one"
-    for name in ("patience", "saturation", "max_waiting", *_ABOVE_ZERO):
+    for name in (*_OF_THE_POLICY, *_ABOVE_ZERO):
         value, least = getattr(parsed, name), "above" if name in _ABOVE_ZERO else "at least"
         if not (value > 0 or (value == 0 and name not in _ABOVE_ZERO)):
             return f"--{name.replace('_', '-')} {value} is not {least} 0"
+    return None
+
+
+def _find_unused_option(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """Return which option is for the other mode, ``None`` if there is none."""
+    mode, others = "--prefill", ["agent_seconds"]
+    if parsed.prefill:
+        mode, others = "--engine", ["api_key", "model_config", "tokenize", *_OF_THE_POLICY]
+    for name in others:
+        if getattr(parsed, name) != parser.get_default(name):
+            return f"--{name.replace('_', '-')} goes with {mode} only; leave it out"
     return None
 
 
@@ -94,6 +105,7 @@ def _serve(app: Starlette, sockets: list[socket]) -> None:
 
 _TOKENIZE = {"auto": None, "always": True, "never": False}
 _INSTALL = "pip install 'flashmoa[router]'"
+_OF_THE_POLICY = ("patience", "saturation", "max_waiting")
 _ABOVE_ZERO = ("max_body_bytes", "agent_seconds")
 
 

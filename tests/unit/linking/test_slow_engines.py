@@ -127,7 +127,7 @@ async def test_calls_that_were_learned_are_linked_while_one_engine_hangs() -> No
 async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "SOON_SECONDS", 0.5)
     async with engines() as ((hung, *_), clients):
         planner = Candidates(clients)
         for times in (1, 2, 3):

@@ -136,7 +136,11 @@ class UpstreamFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkDeclined(Event):
-    """There is no link to ``agent`` this time; ``engine`` may be empty."""
+    """There is no link to ``agent``; ``engine`` may be empty.
+
+    It is reported once for each agent and kind of reason, and each time that an engine, or its
+    room, is the reason.
+    """
 
     reason: str
 

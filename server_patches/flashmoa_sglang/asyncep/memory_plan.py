@@ -47,6 +47,14 @@ _NOT_RECKONED = (
     "dcp_size",
 )
 _RECKONED = ("auto", "half", "float16", "bfloat16", "none")
+# What SGLang 0.5.12 calls some of its arguments until it has made its dataclass of them.
+_LONG_NAMES = {
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "attn_cp_size": "attention_context_parallel_size",
+    "moe_dp_size": "moe_data_parallel_size",
+}
 
 
 def choose_arguments(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
@@ -83,7 +91,7 @@ def _lengthen_forwards(given: Namespace, mode: str) -> None:
     Raises: ValueError with the reason if that cannot be chosen.
     """
     for name in _NOT_RECKONED:
-        value = getattr(given, name, None)
+        value = _argument(given, name)
         if is_given(value) and value not in _RECKONED:
             raise ValueError(f"memory is not reckoned for --{name.replace('_', '-')} {value}")
     peak = peak_bytes(_read_config(given))
@@ -149,6 +157,11 @@ def peak_bytes(config: Mapping[str, Any]) -> int:
     return experts + quantised + 2 * 4 * hidden
 
 
+def _argument(given: Namespace, name: str) -> Any:
+    """Return an argument of SGLang in any release; ``None`` if this one has none of that name."""
+    return getattr(given, name, getattr(given, _LONG_NAMES.get(name, name), None))
+
+
 def gib(size: float) -> str:
     return f"{size / _GIB:.1f} GiB"
 
@@ -161,7 +174,8 @@ def _free_memory(given: Namespace) -> int:
     import torch
 
     first, step = given.base_gpu_id, given.gpu_id_step
-    count = given.tp_size * given.pp_size * given.dp_size // given.nnodes
+    sizes = (_argument(given, name) for name in ("tp_size", "pp_size", "dp_size"))
+    count = math.prod(sizes) // given.nnodes
     try:
         return min(
             torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)

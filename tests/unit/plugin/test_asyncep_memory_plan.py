@@ -91,6 +91,26 @@ def test_what_the_user_does_not_give_is_chosen(
     assert ("chose --chunked" in caplog.text) == (len(chosen) > len(NO_GRAPHS))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "chosen"),
+    [
+        ({"tensor_parallel_size": 2}, divided(32_768, 0.77)),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, NO_GRAPHS),
+        ({"attention_context_parallel_size": 2}, NO_GRAPHS),
+        ({"moe_data_parallel_size": 2}, NO_GRAPHS),
+    ],
+)
+def test_sizes_count_by_their_names_in_sglang_0_5_12(
+    sizes: dict[str, int], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = "tensor", "pipeline", "data", "attention_context", "moe_data"
+    for name in ("tp_size", "pp_size", "dp_size"):
+        monkeypatch.delitem(DEFAULTS, name)
+    named = dict.fromkeys((f"{kind}_parallel_size" for kind in kinds), 1)
+    # Of GPUs 3 to 6, the first has the most free memory, and the last none that is known.
+    assert choose(**named | sizes, base_gpu_id=3) == chosen
+
+
 def test_what_the_user_gives_beside_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, *_ = NO_GRAPHS
     chosen = choose(max_prefill_tokens=20_000, **{graphs: "full"})

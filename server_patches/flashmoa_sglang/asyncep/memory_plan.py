@@ -6,6 +6,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_sglang.asyncep import is_given
@@ -25,8 +26,8 @@ _LOGITS = 2 * _GIB
 # no more: a layer's computation takes longer than its copy from some 80,000 tokens on, on an H200.
 # The last one is SGLang's own choice on these GPUs.
 _FORWARDS = (131_072, 65_536, 32_768, 16_384, 8_192)
-# The least part of the memory that weights and KV get, but for forwards of the least length.
-_LEAST_FRACTION = 0.7
+# SGLang admits the next forward while the KV of the last one is still held.
+_FORWARDS_IN_POOL = 2
 # SGLang's default for --max-prefill-tokens.
 _MAX_PREFILL_TOKENS = 16_384
 # The key of an expert's width, for the models whose tensors are all in the sum below.
@@ -94,9 +95,14 @@ def _lengthen_forwards(given: Namespace, mode: str) -> None:
         value = _argument(given, name)
         if is_given(value) and value not in _RECKONED:
             raise ValueError(f"memory is not reckoned for --{name.replace('_', '-')} {value}")
-    peak = peak_bytes(_read_config(given))
+    needs = Needs.of(
+        _read_config(given),
+        given.quantization,
+        _argument(given, "tp_size"),
+        _argument(given, "pp_size"),
+    )
     free = _free_memory(given)
-    forward, fraction = divide_memory(peak, free)
+    forward, fraction = divide_memory(needs, free)
     given.chunked_prefill_size, given.mem_fraction_static = forward, fraction
     if given.max_prefill_tokens in (None, _MAX_PREFILL_TOKENS):
         given.max_prefill_tokens = forward
@@ -109,52 +115,92 @@ def _lengthen_forwards(given: Namespace, mode: str) -> None:
         given.max_prefill_tokens,
         fraction,
         gib(free),
-        gib(forward * peak),
+        gib(forward * needs.peak),
     )
 
 
-def divide_memory(peak: int, free: int) -> tuple[int, float]:
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that a model needs on each GPU.
+
+    Attributes:
+        weights: with the first layer's experts, the slots' and the replica's share.
+        kv: of a token, in bfloat16.
+        peak: what the tensors of a forward take at their peak, for each of its tokens. This is by
+            the tensors that SGLang makes with Triton's kernels for experts, which have a row for
+            each token and expert, in bfloat16. Tensor parallelism needs less.
+    """
+
+    weights: int
+    kv: int
+    peak: int
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], quantization: str | None = None, tp: int = 1, pp: int = 1
+    ) -> Needs:
+        """Reckon with the plugin's options.
+
+        Args:
+            config: a model's ``config.json``.
+            quantization: what ``--quantization`` says, ``None`` if it is not given.
+
+        Raises: ValueError if the model is none whose memory is known.
+        """
+        kind = config.get("model_type", "")
+        if kind not in _WIDTHS:
+            known = ", ".join(sorted(_WIDTHS))
+            raise ValueError(f"the memory of model_type {kind!r} is not known (known: {known})")
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError("some layers have no experts, and their memory is not known")
+        quantization = quantization or (config.get("quantization_config") or {}).get("quant_method")
+        if quantization not in (None, "fp8"):
+            raise ValueError(f"the memory of quantization {quantization!r} is not known")
+        try:
+            hidden, rows = config["hidden_size"], config["num_experts_per_tok"]
+            width, heads = config[_WIDTHS[kind]], config["num_attention_heads"]
+            layers = -(-config["num_hidden_layers"] // pp)
+            embeddings = (1 if config.get("tie_word_embeddings") else 2) * config["vocab_size"]
+            experts = config.get("num_experts") or config["num_local_experts"]
+        except KeyError as error:
+            raise ValueError(f"config.json has no {error}") from error
+        kv_heads = config.get("num_key_value_heads") or heads
+        head = config.get("head_dim") or hidden // heads
+        # In FP8, each block of 128 x 128 weights has a scale of 4 bytes.
+        size = 1 + 4 / 128**2 if quantization else 2
+        of_experts = size * experts * 3 * hidden * width
+        others = layers * hidden * (size * 2 * (heads + kv_heads) * head + 2 * (experts + 2))
+        options = Options.from_environment()
+        share = options.on_device() / options.replica()[1] if options.on_device() else 0.0
+        held = min(layers, 1 + options.asyncep_slots) + share * (layers - 1)
+        # Gate and up projections, their product, and the down projection; in FP8, the inputs of
+        # both projections again in one byte each.
+        in_layer = 2 * rows * (3 * width + hidden) + (hidden + rows * width if quantization else 0)
+        return cls(
+            weights=round(others + 2 * embeddings * hidden + held * of_experts) // tp,
+            kv=layers * 2 * max(1, kv_heads // tp) * head * 2,
+            # With the input, the output, the residual and its sum.
+            peak=in_layer + 2 * 4 * hidden,
+        )
+
+
+def divide_memory(needs: Needs, free: int) -> tuple[int, float]:
     """Return the tokens of the longest forward that fits, and the fraction for weights and KV.
 
-    Args:
-        peak: bytes of a forward's tensors for each token.
-        free: bytes of the device's memory that are free before the server starts.
-
+    Args: free: bytes of the device's memory that are free before the server starts.
     Raises: ValueError if no forward fits.
     """
     usable = free - _CONTEXT
     for forward in _FORWARDS:
-        room = _MARGIN * forward * peak + _LOGITS
+        room = _MARGIN * forward * needs.peak + _LOGITS
         fraction = math.floor(100 * (1 - room / usable)) / 100 if usable > room else 0.0
-        if fraction >= _LEAST_FRACTION or (forward == _FORWARDS[-1] and fraction > 0):
+        kv = _FORWARDS_IN_POOL * forward * needs.kv
+        if fraction > 0 and usable * fraction >= needs.weights + kv:
             return forward, fraction
-    raise ValueError(f"forwards do not fit into the {gib(free)} that are free")
-
-
-def peak_bytes(config: Mapping[str, Any]) -> int:
-    """Return how many bytes the tensors of a forward take at their peak, for each of its tokens.
-
-    This is by the tensors that SGLang makes with Triton's kernels for experts, which have a row for
-    each token and expert, in bfloat16; with those that FP8 adds. Tensor parallelism needs less.
-
-    Args: config: a model's ``config.json``.
-    Raises: ValueError if the model is none whose tensors are known.
-    """
-    kind = config.get("model_type", "")
-    if kind not in _WIDTHS:
-        known = ", ".join(sorted(_WIDTHS))
-        raise ValueError(f"the memory of model_type {kind!r} is not known (known: {known})")
-    try:
-        hidden, rows = config["hidden_size"], config["num_experts_per_tok"]
-        width = config[_WIDTHS[kind]]
-    except KeyError as error:
-        raise ValueError(f"config.json has no {error}") from error
-    # Gate and up projections, their product, and the down projection.
-    experts = 2 * rows * (2 * width + width + hidden)
-    # In FP8, the inputs of both projections again in one byte each.
-    quantised = hidden + rows * width
-    # The input, the output, the residual and its sum.
-    return experts + quantised + 2 * 4 * hidden
+    raise ValueError(
+        f"forwards do not fit into the {gib(free)} that are free, beside weights of "
+        f"{gib(needs.weights)}"
+    )
 
 
 def _argument(given: Namespace, name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang.asyncep import memory_plan
-from flashmoa_sglang.asyncep.memory_plan import divide_memory, peak_bytes
+from flashmoa_sglang.asyncep.memory_plan import Needs, divide_memory
 from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,11 +23,21 @@ from tests.conftest import ROOT
 
 # MiB of memory that nvidia-smi shows.
 GPUS = {"H100": 81559, "H200": 143771}
+SMALL_GPUS = {"A100": 40960, "L40S": 46068}
 FOLDER = ROOT / "examples/models/qwen3-30b-a3b"
 QWEN3_30B: dict[str, Any] = json.loads((FOLDER / "config.json").read_text())
+QWEN3_235B = QWEN3_30B | {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
 MODELS = {
     "Qwen3-30B-A3B": QWEN3_30B,
-    "Qwen3-235B-A22B": QWEN3_30B | {"hidden_size": 4096, "moe_intermediate_size": 1536},
+    "Qwen3-30B-A3B-FP8": QWEN3_30B | FP8,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "Qwen3-235B-A22B-FP8": QWEN3_235B | FP8,
 }
 NO_GRAPHS = {
     name.strip().partition(" ")[0].replace("-", "_"): name.strip().partition(" ")[2] or True
@@ -35,7 +45,9 @@ NO_GRAPHS = {
 }
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(NO_GRAPHS),
-    **dict.fromkeys(("device", "revision", "chunked_prefill_size", "mem_fraction_static")),
+    **dict.fromkeys(
+        ("device", "revision", "quantization", "chunked_prefill_size", "mem_fraction_static")
+    ),
     **dict.fromkeys(("tp_size", "pp_size", "dp_size", "nnodes", "gpu_id_step"), 1),
     "model_path": str(FOLDER),
     "dtype": "auto",
@@ -72,11 +84,11 @@ def divided(forward: int, fraction: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
-        ({}, divided(131_072, 0.75)),
-        ({"base_gpu_id": 1, "tp_size": 2, "dtype": "bfloat16"}, divided(131_072, 0.75)),
-        ({"base_gpu_id": 3, "dp_size": 2}, divided(32_768, 0.77)),
-        ({"base_gpu_id": 4}, divided(32_768, 0.77)),
-        ({"base_gpu_id": 4, "nnodes": 2, "tp_size": 2}, divided(32_768, 0.77)),
+        ({}, divided(131_072, 0.77)),
+        ({"base_gpu_id": 1, "tp_size": 2, "dtype": "bfloat16"}, divided(131_072, 0.77)),
+        ({"base_gpu_id": 3, "dp_size": 2}, divided(32_768, 0.78)),
+        ({"base_gpu_id": 4}, divided(32_768, 0.78)),
+        ({"base_gpu_id": 4, "nnodes": 2, "tp_size": 2}, divided(65_536, 0.64)),
         ({"chunked_prefill_size": 4096, "mem_fraction_static": 0.5}, NO_GRAPHS),
         ({"chunked_prefill_size": 131_072}, NO_GRAPHS),
         ({"mem_fraction_static": 0.9}, NO_GRAPHS),
@@ -94,7 +106,7 @@ def test_what_the_user_does_not_give_is_chosen(
 @pytest.mark.parametrize(
     ("sizes", "chosen"),
     [
-        ({"tensor_parallel_size": 2}, divided(32_768, 0.77)),
+        ({"tensor_parallel_size": 2}, divided(65_536, 0.64)),
         ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, NO_GRAPHS),
         ({"attention_context_parallel_size": 2}, NO_GRAPHS),
         ({"moe_data_parallel_size": 2}, NO_GRAPHS),
@@ -146,31 +158,74 @@ def test_where_nothing_can_be_chosen_the_log_names_the_arguments_to_give(
     [
         (QWEN3_30B | {"model_type": "deepseek_v3"}, "'deepseek_v3' is not known (known: mixtral,"),
         ({"model_type": "mixtral"}, "config.json has no 'hidden_size'"),
+        (QWEN3_30B | {"mlp_only_layers": [0]}, "some layers have no experts"),
+        (QWEN3_30B | {"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
     ],
 )
 def test_models_whose_memory_is_not_known_are_refused(config: Any, problem: str) -> None:
     with pytest.raises(ValueError) as refused:
-        peak_bytes(config)
+        Needs.of(config)
     assert problem in str(refused.value)
 
 
 @given(free=st.integers(8 << 30, 300 << 30), model=st.sampled_from(list(MODELS)))
-def test_forwards_fit_into_what_is_left_and_grow_with_the_memory(free: int, model: str) -> None:
-    peak = peak_bytes(MODELS[model])
-    forward, fraction = divide_memory(peak, free)
-    left = (free - (2 << 30)) * (1 - fraction)
-    assert 1.5 * forward * peak + (2 << 30) <= left and 0 < fraction < 1
-    assert divide_memory(peak, 2 * free)[0] >= forward
+def test_what_is_chosen_fits_and_forwards_grow_with_the_memory(free: int, model: str) -> None:
+    needs = Needs.of(MODELS[model])
+    try:
+        forward, fraction = divide_memory(needs, free)
+    except ValueError as error:
+        assert "do not fit" in str(error)
+        return
+    usable = free - (2 << 30)
+    assert 1.5 * forward * needs.peak + (2 << 30) <= usable * (1 - fraction)
+    assert needs.weights + 2 * forward * needs.kv <= usable * fraction < usable
+    assert divide_memory(needs, 2 * free)[0] >= forward
+
+
+@pytest.mark.parametrize(
+    ("mode", "replica", "gpu", "model", "chosen"),
+    [
+        ("h2d", "", "A100", "Qwen3-235B-A22B", (8_192, 0.89)),
+        ("h2d", "", "L40S", "Qwen3-235B-A22B", (16_384, 0.86)),
+        ("hybrid", "0/2", "H100", "Qwen3-235B-A22B-FP8", (8_192, 0.94)),
+        ("hybrid", "0/8", "H100", "Qwen3-235B-A22B", (32_768, 0.87)),
+        ("d2d", "0/2", "H100", "Qwen3-235B-A22B-FP8", "beside weights of 120.1 GiB"),
+    ],
+)
+def test_weights_with_the_share_and_kv_of_two_forwards_have_room(
+    mode: str, replica: str, gpu: str, model: str, chosen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", mode)
+    monkeypatch.setenv("FLASHMOA_ASYNCEP_REPLICA", replica)
+    needs, free = Needs.of(MODELS[model]), (GPUS | SMALL_GPUS)[gpu] << 20
+    if isinstance(chosen, str):
+        with pytest.raises(ValueError, match=chosen):
+            divide_memory(needs, free)
+    else:
+        assert divide_memory(needs, free) == chosen
+
+
+def test_tensor_and_pipeline_parallelism_divide_what_a_gpu_holds() -> None:
+    whole = Needs.of(QWEN3_235B)
+    tensor, both = Needs.of(QWEN3_235B, tp=4), Needs.of(QWEN3_235B, tp=4, pp=2)
+    assert (tensor.weights, tensor.kv) == (whole.weights // 4, whole.kv // 4)
+    assert both.weights < tensor.weights and both.kv == tensor.kv // 2
+    assert Needs.of(QWEN3_235B, tp=8).kv == tensor.kv, "each GPU has one KV head at least"
+    assert Needs.of(QWEN3_235B, "fp8") == Needs.of(QWEN3_235B | FP8)
 
 
 def test_the_table_of_the_documentation_is_computed() -> None:
     rows: list[str] = []
     for gpu, mib in GPUS.items():
         for model, config in MODELS.items():
-            peak = peak_bytes(config)
-            forward, fraction = divide_memory(peak, mib << 20)
-            size = f"{forward * peak / 2**30:.1f} GiB"
-            rows.append(f"| {gpu} | {model} | {forward:,} | {size} | {fraction} |")
+            needs = Needs.of(config)
+            forward, fraction = divide_memory(needs, mib << 20)
+            weights, peak = f"{needs.weights / 1e9:.1f} GB", forward * needs.peak / 2**30
+            pool = int((((mib << 20) - (2 << 30)) * fraction - needs.weights) / needs.kv)
+            rows.append(
+                f"| {gpu} | {model} | {weights} | {forward:,} | {peak:.1f} GiB | {fraction} "
+                f"| {pool // 1000:,},000 tokens |"
+            )
     documented = (ROOT / "docs" / "asyncep.md").read_text().splitlines()
     assert [line for line in documented if line.startswith(("| H100", "| H200"))] == rows
 
@@ -210,4 +265,4 @@ def test_sglang_takes_what_is_chosen(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    assert done.stdout.strip().endswith("True 131072 131072 0.75"), done.stderr
+    assert done.stdout.strip().endswith("True 131072 131072 0.77"), done.stderr

@@ -102,9 +102,10 @@ def _lengthen_forwards(given: Namespace, mode: str) -> None:
         _argument(given, "pp_size"),
     )
     free = _free_memory(given)
-    forward, fraction = divide_memory(needs, free)
+    is_default = given.max_prefill_tokens in (None, _MAX_PREFILL_TOKENS)
+    forward, fraction = divide_memory(needs, free, None if is_default else given.max_prefill_tokens)
     given.chunked_prefill_size, given.mem_fraction_static = forward, fraction
-    if given.max_prefill_tokens in (None, _MAX_PREFILL_TOKENS):
+    if is_default:
         given.max_prefill_tokens = forward
     logger.info(
         "--flashmoa-asyncep %s: chose --chunked-prefill-size %d --max-prefill-tokens %d "
@@ -184,14 +185,18 @@ class Needs:
         )
 
 
-def divide_memory(needs: Needs, free: int) -> tuple[int, float]:
+def divide_memory(needs: Needs, free: int, most: int | None = None) -> tuple[int, float]:
     """Return the tokens of the longest forward that fits, and the fraction for weights and KV.
 
-    Args: free: bytes of the device's memory that are free before the server starts.
+    Args:
+        free: bytes of the device's memory that are free before the server starts.
+        most: tokens of a forward at most.
+
     Raises: ValueError if no forward fits.
     """
     usable = free - _CONTEXT
-    for forward in _FORWARDS:
+    most = most or _FORWARDS[0]
+    for forward in [tokens for tokens in _FORWARDS if tokens <= most] or [most]:
         room = _MARGIN * forward * needs.peak + _LOGITS
         fraction = math.floor(100 * (1 - room / usable)) / 100 if usable > room else 0.0
         kv = _FORWARDS_IN_POOL * forward * needs.kv

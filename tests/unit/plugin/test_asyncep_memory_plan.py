@@ -127,7 +127,9 @@ def test_what_the_user_gives_beside_that_is_kept(monkeypatch: pytest.MonkeyPatch
     graphs, *_ = NO_GRAPHS
     chosen = choose(max_prefill_tokens=20_000, **{graphs: "full"})
     assert "max_prefill_tokens" not in chosen and graphs not in chosen
-    assert chosen["chunked_prefill_size"] == 131_072
+    # What shares a forward is at most so long, so a longer chunk would only take memory.
+    assert (chosen["chunked_prefill_size"], chosen["mem_fraction_static"]) == (16_384, 0.94)
+    assert choose(max_prefill_tokens=4096)["chunked_prefill_size"] == 4096
     monkeypatch.setenv("FLASHMOA_ASYNCEP", "off")
     assert choose() == {}
 

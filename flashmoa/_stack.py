@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 
 
-def frames() -> Iterator[FrameType]:
-    """Yield the frames of the code that calls this, the innermost first."""
+def owners() -> list[object]:
+    """Return the ``self`` of each method on the stack, the innermost first.
+
+    No generator does this: its own frame, which it would see, would keep all others alive.
+    """
+    found: list[object] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield frame
+        held = frame.f_locals
+        if "self" in held:
+            found.append(held["self"])
         frame = frame.f_back
-
-
-def owners() -> Iterator[object]:
-    """Yield the ``self`` of each method on the stack, the innermost first."""
-    return (frame.f_locals["self"] for frame in frames() if "self" in frame.f_locals)
+    return found

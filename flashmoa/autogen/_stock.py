@@ -44,7 +44,7 @@ WORKBENCHES = (StaticWorkbench, StaticStreamWorkbench)
 _CALLED: dict[type, tuple[str, ...]] = {
     BaseTool: ("schema", "name", "description", "args_type"),
     BaseModel: ("model_dump", "model_dump_json"),
-    FlashMoAChatCompletionClient: ("_process_create_args",),
+    FlashMoAChatCompletionClient: ("_process_create_args", "model_info"),
 }
 
 

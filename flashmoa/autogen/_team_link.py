@@ -400,7 +400,11 @@ class TeamLinkPlanner(LinkPlanner):
         await self.link_all([turn for turn in turns if turn.agent not in self._inner], changes)
         with anyio.move_on_after(_NEXT_RUN_SECONDS):
             # A team that was reset begins anew.
-            while changes == self.changes and all(count() is not None for count in counts):  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                self._kept
+                and changes == self.changes
+                and all(count() is not None for count in counts)
+            ):
                 await anyio.sleep(END_POLL_SECONDS)
         if changes == self.changes:
             self.end_all("unused")

@@ -168,7 +168,8 @@ def _proxy_of(url: str) -> str | None:
     """Return the proxy that the environment names for a URL, if any."""
     parts, proxies = urlsplit(url), getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if proxy is None or proxy_bypass(parts.netloc):
+    # A host of NO_PROXY may have a port; that of an IPv6 address is compared without brackets.
+    if proxy is None or proxy_bypass(parts.netloc) or proxy_bypass(parts.hostname or ""):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 

@@ -33,6 +33,9 @@ _ALWAYS_SENT_BACK = {"role", "content", "tool_calls"}
 # Of the calls that a request may be, only those are predicted that are the most like it as the
 # example had them.
 _MOST_PREDICTED = 8
+# Of the calls that a request may be, no more than these first ones are compared with it, since a
+# program may ask thousands of times in the same place.
+_MOST_COMPARED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,8 @@ class LearnedRun:
         """Record a call that is about to be sent, and return it."""
         failed = self._find_failed(name, request)
         if failed is not None:
-            failed.has_failed = False
+            # The engine may have refused the key that it was sent with before.
+            failed.request, failed.has_failed = request, False
             return failed
         before = self._find_followed(request)
         key = self.next_key(before) if before is not None else None
@@ -256,9 +260,10 @@ class LearnedRun:
         example.
         """
         taken = {*self.calls, *self._next_keys.values()}
-        candidates = [
+        left = (
             call for call in self._earlier.values() if call.name == name and call.key not in taken
-        ]
+        )
+        candidates = list(itertools.islice(left, _MOST_COMPARED))
         if not candidates or (len(candidates) == 1 and self._is_new(name, request, candidates[0])):
             return None
         if len(candidates) == 1:

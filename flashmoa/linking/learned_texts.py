@@ -297,7 +297,11 @@ def similarity(value: Any, other: Any) -> tuple[int, ...]:
 
 def common_prefix(string: str, other: str) -> int:
     """Return the number of characters with which two strings begin alike."""
-    alike, end = 0, min(len(string), len(other))
+    alike, end, step = 0, min(len(string), len(other)), 64
+    # Most strings differ soon: pieces of them are compared, each twice as long as the one before.
+    while alike < end and string[alike : alike + step] == other[alike : alike + step]:
+        alike, step = min(alike + step, end), step * 2
+    end = min(end, alike + step)
     while alike < end:
         middle = (alike + end + 1) // 2
         if string[alike:middle] == other[alike:middle]:

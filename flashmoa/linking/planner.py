@@ -213,7 +213,9 @@ class LinkPlanner(ABC):
 
     def has_plugin(self, url: str) -> bool:
         """Return whether the engine at a URL is known to have the plugin."""
-        return any(engine.has_plugin for engine in self._linked_engines if engine.url == url)
+        # Each client of the engine finds out by itself when the plugin is gone.
+        known = {engine.has_plugin for engine in self._linked_engines if engine.url == url}
+        return True in known and False not in known
 
     def waiting_for(self, agent: str) -> list[Link]:
         """Return the links whose prompts have an open slot for this agent's text."""

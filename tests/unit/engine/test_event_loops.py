@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, connections
 
 
 class Engine:
@@ -163,6 +163,18 @@ def test_a_host_that_the_environment_excepts_is_asked_without_a_proxy(
     client = EngineClient(engine.url)
     assert asyncio.run(ask(client)) == "hi."
     asyncio.run(client.close())
+
+
+@pytest.mark.parametrize("excepted", ["::1", "localhost"])
+def test_no_proxy_names_hosts_without_brackets_and_ports(
+    excepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:3128")
+    monkeypatch.setenv("NO_PROXY", excepted)
+    monkeypatch.delenv("no_proxy", raising=False)
+    host = f"[{excepted}]" if ":" in excepted else excepted
+    assert connections._proxy_of(f"http://{host}:30000") is None
+    assert connections._proxy_of("http://other:30000") == "http://proxy.invalid:3128"
 
 
 def test_clients_of_https_engines_read_the_certificates_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,7 +169,9 @@ def test_a_retried_request_is_the_same_call() -> None:
     run = LearnedRun(Program())
     call = run.begin("plan", make_request("A trip"))
     call.has_failed = True
-    assert run.begin("plan", make_request("A trip")) is call
+    again = replace(make_request("A trip"), headers={"authorization": "Bearer of now"})
+    assert run.begin("plan", again) is call
+    assert call.request.headers == {"authorization": "Bearer of now"}
     assert run.begin("plan", make_request("A trip")).key == "plan (2)"
 
 

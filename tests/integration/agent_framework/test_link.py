@@ -104,6 +104,7 @@ async def test_an_agent_with_tools_is_waited_for(clients: Pair, guide: str) -> N
     assert statuses(events)["second"] == "hit"
 
 
+@pytest.mark.slow
 async def test_an_agent_that_calls_a_tool_ends_the_links_that_wait_for_it(
     clients: Pair, guide: str
 ) -> None:

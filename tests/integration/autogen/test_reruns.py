@@ -86,6 +86,7 @@ def stopped_selector(client: Client) -> BaseGroupChat:
     return RoundRobinGroupChat([agent(client, "one"), inner], max_turns=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
     slow_except([stopped, stopped_society, stopped_selector], stopped),
@@ -229,6 +230,7 @@ async def test_a_declined_agent_is_linked_when_the_reason_no_longer_holds(
 
 
 # OpenAI's client leaves its connections to loops that have ended to Python, which warns of them.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_teams_of_one_client_are_linked_in_one_event_loop_after_the_other(
     engine: LocalEngine, guide: str

@@ -94,6 +94,7 @@ async def test_handoff_targets_are_linked_up_to_the_handoff(
     assert [tokens for tokens in late if tokens is None or tokens > left] == [], (late, left)
 
 
+@pytest.mark.slow
 async def test_a_target_is_linked_when_a_later_speaker_can_hand_off_to_it(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ async def test_teams_with_partly_unknown_messages_are_never_mispredicted(
     await wait_until_idle(client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include", [(), ("mine",)])
 async def test_custom_agents_are_linked_on_request(
     model_client: Client, client: EngineClient, guide: str, include: tuple[str, ...]

@@ -92,6 +92,7 @@ def messages_of(result: TaskResult) -> list[tuple[str, str]]:
     return [(message.source, message.to_text()) for message in result.messages]
 
 
+@pytest.mark.slow
 async def test_an_orchestrators_prompts_are_predicted(
     engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

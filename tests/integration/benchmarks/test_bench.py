@@ -13,8 +13,9 @@ from flashmoa_bench.harness.routers import installed_routers
 
 from flashmoa.cli import bench
 from tests.integration.benchmarks.conftest import Bench
+from tests.integration.support import nightly, slow
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 Found = dict[str, Any]
 
 
@@ -113,48 +114,50 @@ def score_lists(found: Found) -> None:
         assert 0 < rows[way]["first"] <= rows[way]["seconds"]
 
 
+CASES = [
+    (
+        "handoff --tps 200 --prefix 64 --upstream 40 --concurrency 1 2",
+        "stock flashmoa",
+        handoff,
+    ),
+    (
+        "ablation --prefix 100 --pipelines 2 --tps 100 --upstream 40",
+        "stock streaming flashmoa",
+        ablation,
+    ),
+    ("chunk --context 96 --chunks 32 64", "flashmoa", chunk),
+    ("without-plugin --known 600 --written 150", "writer stock flashmoa", without_plugin),
+    ("client --prompts 300", "flashmoa", client),
+    ("schedule --concurrency 3 --prefixes own", "stock flashmoa sjf", schedule),
+    (
+        "shared_engine --rows 2:60/20:90/8 --apart 0.01",
+        "stock stock-mixed flashmoa",
+        shared_engine,
+    ),
+    (
+        "tools --agents 4 --prompt 200 --answer 4 --calls 1 --result 10 --long-result 40 "
+        "--seconds 0.1 0.3",
+        "stock flashmoa",
+        tools,
+    ),
+    (
+        "interference --requests 6 --concurrency 3 --pairs 1 --tokens 10 --pipelines 3 "
+        "--upstream 20 --prefix 200",
+        "stock flashmoa",
+        interference,
+    ),
+    ("workflows --workflows mapreduce --copies 2 --tokens 6", "small large", workflows),
+    (
+        "prefill-only --scale 0.0005 --lengths 0.05 --concurrency 8",
+        "fcfs flashmoa",
+        prefill_only,
+    ),
+    ("score-lists --items 3 --query 60 --item 8", "stock flashmoa", score_lists),
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "roles", "check"),
-    [
-        (
-            "handoff --tps 200 --prefix 64 --upstream 40 --concurrency 1 2",
-            "stock flashmoa",
-            handoff,
-        ),
-        (
-            "ablation --prefix 100 --pipelines 2 --tps 100 --upstream 40",
-            "stock streaming flashmoa",
-            ablation,
-        ),
-        ("chunk --context 96 --chunks 32 64", "flashmoa", chunk),
-        ("without-plugin --known 600 --written 150", "writer stock flashmoa", without_plugin),
-        ("client --prompts 300", "flashmoa", client),
-        ("schedule --concurrency 3 --prefixes own", "stock flashmoa sjf", schedule),
-        (
-            "shared_engine --rows 2:60/20:90/8 --apart 0.01",
-            "stock stock-mixed flashmoa",
-            shared_engine,
-        ),
-        (
-            "tools --agents 4 --prompt 200 --answer 4 --calls 1 --result 10 --long-result 40 "
-            "--seconds 0.1 0.3",
-            "stock flashmoa",
-            tools,
-        ),
-        (
-            "interference --requests 6 --concurrency 3 --pairs 1 --tokens 10 --pipelines 3 "
-            "--upstream 20 --prefix 200",
-            "stock flashmoa",
-            interference,
-        ),
-        ("workflows --workflows mapreduce --copies 2 --tokens 6", "small large", workflows),
-        (
-            "prefill-only --scale 0.0005 --lengths 0.05 --concurrency 8",
-            "fcfs flashmoa",
-            prefill_only,
-        ),
-        ("score-lists --items 3 --query 60 --item 8", "stock flashmoa", score_lists),
-    ],
+    ("command", "roles", "check"), [slow(*CASES[0]), *(nightly(*case) for case in CASES[1:])]
 )
 async def test_a_benchmark_measures_every_way(
     benches: Bench, command: str, roles: str, check: Callable[[Found], None]
@@ -163,6 +166,7 @@ async def test_a_benchmark_measures_every_way(
     check(await benches.run(name, roles.split(), *arguments))
 
 
+@pytest.mark.nightly
 async def test_handoff_resumes_what_is_measured(benches: Bench) -> None:
     grid = ["--tps", "200", "--prefix", "64", "--upstream", "20", "--policies", "fcfs"]
     roles = ["stock", "flashmoa"]
@@ -172,6 +176,7 @@ async def test_handoff_resumes_what_is_measured(benches: Bench) -> None:
     assert [cell["workload"]["concurrency"] for cell in both["cells"]] == [1, 2]
 
 
+@pytest.mark.nightly
 async def test_routers_are_measured_and_resumed(benches: Bench) -> None:
     few = ["--mix", "short-reviews", "--share", "0.002", "--engines", "2", "--concurrency", "4"]
     some = ["--routers", "round_robin", "flashmoa router", "--seeds", "1", "0"]
@@ -189,6 +194,7 @@ async def test_routers_are_measured_and_resumed(benches: Bench) -> None:
         assert cell["unique"] <= cell["computed"] <= cell["tokens"]
 
 
+@pytest.mark.slow
 async def test_an_unreachable_engine_is_reported_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -198,6 +204,7 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
 
 
+@pytest.mark.nightly
 async def test_score_accuracy_asks_each_text_both_ways(benches: Bench, tmp_path: Path) -> None:
     file = tmp_path / "snippets.txt"
     file.write_text("1\t2.5\tA lovely stay.\n2\t0.1\tA stay.\n3\t-3\tCold tea.\n")

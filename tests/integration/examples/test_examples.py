@@ -47,6 +47,7 @@ async def test_the_openai_client_example_is_the_same_linked(idle: EngineClient) 
     assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
+@pytest.mark.slow
 async def test_the_langgraph_example_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("langgraph_chain")
     model = example.chat(idle.url, "tiny")
@@ -62,6 +63,7 @@ async def test_the_langgraph_example_is_the_same_linked(idle: EngineClient) -> N
     await model.root_async_client.close()
 
 
+@pytest.mark.slow
 async def test_the_program_of_openai_calls_is_the_same_linked(idle: EngineClient) -> None:
     example: Any = importlib.import_module("openai_runs")
     async with openai_client(base_url=idle.url) as client:

@@ -31,6 +31,7 @@ anyio.run(main, *sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 async def test_the_streams_of_a_killed_client_expire_after_their_ttl(
     engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:

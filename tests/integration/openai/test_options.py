@@ -82,6 +82,7 @@ def comparable(answer: Any) -> Any:
     return found
 
 
+@pytest.mark.slow
 async def test_an_answer_has_the_same_fields_linked_watched_and_neither(
     clients: Clients, engine: LocalEngine, model: Path
 ) -> None:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.anyio
 CHUNK = 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [nightly(1), 16])
 async def test_measuring_during_requests_loses_no_kv(
     engines: LocalEngines, model: Path, page: int

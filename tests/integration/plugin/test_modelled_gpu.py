@@ -42,6 +42,7 @@ async def device_of(engine: LocalEngine) -> dict[str, Any]:
         return (await http.get("/server_info")).json()["internal_states"][0]["modelled_gpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [(), pytest.param(("--disable-overlap-schedule",), marks=pytest.mark.nightly)],

@@ -48,6 +48,7 @@ async def test_a_stream_lives_for_thirty_seconds_or_as_its_client_asks(
         await http.delete(f"/prompt_streams/{state['id']}")
 
 
+@pytest.mark.slow
 async def test_a_stream_that_is_kept_alive_outlasts_its_ttl(
     http: httpx.AsyncClient, words: Callable[[int, int], str]
 ) -> None:

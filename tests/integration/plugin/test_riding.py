@@ -38,6 +38,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "page"), MATRIX)
 async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
     engines: LocalEngines,

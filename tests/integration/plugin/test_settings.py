@@ -144,7 +144,7 @@ MATRIX = [
         page,
         ranks,
         id=f"overlap {'on' if overlap else 'off'}, pages of {page}, {ranks} rank(s)",
-        marks=[] if (overlap, page, ranks) == (True, 16, 1) else [pytest.mark.nightly],
+        marks=pytest.mark.slow if (overlap, page, ranks) == (True, 16, 1) else pytest.mark.nightly,
     )
     for overlap, page, ranks in ((True, 16, 1), (True, 1, 2), (False, 16, 2), (False, 1, 1))
 ]

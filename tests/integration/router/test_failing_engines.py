@@ -22,6 +22,7 @@ pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
 
+@pytest.mark.slow
 async def test_other_engine_serves_when_one_dies(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:

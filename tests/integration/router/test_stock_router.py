@@ -17,7 +17,7 @@ from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric
 from tests.integration.support import wait_until_idle
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
 
 

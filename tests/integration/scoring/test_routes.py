@@ -190,6 +190,7 @@ async def test_streamed_results_are_those_of_the_whole_answer(
             assert result.get(name) == other.get(name)
 
 
+@pytest.mark.slow
 async def test_list_is_not_computed_to_its_end_for_a_client_that_has_left(
     http: httpx.AsyncClient, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:

@@ -295,8 +295,13 @@ class Agent(Answer):
         own = self._requests[done:]
         if size is not None and any(one.thinks for one in own) and not self.written[begin:].strip():
             # It spent the part's tokens on thought. Now it gets as many as it likes, and is left
-            # after that number of pieces of its answer.
-            await self._write_part(messages, None, most_visible=size)
+            # after that number of pieces of its answer. A first piece of white space has announced
+            # the next round already, whose stream is not for this request.
+            announced, self._announced = self._announced, None
+            try:
+                await self._write_part(messages, None, most_visible=size)
+            finally:
+                self._announced = announced or self._announced
         step.usage = self._usage(done)
         step.text, step.finish_reason = self.written[begin:], self.finish_reason
         step.finished = self.record.finished
@@ -368,7 +373,11 @@ class Agent(Answer):
     ) -> None:
         """Send one request and write its answer, after what is written already."""
         body: dict[str, Any] = {"model": self.model.model, **self._sampling}
-        if written := self._continues + self.written + self._stops.held:
+        written = self._continues + self.written + self._stops.held
+        if most_visible < math.inf:  # An engine would take a continued answer for thought.
+            earlier = self._continues + "".join(step.text for step in self.record.steps)
+            written = written if written[len(earlier) :].strip() else earlier
+        if written:
             messages, continuation = continue_answer(messages, written)
             body |= continuation
         if written or self.record.steps:

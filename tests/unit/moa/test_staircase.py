@@ -63,6 +63,29 @@ async def test_round_that_is_not_begun_is_released(
             assert requests.announced and not requests.left
 
 
+async def test_white_space_after_thought_leaves_the_next_round_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first part is thought and a line break, and the aggregator is asked again."""
+    names: list[str] = []
+    announce = Workflow.announce
+
+    def record(*arguments: Any, name: str, **more: Any) -> PendingRequest[Any]:
+        names.append(name)
+        return announce(*arguments, name=name, **more)
+
+    monkeypatch.setattr(Workflow, "announce", record)
+    last = [*[("thought", "a ")] * 7, "\n", *(f"w{number} " for number in range(12))]
+    async with scripted_engine({"first": ["one "] * 20, "last": last}) as (engine, client):
+        stairs = Staircase([Model(client, "first")], Model(client, "last"))
+        result = await stairs.answer("Count.")
+    asked = [body for body in engine.bodies if body["model"] == "last"]
+    assert [body.get("max_tokens") for body in asked[:2]] == [8, None]
+    assert asked[0]["messages"] == asked[1]["messages"]
+    assert "continue_final_message" not in asked[1] and "w0 w1" in result.text
+    assert len(names) > 1 and len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("is_staircase", [True, False])
 async def test_prompts_are_rendered_with_every_field_that_shapes_them(
     monkeypatch: pytest.MonkeyPatch, is_staircase: bool

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,6 +26,7 @@ from pydantic import (
 )
 
 from flashmoa import EngineClient, FlashMoAError
+from flashmoa.engine import engine_url
 from flashmoa.moa.debate import Debate
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.mixture import MixtureOfAgents, Staircase
@@ -33,7 +35,10 @@ from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
 from flashmoa.moa.run import System, SystemSettings
 from flashmoa.moa.sampling import Sampling, suggest
 from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
+from flashmoa.moa.topology import Topology
 
+# What a header can have.
+_ApiKey = Annotated[str, Field(pattern="^[ -~]*$")]
 _Kind = TypeVar("_Kind", bound=BaseModel)
 # The tables that only some kinds have, and the kinds that have them.
 _TABLES = {
@@ -107,7 +112,7 @@ class ModelTable(Sampling):
     engine: str | None = None
     engines: list[str] = Field(default_factory=list[str])
     model: str = "default"
-    api_key: str | None = None
+    api_key: _ApiKey | None = None
     repeat: int = Field(default=1, ge=1)
     role: str = ""
     limits: Limits | None = None
@@ -173,6 +178,13 @@ class _FallbackTable(_Table):
     best_answer: bool = True
 
 
+def _compile(pattern: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError, OverflowError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+
+
 class _DebateTable(_Table):
     """The arguments of :class:`Debate`.
 
@@ -182,7 +194,7 @@ class _DebateTable(_Table):
 
     rounds: int = 2
     memory: Memory = "all"
-    ballot: re.Pattern[str] | None = None
+    ballot: Annotated[re.Pattern[str] | None, BeforeValidator(_compile)] = None
 
     def extract(self, answer: str) -> str | None:
         """Return the ballot in an answer."""
@@ -190,14 +202,31 @@ class _DebateTable(_Table):
         return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
 
 
-def _connect_embedder(table: Any, info: ValidationInfo) -> Any:
-    """Return a table with an embedder in place of its engine's URL, ``api_key`` and ``model``."""
-    if not isinstance(table, dict) or not isinstance(table.get("embedder"), str):  # pyright: ignore[reportUnknownMemberType]
-        return cast("Any", table)
-    given = dict(cast("dict[str, Any]", table))
-    engine = cast("_File", info.context).connect(given["embedder"], given.pop("api_key", None))
-    given["embedder"] = EngineEmbedder(engine, given.pop("model", "default"))
-    return given
+def _check_threshold(table: Any) -> Any:
+    keys = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
+    if "threshold" in keys and keys.get("rule") != "threshold":
+        raise ValueError("threshold is set, but rule = 'sample' has none; set rule = 'threshold'")
+    return cast("Any", table)
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlyExitTable(EarlyExit):
+    """An :class:`EarlyExit` whose embedder is the URL of an engine."""
+
+    embedder: Annotated[str, AfterValidator(engine_url)]  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: str = "default"
+    api_key: _ApiKey | None = None
+
+    def build(self, file: _File, topology: Topology) -> EarlyExit:
+        largest = max(len(read) for layer in topology.layers for read in layer)
+        if not self.applies_to(largest):
+            raise ValueError(
+                f"early_exit.min_answers is {self.min_answers}, but at most {largest} answers are "
+                "read together, so that none is ever left out"
+            )
+        given: dict[str, Any] = {key.name: getattr(self, key.name) for key in fields(EarlyExit)}
+        given["embedder"] = EngineEmbedder(file.connect(self.embedder, self.api_key), self.model)
+        return EarlyExit(**given)
 
 
 class SystemTable(_PromptTable):
@@ -206,7 +235,7 @@ class SystemTable(_PromptTable):
     name: str = "moa"
     kind: Literal["mixture", "staircase", "debate"] = "mixture"
     topology: str | None = None
-    early_exit: Annotated[EarlyExit | None, BeforeValidator(_connect_embedder)] = None
+    early_exit: Annotated[_EarlyExitTable | None, BeforeValidator(_check_threshold)] = None
     limits: Limits = Limits()
     quorum: Quorum | None = None
     budget: Budget | None = None
@@ -226,20 +255,26 @@ class SystemTable(_PromptTable):
             [one for each in layer.models for one in each.build(file)] for layer in self.layers
         ]
         others = [one for each in self.fallback.models for one in each.build(file)]
+        early_exit = None
+        if self.early_exit is not None:
+            topology = Topology.of([*map(len, layers)], self.topology)
+            early_exit = self.early_exit.build(file, topology)
         fallback = Fallback(others, self.fallback.best_answer)
         settings = SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
         quorums = [layer.quorum or self.quorum for layer in self.layers]
+        votes = self.kind == "debate" and self.debate.ballot is not None
+        if self.layers[-1].quorum is not None and not votes:
+            raise ValueError("the last layer has a quorum, but no agent reads its answers")
         if self.kind == "mixture":
             prompts = [self._prompt(layer) for layer in self.layers[1:]]
             return MixtureOfAgents(
                 layers,
                 self.topology,
                 prompt=prompts,
-                early_exit=self.early_exit,
+                early_exit=early_exit,
                 quorum=quorums[:-1],
                 **settings,
             )
-        votes = self.kind == "debate" and self.debate.ballot is not None
         widths = [len(layer) for layer in layers]
         if len(layers) != (1 if votes else 2) or not (votes or widths[-1] == 1):
             needs = "one layer" if votes else "two layers, and one agent in the second"

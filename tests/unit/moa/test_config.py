@@ -97,7 +97,8 @@ def build(folder: Path, text: str) -> System:
 
 
 def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
-    mixture = build(tmp_path, MIXTURE)
+    [served] = read(tmp_path, MIXTURE)
+    mixture = served.system
     assert isinstance(mixture, MixtureOfAgents)
     assert mixture.budget == Budget(9000, reserve=1000)
     assert mixture.limits == Limits(30, attempts=3)
@@ -105,6 +106,7 @@ def test_all_settings_of_a_mixture_are_read(tmp_path: Path) -> None:
     assert [model.model for model in mixture.fallback.models] == ["other"]
     assert not mixture.fallback.best_answer
     assert mixture.early_exit is not None
+    assert [*served.engine_names] == ["http://a", "http://b", "http://c", "http://e"]
     assert mixture.early_exit.diagonal and mixture.early_exit.min_answers == 1
     first, second = mixture.prompts
     assert (first.instruction, first.heading, first.closing) == ("Judge:", "\n{number}) ", "\nEnd.")
@@ -162,9 +164,17 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
         ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "first is 0; a chunk needs"),
         ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
         ("early_exit = {tau = 0.5}\n@3\n@1", "early_exit.embedder: Field required"),
-        ("early_exit = {embedder = 'e'}\n@3\n@1", "early_exit: .*'e'"),
+        ("early_exit = {embedder = 'e'}\n@3\n@1", "early_exit.embedder: 'e' is not an engine's"),
+        ("early_exit = {api_key = ['x']}\n@3\n@1", "early_exit.api_key: Input should be a valid s"),
+        ("early_exit = {api_key = 5}\n@3\n@1", "early_exit.api_key: Input should be a valid str"),
+        ("early_exit = {api_key = 'é'}\n@3\n@1", "early_exit.api_key: String should match"),
+        ("early_exit = {embedder = 'http://e', threshold = 0.8}\n@3\n@1",
+         "early_exit: threshold is set, but rule = 'sample' has none"),
+        ("early_exit = {embedder = 'http://e'}\n@2\n@1", "min_answers is 2, but at most 2 answers"),
+        ("@3\n@1\nquorum = {answers = 1, seconds = 1}", "the last layer has a quorum"),
+        ('kind = "staircase"\n@3\n@1\nquorum = {answers = 1, seconds = 1}', "the last layer has"),
     ],
-)
+)  # fmt: skip
 def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
     for count in "123":
         layer = f'[[layers]]\nmodels = [{{engine = "http://a", repeat = {count}}}]'
@@ -270,7 +280,7 @@ def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
         ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
          r"systems.quick: debate is set, but a mixture has none"),
         ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',
-         r"systems.quick.debate.ballot: Input should be a valid regular expression"),
+         r"systems.quick.debate.ballot: '\(' is not a regular expression: .* at position 0"),
         ("[models.small]", "[models]", r"models must consist of tables \[models.NAME\]"),
         ("[models.small]", "[models.small", "is not valid TOML"),
     ],

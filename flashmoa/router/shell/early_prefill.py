@@ -116,7 +116,7 @@ class EarlyPrefill:
                     text=whole, add_special_tokens=self._add_special_tokens
                 )
             return await self._engine.prefill_only(input_ids=whole)
-        except EngineError as error:
+        except (EngineError, UnicodeError) as error:  # JSON may have half a surrogate pair.
             self._log_failure(error)
             return None
 

@@ -256,6 +256,17 @@ async def test_an_early_chat_is_rendered_with_every_field_that_shapes_its_prompt
     assert prompt.stable() == "Sum up." and rendered == [fields]
 
 
+async def test_a_prompt_that_no_text_can_have_is_left_to_its_request() -> None:
+    answer = GrowingAnswer("a")
+    answer.close()
+    request = parse_request("/generate", {"prompt": [{"agent": "a"}, {"text": "x\ud800"}]})
+    async with serve(FakeEngine().app()) as url, EngineClient(url, headers=KEY) as engine:
+        early = EarlyPrefill(engine, request, {"a": answer})
+        await early.run()
+        assert await early.finish() is None
+        await early.release()
+
+
 def events(*bodies: dict[str, Any]) -> bytes:
     return (
         b"".join(f"data: {json.dumps(body)}\n\n".encode() for body in bodies) + b"data: [DONE]\n\n"

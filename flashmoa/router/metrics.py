@@ -7,9 +7,10 @@ import re
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from flashmoa.router.dispatcher import Dispatcher, Placement
-from flashmoa.router.forwarding import EVENT_END, AnswerObserver
+from flashmoa.router.forwarding import AnswerObserver
 from flashmoa.router.prefix_aware import PrefixAware
 
+_INDEX = re.compile(rb'"index"\s*:\s*(\d+)\D')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The usage of a streamed answer is within this many bytes of its end.
@@ -75,8 +76,8 @@ class RouterMetrics:
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
-    The first piece of an answer shows that a prompt is computed. Of a streamed list of prompts,
-    each event shows that of one more; lists that generate several tokens are few.
+    The first piece of an answer shows that a prompt is computed; of a streamed list of prompts,
+    the first event with each index.
 
     Args:
         placement: the request's placement, if it has one.
@@ -89,11 +90,15 @@ class PlacementObserver(AnswerObserver):
         self._engine = engine
         self._placement = placement
         self._is_list = placement is not None and placement.items_left > 1
+        self._indices: set[bytes] = set()
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
         if self._placement is not None:
-            self._placement.finish_prefill(content.count(EVENT_END) if self._is_list else 1)
+            # An index may be cut in two.
+            new = set(_INDEX.findall(self._tail[-20:] + content)) - self._indices
+            self._indices |= new
+            self._placement.finish_prefill(len(new) if self._is_list else 1)
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 

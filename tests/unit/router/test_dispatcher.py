@@ -112,8 +112,8 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
         place.finish_prefill()
 
 
-def events(count: int) -> bytes:
-    return b'data: {"text": "a", "index": 0}\n\n' * count
+def events(*indices: int) -> bytes:
+    return b"".join(b'data: {"text": "a", "index": %d}\n\n' % index for index in indices)
 
 
 async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> list[int]:
@@ -132,9 +132,9 @@ async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> lis
         return [*loads, load(policy, "a")]
 
 
-async def test_load_of_a_list_falls_with_each_event_of_a_streamed_answer() -> None:
-    one = events(1)
-    pieces = [one, events(3), one[:-1], one[-1:] + one, events(6)]
+async def test_load_of_a_list_falls_with_each_prompt_that_begins_to_be_answered() -> None:
+    four, rest = events(4), events(*range(10))
+    pieces = [events(0), events(1, 2, 0, 3), events(1, 0) + four[:-5], four[-5:], rest]
     # Before, and after 1, 4, 4, 5 and 10 prompts of ten.
     assert await loads_during(pieces) == [128, 115, 76, 76, 64, 0, 0]
 

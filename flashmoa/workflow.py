@@ -383,6 +383,7 @@ class Workflow:
             engine=engine.url,
             model=parameters.get("model", ""),
         )
+        begin = len(answer.written)
         try:
             if messages is None:
                 assert pending is not None
@@ -405,7 +406,7 @@ class Workflow:
         except BaseException as error:
             report.failed(error)
             raise
-        report.finished(answer.written, answer.usage, answer.finish_reason)
+        report.finished(answer.written[begin:], answer.usage, answer.finish_reason)
 
     def _give_up(self) -> None:
         """Cancel every request, and release the streams, from another task than the workflow's."""

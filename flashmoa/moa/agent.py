@@ -282,7 +282,9 @@ class Agent(Answer):
             if is_last or self._stops.found or self._left_tokens() == 0:
                 break
             self._announced = self._announced or announce_next()
-        self._add(self._stops.end())
+        rest = self._stops.end()
+        self._add(rest)
+        self.record.steps[-1].text += rest
 
     async def _write_step(self, step: StaircaseRound, messages: Messages, size: int | None) -> None:
         """Write the part of a round.

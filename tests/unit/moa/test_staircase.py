@@ -11,6 +11,7 @@ from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
+from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -84,6 +85,20 @@ async def test_white_space_after_thought_leaves_the_next_round_its_stream(
     assert asked[0]["messages"] == asked[1]["messages"]
     assert "continue_final_message" not in asked[1] and "w0 w1" in result.text
     assert len(names) > 1 and len(set(names)) == len(names)
+
+
+async def test_each_round_and_event_has_the_text_that_it_wrote() -> None:
+    events: list[Event] = []
+    # The end of the answer may be the beginning of the stop text.
+    last = [*(f"w{number} " for number in range(5)), "E"]
+    async with scripted_engine({"first": ["one "] * 20, "last": last}) as (_, client):
+        model = Model(client, "last", {"stop": "END"})
+        stairs = Staircase([Model(client, "first")], model, listener=events.append)
+        result = await stairs.answer("Count.")
+    steps = [step.text for step in result.final.steps]
+    assert len(steps) > 1 and "".join(steps) == result.text and result.text.endswith("E")
+    calls = [one for one in events if isinstance(one, CallFinished) and one.agent[0] == "2"]
+    assert [call.text for call in calls] == [*steps[:-1], steps[-1].removesuffix("E")]
 
 
 @pytest.mark.parametrize("is_staircase", [True, False])

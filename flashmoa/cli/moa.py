@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from rich.console import Console
 
-from flashmoa import FlashMoAError
+from flashmoa import EngineClient, FlashMoAError
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.doctor import EngineToCheck, Finding, check_engine
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
+_TIMEOUT_SECONDS = 60.0
+_QUESTION = [
+    {"role": "system", "content": "Answer with one word."},
+    {"role": "user", "content": "Which day comes after Monday?"},
+]
+_BEGINNING = {"role": "assistant", "content": "The day after Monday is"}
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
 
@@ -116,33 +122,73 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 async def _check(systems: Sequence[ServedSystem]) -> int:
-    """Check the engines of every model as ``flashmoa doctor`` does, and embedders."""
-    findings: dict[tuple[str, str | None, str], list[Finding]] = {}
+    """Check the engines of every model as ``flashmoa doctor`` does, agents' requests, embedders."""
+    # What some requests of agents have, for each model by its engine's URL, API key and name.
+    forms: dict[tuple[str, str | None, str], dict[str, Any]] = {}
     for served in systems:
-        system, embeds = served.system, served.system.early_exit
-        models = [model for layer in system.layers for model in layer] + [*system.fallback.models]
-        for (url, key), engine in served.engines.items():
-            names = [one.model for one in models if engine in (one.engine, *one.backups)]
-            for name in names:
-                if (url, key, name) not in findings:
-                    target = EngineToCheck(url, key, None if name == "default" else name)
-                    found = await check_engine(target)
-                    found = [replace(one, text=f"{url}: {one.text}") for one in found]
-                    findings[url, key, name] = found
-        if embeds is not None:
-            findings[served.name, None, ""] = [await _check_embedder(embeds.embedder)]
+        system, policy = served.system, served.system.early_exit
+        keys = {engine: key for key, engine in served.engines.items()}
+        for layer, models in enumerate([*system.layers, system.fallback.models]):
+            form: dict[str, Any] = {}
+            readers = [reads for each in system.reads[layer + 1 :][:1] for reads in each]
+            if policy is not None and any(policy.applies_to(len(reads)) for reads in readers):
+                form["logprobs"] = True
+            if layer and system.steps is not None:
+                form |= {"continue_final_message": True, "add_generation_prompt": False}
+            for model in models:
+                for engine in (model.engine, *model.backups):
+                    forms.setdefault((*keys[engine], model.model), {}).update(form)
+    found = [one for key, form in forms.items() for one in await _check_model(*key, form)]
+    for served in systems:
+        if served.system.early_exit is not None:
+            found.append(await _check_embedder(served.system.early_exit.embedder))
         await served.close()
-    shown = [one for found in findings.values() for one in found]
-    print_findings(shown, Console(highlight=False))
-    return 1 if any(finding.level == "fix" for finding in shown) else 0
+    print_findings(found, Console(highlight=False))
+    return 1 if any(finding.level == "fix" for finding in found) else 0
+
+
+async def _check_model(
+    url: str, key: str | None, model: str, form: Mapping[str, Any]
+) -> list[Finding]:
+    """Check an engine, and ask one of its models for a token in the form of agents' requests."""
+    found = await check_engine(EngineToCheck(url, key, None if model == "default" else model))
+    if not any(one.level == "fix" for one in found):
+        is_compared = any(one.about == "model" for one in found)
+        found.append(await _ask(url, key, model, form, is_compared=is_compared))
+    return [replace(one, text=f"{url}: {one.text}") for one in found]
+
+
+async def _ask(
+    url: str, key: str | None, model: str, form: Mapping[str, Any], *, is_compared: bool
+) -> Finding:
+    messages = [*_QUESTION, *([_BEGINNING] if "continue_final_message" in form else [])]
+    logprobs: list[float] = []
+    async with EngineClient(url, api_key=key, timeout=_TIMEOUT_SECONDS) as engine:
+        try:
+            served = [model] if is_compared else [*await engine.plain.models()]
+            if model not in served and (model != "default" or len(served) != 1):
+                text = f"it serves {', '.join(served) or 'nothing'}, and not {model!r}"
+                return Finding("fix", "model", text, f"model = {next(iter(served), 'NAME')!r}")
+            async with engine.chat(messages, model=model, max_tokens=1, **form) as deltas:
+                async for delta in deltas:
+                    logprobs += delta.logprobs
+        except FlashMoAError as error:
+            text = f"it refuses an agent's request to {model!r}: {error}"
+            return Finding("fix", "request", text, "see the engine's log")
+    if "logprobs" in form and not logprobs:
+        text = f"{model!r} gives no log-probabilities, by which early exit judges answers"
+        return Finding("fix", "request", text, "use SGLang or vLLM, or remove [early_exit]")
+    return Finding("ok", "request", f"{model!r} answers agents' requests")
 
 
 async def _check_embedder(embedder: Embedder) -> Finding:
     """Embed a text as early exit does."""
     try:
-        await embedder.embed("Tuesday.")
-    except FlashMoAError as error:
-        return Finding("fix", "embedder", str(error), "correct [early_exit], or remove it")
+        with anyio.fail_after(_TIMEOUT_SECONDS):
+            await embedder.embed("Tuesday.")
+    except (FlashMoAError, TimeoutError) as error:
+        text = str(error) or f"it did not answer within {_TIMEOUT_SECONDS:g} s"
+        return Finding("fix", "embedder", text, "correct [early_exit], or remove it")
     return Finding("ok", "embedder", "it embeds texts")
 
 

@@ -43,6 +43,9 @@ class ScriptedEngine:
         async with client:
             with suppress(*BROKEN):
                 _, path, body = await receive(client)
+                if path == "/v1/models":
+                    await send(client, 200, {"data": [{"id": name} for name in self._scripts]})
+                    return
                 if path != "/v1/chat/completions":
                     await send(client, 404, {"detail": "Not Found"})
                     return

@@ -1,0 +1,73 @@
+"""What ``flashmoa moa check`` asks engines without the plugin, and what it says is missing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import anyio
+import pytest
+
+from flashmoa.cli import moa
+from tests.unit.moa.scripted_engine import Script, scripted_engine
+
+pytestmark = pytest.mark.anyio
+
+
+async def check(
+    folder: Path, shown: pytest.CaptureFixture[str], text: str, script: Script = ("Tuesday",)
+) -> tuple[str, list[dict[str, object]]]:
+    """Check a file whose engine has one model, ``m``. Return what is shown, and the requests."""
+    path = folder / "moa.toml"
+    # As SGLang, it answers requests for any name.
+    async with scripted_engine(defaultdict(lambda: script, m=script)) as (engine, _):
+        path.write_text(text.replace("URL", engine.url))
+        status = await anyio.to_thread.run_sync(moa.main, ["check", str(path)])
+    output = " ".join(shown.readouterr().out.split())
+    assert status == ("to fix" in output and "nothing to fix" not in output)
+    return output, engine.bodies
+
+
+def layers(proposer: str = "m", last: str = "m") -> str:
+    first = f'{{models = [{{engine = "URL", model = "{proposer}", repeat = 3}}]}}'
+    return f'layers = [{first}, {{models = [{{engine = "URL", model = "{last}"}}]}}]\n'
+
+
+async def test_served_models_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, bodies = await check(tmp_path, capsys, layers("m", "mine"))
+    assert "it serves m, and not 'mine'" in shown and "model = 'm'" in shown
+    assert "1 to fix" in shown and [body["model"] for body in bodies] == ["m"]
+    shown, bodies = await check(tmp_path, capsys, layers("m", "default"))
+    assert "nothing to fix" in shown and [body["model"] for body in bodies] == ["m", "default"]
+
+
+async def test_a_request_has_the_form_that_the_system_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, [body] = await check(tmp_path, capsys, layers())
+    assert "nothing to fix" in shown and body["max_tokens"] == 1
+    assert not body.keys() & {"logprobs", "continue_final_message"}
+    _, [body] = await check(tmp_path, capsys, f'kind = "staircase"\n{layers()}')
+    assert body["continue_final_message"] and "logprobs" not in body
+    _, [body] = await check(tmp_path, capsys, f'early_exit = {{embedder = "URL"}}\n{layers()}')
+    assert body["logprobs"] and "continue_final_message" not in body
+
+
+async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, _ = await check(tmp_path, capsys, layers(), [("end", "abort")])
+    assert "it refuses an agent's request to 'm'" in shown
+
+    class Silent:
+        async def embed(self, text: str) -> None:
+            await anyio.sleep_forever()
+
+    monkeypatch.setattr(moa, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("flashmoa.moa.config.EngineEmbedder", lambda *_: Silent())
+    early = f'early_exit = {{embedder = "URL"}}\n{layers()}'
+    shown, _ = await check(tmp_path, capsys, early, [])
+    assert "gives no log-probabilities" in shown
+    assert "it did not answer within 0.3 s" in shown

@@ -7,7 +7,7 @@ from the stream as far as the two texts agree, and adds to its answer how the st
 from __future__ import annotations
 
 import json
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
@@ -208,19 +208,25 @@ async def run_with_stream(
     """
     # ``prepare`` claims the stream. It is called here, because only a generator that has been
     # started certainly runs its ``finally``.
-    try:
+    async with using_stream(request, http_request), aclosing(outputs):
         prepare()
-        async with aclosing(outputs):
-            async for output in outputs:
-                # The output is a list if the request asks for several answers to the prompt.
-                answers = output if isinstance(output, list) else [output]
-                for answer in answers:
-                    request.annotate(answer)
-                if all(map(_is_refusal, answers)):
-                    request.give_stream_back()
-                else:
-                    request.close_stream()
-                yield output
+        async for output in outputs:
+            # The output is a list if the request asks for several answers to the prompt.
+            answers = output if isinstance(output, list) else [output]
+            for answer in answers:
+                request.annotate(answer)
+            if all(map(_is_refusal, answers)):
+                request.give_stream_back()
+            else:
+                request.close_stream()
+            yield output
+
+
+@asynccontextmanager
+async def using_stream(request: StreamRequest, http_request: Any) -> AsyncGenerator[None]:
+    """Close a request's stream at the end, or leave it to the next one if this one is refused."""
+    try:
+        yield
     except (ValueError, HTTPException, ApiError) as error:
         # SGLang raises the first two for a request that it refuses or has no room for, a ValueError
         # also if the client has disconnected; of the plugin's own requests they are ApiErrors.

@@ -264,6 +264,25 @@ async def test_a_prefill_that_is_refused_leaves_its_prompt_stream_to_the_next() 
 
 
 @pytest.mark.parametrize("shares", [True, False])
+async def test_a_list_of_which_a_later_batch_is_refused_leaves_its_prompt_stream_to_the_next(
+    shares: bool,
+) -> None:
+    class FullEngine(CountingEngine):
+        async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+            if not isinstance(request.rid, str):
+                raise EngineBusy("The queue is full.")
+            if shares:
+                await anyio.sleep_forever()
+            async for output in super().run(request, None):
+                yield output
+
+    stream = PromptStream()
+    with pytest.raises(EngineBusy):
+        await score(FullEngine(), 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
+    assert (stream.log[0], stream.log[-1]) == ("used by [1, 2, 0]", "given back")
+
+
+@pytest.mark.parametrize("shares", [True, False])
 async def test_lists_of_one_item_and_of_none_are_scored(shares: bool) -> None:
     engine = CountingEngine()
     assert await score(engine, 0, [[7]], shares=shares) == []

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
-from flashmoa_sglang.http.stream_requests import StreamRequest, run_with_stream
+from flashmoa_sglang.http.stream_requests import StreamRequest, using_stream
 from flashmoa_sglang.messages import RequestMark, unsent
 
 if TYPE_CHECKING:
@@ -177,8 +176,15 @@ class ListScorer:
         Raises: ApiError if the engine cannot compute one; the others are aborted.
         """
         items = [prompt.prefills() for prompt in prompts]
-        if self.stream is not None:
-            items[0][0] = replace(items[0][0], stream=self.stream)
+        if self.stream is None:
+            await self._compute_items(items)
+            return
+        items[0][0] = replace(items[0][0], stream=self.stream)
+        # If any prefill is refused, so is the whole request, which then leaves the stream.
+        async with using_stream(self.stream, self.http_request):
+            await self._compute_items(items)
+
+    async def _compute_items(self, items: Sequence[Sequence[_Prefill]]) -> None:
         if self.shares:
             await self._compute([*chain(*items)])
             return
@@ -211,12 +217,12 @@ class ListScorer:
 
     async def _compute_batch(self, prefills: Sequence[_Prefill]) -> None:
         request, stream = self._request(prefills), prefills[0].stream
-        outputs: AsyncGenerator[Any] = self.engine.run(request, self.http_request)
         if stream is not None:
-            prepare = partial(stream.use, request, multimodal=False)
-            outputs = run_with_stream(outputs, stream, prepare, self.http_request)
-        async with aclosing(outputs):
+            stream.use(request, multimodal=False)
+        async with aclosing(self.engine.run(request, self.http_request)) as outputs:
             async for output in outputs:
+                if stream is not None:
+                    stream.annotate(output)
                 prefill = prefills[output.get("index", 0)]
                 prompt = prefill.prompt
                 with name_item(prompt.name, prompt.index):

@@ -249,7 +249,7 @@ class Scorer:
             if not await self._has_plugin(error):
                 raise PluginMissing(
                     f"{engine.url} has no scoring routes of the flashmoa-sglang plugin; start it "
-                    "with the plugin, and without --flashmoa-scoring off"
+                    "with the plugin, and without --flashmoa-scoring off and --enable-mis"
                 ) from error
             raise
 

@@ -134,9 +134,9 @@ class Api:
 
     def _capabilities(self) -> list[str]:
         prefills = self._engine.role != "decode"
-        scoring = ["scoring"] if prefills and self._scores else []
+        scores = prefills and self._scores and not self._engine.packs_items
         keeps_kv = prefills and self._why_no_kv() is None
-        return ["render", *scoring, *(_OF_KV if keeps_kv else ())]
+        return ["render", *(["scoring"] if scores else ()), *(_OF_KV if keeps_kv else ())]
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._require_kv()

@@ -216,10 +216,12 @@ def _call_problem(takes: Signature, call: str | None) -> str:
 def _hook_problem(theirs: Signature, ours: Signature) -> str:
     """Say why a hook, without ``original``, cannot be called as what it is around is."""
     takes = list(theirs.parameters.values())
-    positional = sum(one.kind in _BY_POSITION for one in takes)
-    keywords = [one.name for one in takes if one.kind is Parameter.KEYWORD_ONLY]
-    if problem := _bind(ours, positional, keywords):
-        return problem
+    # With all that can be given, and with no more than must be.
+    for given in (takes, [one for one in takes if one.default is Parameter.empty]):
+        positional = sum(one.kind in _BY_POSITION for one in given)
+        keywords = [one.name for one in given if one.kind is Parameter.KEYWORD_ONLY]
+        if problem := _bind(ours, positional, keywords):
+            return problem
     for one, its in zip(takes, ours.parameters.values(), strict=False):
         meant = its.name.lstrip("_")
         if {one.kind, its.kind} <= set(_BY_POSITION) and one.name not in ("self", meant):

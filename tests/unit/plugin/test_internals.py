@@ -207,7 +207,9 @@ def test_a_hook_takes_what_is_hooked_takes(small: Source, monkeypatch: pytest.Mo
 
     def takes_more(original: object, a: int, b: int, c: int, more: int, **_: int) -> None: ...
 
+    def needs_more(original: object, a: int, b: int, c: int, **others: int) -> None: ...
+
     monkeypatch.setattr(internals, "used", lambda *_: ())
-    for function in (fits, swaps, takes_less, takes_more):
+    for function in (fits, swaps, takes_less, takes_more, needs_more):
         findings = internals.looked_at("", small, hooks={"sglang.srt.a.function": function})
         assert len(findings.otherwise) == (function is not fits), function.__name__

@@ -36,6 +36,7 @@ import torch
 
 from flashmoa_sglang.asyncep.cuda import CudaDevice
 from flashmoa_sglang.asyncep.experts import ALIGNMENT, Experts, PackedExperts, Run, Where, pack
+from flashmoa_sglang.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ _IN_COMMON = {
 
 class ReplicaError(SystemExit):
     """Ends a replica that cannot join its group; the message says what to do."""
+
+    def __init__(self, problem: str) -> None:
+        mode = Options.from_environment().asyncep
+        super().__init__(f"--flashmoa-asyncep {mode}: {problem.rstrip('.')}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class ShareExchange:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self._problem: str | None = None
+        self._problem = ""
         self._refused = threading.Event()
         self._thread: threading.Thread | None = None
         self._own: Introduction | None = None

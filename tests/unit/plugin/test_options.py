@@ -102,7 +102,7 @@ def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list
 
 @pytest.mark.parametrize(
     "release",
-    [pytest.param(r, marks=[] if r == installed() else pytest.mark.slow) for r in TESTED],
+    [pytest.param(r, marks=[] if r == installed() else pytest.mark.nightly) for r in TESTED],
 )
 def test_a_file_of_arguments_sets_what_the_command_line_sets(
     parser: argparse.ArgumentParser, tmp_path: Path, release: str

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from flashmoa.linking.learned_texts import common_prefix
 from flashmoa.observe.calls import Call
 from flashmoa.observe.events import PromptSent
 from flashmoa.observe.summary import seconds
@@ -357,18 +358,6 @@ def _message_text(message: Mapping[str, Any]) -> str:
 
 def _as_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def common_prefix(one: str, other: str) -> int:
-    """Return the number of characters that two texts have in common at their beginnings."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import PromptUsage
+from flashmoa.linking.learned_texts import common_prefix
 from flashmoa.observe import CallFinished, CallStarted, PromptSent, prefix_breaks
 from flashmoa.observe.calls import Call
 from flashmoa.observe.prefix_breaks import (
     PrefixBreak,
     RenderedPrompt,
-    common_prefix,
     count_repeated,
     find_breaks,
     group_breaks,

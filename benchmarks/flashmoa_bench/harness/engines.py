@@ -24,7 +24,7 @@ from flashmoa.engine.local import (
     local_engines,
 )
 from flashmoa.engine.tiny_models import tiny_model
-from flashmoa_bench.harness.modelled_gpus import device_environment, served_model
+from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
@@ -188,7 +188,10 @@ async def _start_engines(
         urls, pairs = dict[str, str](), dict[str, PairStart]()
         with console.status(f"starting {len(roles)} engines"):
             for role in roles:
-                model = role.model or served_model(arguments, models[role.shape or arguments.shape])
+                model = role.model or models[role.shape or arguments.shape]
+                if arguments.device:
+                    # Tokens are hashes of their context, which takes hardly any time.
+                    model = f"hash:{model}"
                 settings: dict[str, Any] = {
                     "core": cores[role.name],
                     "environment": {

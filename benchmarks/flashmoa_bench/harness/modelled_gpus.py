@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,12 +45,6 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         metavar="K",
         help="factor of all times of the GPU, for a machine that does not keep up; at least 1",
-    )
-    group.add_argument(
-        "--device-computes",
-        choices=("hash", "shape"),
-        default="hash",
-        help="where tokens come from: a hash of the context, which is cheap, or the tiny model",
     )
 
 
@@ -100,19 +93,6 @@ def model_of(engine: str, names: Sequence[str]) -> str:
         f"--device-model {' '.join(names)} names no model for the engine {engine}: add "
         f"{engine}=NAME, or a NAME for all others"
     )
-
-
-def served_model(arguments: argparse.Namespace, model: Path) -> str:
-    """Return what an engine serves in place of a tiny model."""
-    return f"hash:{model}" if computes_hashes(arguments) else str(model)
-
-
-def computes_hashes(arguments: argparse.Namespace) -> bool:
-    """Return whether engines that are started here answer by hashes of their context.
-
-    Such engines have no log-probabilities.
-    """
-    return bool(getattr(arguments, "device", None)) and arguments.device_computes == "hash"
 
 
 def common_slowdown(devices: Mapping[str, Mapping[str, Any]]) -> float:

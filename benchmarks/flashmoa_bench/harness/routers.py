@@ -22,7 +22,6 @@ from flashmoa.engine.local import LocalEngine, free_port
 from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"
-DYNAMO = "Dynamo's rule"
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 # What each engine of a pair needs on a CPU. The default backup of a decode engine needs a GPU.
@@ -36,19 +35,6 @@ StartEngine = Callable[[Sequence[str]], Awaitable[LocalEngine]]
 # The router ends when the benchmark ends, even if that is killed (PR_SET_PDEATHSIG).
 _END_WITH_PARENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
 _FLASHMOA = _END_WITH_PARENT + "from flashmoa.cli import main; main()"
-# The rule by which NVIDIA Dynamo's router chooses, in the process of ours.
-_DYNAMO = (
-    _END_WITH_PARENT
-    + """
-import json, sys, uvicorn
-from flashmoa.router.application import application
-from flashmoa.router.engines import RouterOptions
-from flashmoa_bench.routing.rivals import Dynamo
-port, *engines = sys.argv[1:]
-options = RouterOptions(engines, policy=Dynamo())
-uvicorn.run(application(options), port=int(port), log_level="warning")
-"""
-)
 # sglang-router's own command would import SGLang, which is not needed here. smg, its successor, has
 # the same interface.
 _RUST_ROUTER = (
@@ -83,7 +69,7 @@ def installed_routers() -> list[str]:
     """Return the routers that are installed here."""
     packages = {STOCK: "sglang_router", SMG: "smg"}
     found = [name for name, package in packages.items() if find_spec(package) is not None]
-    return [OURS, *found, DYNAMO]
+    return [OURS, *found]
 
 
 @asynccontextmanager
@@ -109,11 +95,6 @@ async def start_router(
                 file.write_text(json.dumps(model_config))
                 flags += ["--model-config", str(file)]
             [url] = await stack.enter_async_context(_start_flashmoa(flags, 1))
-        elif name == DYNAMO:
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
-            command = [sys.executable, "-c", _DYNAMO, str(port), *engines]
-            await stack.enter_async_context(_running(command, [url]))
         else:
             package = "smg" if name == SMG else "sglang_router"
             started = _start_rust_router(package, worker_urls=list(engines), policy="cache_aware")

@@ -1,8 +1,7 @@
-"""Measure what FlashMoA's plugin and its prompt streams cost other requests.
+"""Measure what FlashMoA's prompt streams cost a request that belongs to no workflow.
 
-*Throughput*: the same mix of requests on stock SGLang and on an engine with the plugin and no
-stream open. *Latency*: a request that belongs to no workflow, beside workflows on stock SGLang, and
-beside the same workflows with the plugin, unlinked and linked.
+It decodes beside workflows on stock SGLang, and beside the same workflows with the plugin, unlinked
+and linked.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import mean, median
@@ -44,6 +43,9 @@ _WAYS = {
     "alone": ("flashmoa", False, False),
 }
 _PROMPT_TOKENS = 32
+# Tokens of each pipeline's answer, tokens per second of an upstream agent, and the number of these
+# agents that write at the same time.
+_OUTPUT_TOKENS, _TPS, _AT_ONCE = 32, 50.0, 8
 # Answers of a stranger that has the engine to itself.
 _ANSWERS_ALONE = 3
 
@@ -54,36 +56,31 @@ class Load:
 
     Attributes:
         pipelines: number of pipelines in all.
-        at_once: number of pipelines whose upstream agents write at the same time.
-        prefix, upstream, output: tokens of each pipeline's prefix, upstream agent and answer; no
-            two pipelines share any.
-        tps: tokens per second of each upstream agent.
+        prefix, upstream: tokens of each pipeline's prefix and upstream agent; no two pipelines
+            share any.
         tokens: tokens of each of the stranger's answers.
     """
 
     pipelines: int
-    at_once: int
     prefix: int
     upstream: int
-    output: int
-    tps: float
     tokens: int
 
     @property
     def pool_tokens(self) -> int:
         """Return the tokens of KV that the pipelines and the stranger need."""
-        each = self.prefix + self.upstream + SUFFIX_TOKENS + self.output
-        return self.at_once * each + _PROMPT_TOKENS + self.tokens
+        each = self.prefix + self.upstream + SUFFIX_TOKENS + _OUTPUT_TOKENS
+        return _AT_ONCE * each + _PROMPT_TOKENS + self.tokens
 
     def make_pipelines(self, dice: random.Random, started: float) -> list[Pipeline]:
         """Make the pipelines, of which the first starts at ``started``."""
-        spread = self.upstream / self.tps / self.at_once
+        spread = self.upstream / _TPS / _AT_ONCE
         return [
             Pipeline(
                 prefix=random_ids(dice, self.prefix),
                 upstream=random_ids(dice, self.upstream),
                 suffix=random_ids(dice, SUFFIX_TOKENS),
-                tps=self.tps,
+                tps=_TPS,
                 started=started + number * spread,
             )
             for number in range(self.pipelines)
@@ -120,27 +117,6 @@ class Neighbours:
     answers: int
     pipeline: float | None
     pipeline_p99: float | None
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part."""
-    group = parser.add_argument_group("latency")
-    group.add_argument("--pipelines", type=positive, default=32, help="pipelines of a round")
-    group.add_argument(
-        "--at-once", type=positive, default=8, help="upstream agents that write at once"
-    )
-    group.add_argument(
-        "--prefix", type=positive, default=2000, help="tokens known of each pipeline"
-    )
-    group.add_argument("--upstream", type=positive, default=100, help="tokens of each upstream")
-    group.add_argument("--output", type=positive, default=32, help="tokens of each answer")
-    group.add_argument("--tps", type=float, default=50.0, help="tokens per second of an upstream")
-    group.add_argument("--tokens", type=positive, default=128, help="tokens of a stranger's answer")
-
-
-def load_from(arguments: argparse.Namespace) -> Load:
-    """Return the load that the command line asks for."""
-    return Load(**{each.name: getattr(arguments, each.name) for each in fields(Load)})
 
 
 async def measure(
@@ -182,7 +158,7 @@ async def _play(
             completions.append(answers[-1].last - asked)
 
     pipelines = load.make_pipelines(dice, clock.now()) if busy else []
-    run = partial(_run_pipeline, engine, load.output, linked=linked)
+    run = partial(_run_pipeline, engine, linked=linked)
     seconds: list[float] = []
     async with anyio.create_task_group() as group:
         group.start_soon(decode)
@@ -192,17 +168,15 @@ async def _play(
     return LoadRound(answers, completions, seconds)
 
 
-async def _run_pipeline(
-    engine: EngineClient, output: int, pipeline: Pipeline, *, linked: bool
-) -> float:
+async def _run_pipeline(engine: EngineClient, pipeline: Pipeline, *, linked: bool) -> float:
     """Return the seconds from the pipeline's start to B's last token."""
     await clock.sleep_until(pipeline.started)
     if not linked:
         await clock.sleep_until(pipeline.end)
-        return (await ask(engine, pipeline.prompt, output)).last - pipeline.started
+        return (await ask(engine, pipeline.prompt, _OUTPUT_TOKENS)).last - pipeline.started
     async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
         await clock.sleep_until(pipeline.end)
-        answer = await ask(engine, pipeline.prompt, output, feeder.claim())
+        answer = await ask(engine, pipeline.prompt, _OUTPUT_TOKENS, feeder.claim())
         return answer.last - pipeline.started
 
 
@@ -263,121 +237,23 @@ def _format_cell(value: float | None, base: float | None, unit: float = 1) -> st
 
 
 ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
-GOAL_THROUGHPUT = 0.99
-# Least and greatest number of tokens of the mix's prompts and answers.
-_MIX_PROMPT = (16, 256)
-_MIX_OUTPUT = (8, 48)
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Tokens per second, medians over rounds; ``ratios`` are plugin over stock, pair by pair."""
-
-    stock: float
-    plugin: float
-    ratio: float
-    ratios: tuple[float, ...]
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser("interference", __doc__, ROLES)
-    parser.add_argument(
-        "--measure",
-        nargs="+",
-        choices=("throughput", "latency"),
-        default=["throughput", "latency"],
-    )
-    mix = parser.add_argument_group("throughput")
-    mix.add_argument("--requests", type=positive, default=32, help="requests of a round")
-    mix.add_argument("--concurrency", type=positive, default=8, help="requests at once")
-    mix.add_argument("--pairs", type=positive, default=11, help="rounds on each engine")
-    add_options(parser)
+    parser.add_argument("--pipelines", type=positive, default=32, help="pipelines of a round")
+    parser.add_argument("--prefix", type=positive, default=2000, help="tokens known of each")
+    parser.add_argument("--upstream", type=positive, default=100, help="tokens of each upstream")
+    parser.add_argument("--tokens", type=positive, default=128, help="of a stranger's answer")
     add_stock_forwards(parser, [512])
-    chosen = parser.parse_args(arguments)
-    if chosen.tps <= 0:
-        parser.error("--tps must be above 0")
-    anyio.run(_main, chosen)
+    anyio.run(_main, parser.parse_args(arguments))
     return 0
 
 
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("interference", arguments)
-    load = load_from(arguments)
-    mix = arguments.concurrency * (_MIX_PROMPT[1] + _MIX_OUTPUT[1])
-    pool = load.pool_tokens + mix + 4096
-    stock = mixed_roles(arguments.stock_forwards) if "latency" in arguments.measure else {}
-    roles = [*ROLES, *stock.values()]
-    results: dict[str, Any] = {}
-    async with report.connect(roles, pool) as engines:
-        for name in arguments.measure:
-            if name == "throughput":
-                throughput = await _measure_throughput(engines, arguments, report.console)
-                results[name] = throughput
-                show_throughput(throughput, report.console)
-            else:
-                results[name] = await measure(engines, load, arguments, report.console)
-    report.save(results)
-
-
-async def _measure_throughput(
-    engines: Engines, arguments: argparse.Namespace, console: Console
-) -> Throughput:
-    dice = random.Random(arguments.seed)
-    lengths = [
-        (dice.randint(*_MIX_PROMPT), dice.randint(*_MIX_OUTPUT)) for _ in range(arguments.requests)
-    ]
-
-    async def run(name: str) -> float:
-        return await _play_mix(engines[name], lengths, arguments.concurrency, dice)
-
-    names = ["stock", "flashmoa"]
-    with RoundPlayer(console, arguments.pairs, len(names)) as player:
-        for name in names:
-            await run(name)
-        rounds = await player.play(names, run, "throughput")
-    return compare(rounds["stock"], rounds["flashmoa"])
-
-
-async def _play_mix(
-    engine: EngineClient,
-    lengths: Sequence[tuple[int, int]],
-    concurrency: int,
-    dice: random.Random,
-) -> float:
-    """Play one round on an empty cache, with fresh tokens.
-
-    Args:
-        lengths: number of tokens of each request's prompt and output.
-
-    Returns: tokens of prompt and output per second.
-    """
-    await engine.flush_cache()
-    requests = [(random_ids(dice, prompt), output) for prompt, output in lengths]
-
-    async def send(request: tuple[list[int], int]) -> None:
-        prompt, output = request
-        await ask(engine, prompt, output)
-
-    started = clock.now()
-    await run_concurrently(send, requests, concurrency)
-    return sum(map(sum, lengths)) / (clock.now() - started)
-
-
-def compare(stock: Sequence[float], plugin: Sequence[float]) -> Throughput:
-    """Compare the rounds of both engines; each is given as tokens per second, in their order."""
-    ratios = tuple(b / a for a, b in zip(stock, plugin, strict=True))
-    return Throughput(median(stock), median(plugin), median(ratios), ratios)
-
-
-def show_throughput(throughput: Throughput, console: Console) -> None:
-    """Print the table."""
-    table = make_table(
-        "Throughput without streams, tokens per second",
-        *("stock", "plugin", "plugin/stock", "least", "most", "goal"),
-    )
-    ratios = (throughput.ratio, min(throughput.ratios), max(throughput.ratios))
-    rates = (throughput.stock, throughput.plugin)
-    cells = (*(f"{rate:.0f}" for rate in rates), *(f"{ratio:.3f}" for ratio in ratios))
-    table.add_row(*cells, f">= {GOAL_THROUGHPUT}")
-    console.print(table)
-    console.print("plugin/stock: median over pairs of rounds, one right after the other.\n")
+    load = Load(arguments.pipelines, arguments.prefix, arguments.upstream, arguments.tokens)
+    roles = [*ROLES, *mixed_roles(arguments.stock_forwards).values()]
+    async with report.connect(roles, load.pool_tokens + 4096) as engines:
+        results = await measure(engines, load, arguments, report.console)
+    report.save({"latency": results})

@@ -157,6 +157,8 @@ WAYS = {"stock": ("stock", False), "linked": ("flashmoa", True)}
 WORKLOADS = ("strangers", "pressure", "parallel", "reflection")
 # What was said is kept for a request if less than this part of its prompt is computed again.
 _LOST = 0.5
+# Requests of strangers; all agents' tokens under pressure over those of the KV pool.
+_STRANGERS_PER_SECOND, _OVER = 6.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +202,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--seconds", type=float, nargs=2, default=[1.0, 5.0], help="shortest and longest tool"
     )
-    parser.add_argument("--strangers", type=float, default=6.0, help="their requests per second")
-    parser.add_argument(
-        "--over", type=float, default=2.0, help="pressure: all agents' tokens over the KV pool"
-    )
     chosen = parser.parse_args(arguments)
-    if min(chosen.strangers, chosen.over, *chosen.seconds) <= 0:
-        parser.error("--strangers, --over and --seconds must be above 0")
+    if min(chosen.seconds) <= 0:
+        parser.error("--seconds must be above 0")
     anyio.run(_main, chosen)
     return 0
 
@@ -224,7 +222,7 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
     middle = (least + most) / 2
     two = (Tool(least, least, arguments.long_result), Tool(middle, middle, arguments.result))
     return {
-        "strangers": replace(some, strangers=arguments.strangers),
+        "strangers": replace(some, strangers=_STRANGERS_PER_SECOND),
         "pressure": pressure,
         "parallel": replace(few, tools=two),
         "reflection": replace(few, reflects=True),
@@ -234,7 +232,7 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
 async def _main(arguments: argparse.Namespace) -> None:
     report = Report("tools", arguments)
     loads = workloads(arguments)
-    pool = int(loads["pressure"].agents * loads["pressure"].context / arguments.over)
+    pool = int(loads["pressure"].agents * loads["pressure"].context / _OVER)
     # A modelled GPU has the pool of the GPU unless it is given.
     small = ("--max-total-tokens", str(pool)) if arguments.device else ()
     roles = [replace(role, arguments=small) for role in ROLES]

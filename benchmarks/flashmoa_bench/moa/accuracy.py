@@ -46,7 +46,7 @@ _STAIRCASE = "staircase"
 _MIXTURES = {
     way.name: way
     for way in (
-        *make_ways(_LARGE, _LARGE),
+        *make_ways(_LARGE),
         LatencyWay("one layer", "3-1", (SIZES, [_LARGE]), plugin=True),
     )
     if way.name not in ("tree + overlap", "undecided")

@@ -32,9 +32,9 @@ from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_scrip
 from flashmoa_bench.recorded import RecordedQuestion, load_recorded, spread
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = (
-    "json", "resume", "ways", "questions", "thresholds", "taus", "widths", "computed",
-)  # fmt: skip
+_FREE_OPTIONS = ("json", "resume", "ways", "questions", "computed")
+# It has the shape of Qwen3-Embedding-4B. An embedding takes its prefill, on another GPU.
+_EMBEDDING_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
 _WARM_UP = ScriptOptions(equal=4, prompt=(8, 8))
 
 # Answers by way and question.
@@ -48,12 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--resume needs the --json FILE of the run to resume")
     if chosen.computed is not None and not chosen.device:
         parser.error("--computed needs the --device whose cost tables to take")
-    ways = {
-        way.name: way
-        for way in make_ways(
-            chosen.second_layer, chosen.root, chosen.thresholds, chosen.taus, chosen.widths
-        )
-    }
+    ways = {way.name: way for way in make_ways()}
     if unknown := [name for name in chosen.ways or () if name not in ways]:
         parser.error(f"there is no way {unknown[0]!r}; there are {', '.join(ways)}")
     chosen.ways = chosen.ways or list(ways)
@@ -153,22 +148,21 @@ def _turns(ways: Sequence[LatencyWay], questions: int) -> Iterator[list[LatencyW
 
 def _make_asker(rig: Rig, arguments: argparse.Namespace) -> Asker:
     embedding = _embedding_seconds(arguments)
-    return Asker(rig, _policy(arguments), embedding, arguments.layout, arguments.seed)
+    return Asker(rig, _policy(arguments), embedding, arguments.seed)
 
 
 def _policy(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :class:`EarlyExit` on the command line."""
-    policy = {"tau": arguments.tau, "min_answers": arguments.min_answers}
-    if arguments.threshold is not None:
-        policy |= {"rule": "threshold", "threshold": arguments.threshold}
-    return policy
+    if arguments.threshold is None:
+        return {}
+    return {"rule": "threshold", "threshold": arguments.threshold}
 
 
 def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
     """Return what gives the seconds of one answer's embedding; 0 without ``--device``."""
     if not arguments.device:
         return lambda _tokens: 0.0
-    times = tabulated_times(arguments.device, arguments.embedding_model)
+    times = tabulated_times(arguments.device, _EMBEDDING_MODEL)
 
     def seconds(tokens: int) -> float:
         return times.prefill(((0, tokens),))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
 from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, Result, Topology
-from flashmoa.moa.prompts import Layout
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
@@ -41,7 +40,6 @@ class LatencyWay:
         sizes: size of each agent's model, by layer.
         plugin: whether it runs on the engines with the plugin, and prompts overlap.
         early_exit: its rule; ``undecided`` decides and never leaves.
-        changes: fields of the policy that differ from the command line's.
         paper: Faster-MoA's latency over all-to-all's; ``None`` if the paper does not have it.
     """
 
@@ -50,7 +48,6 @@ class LatencyWay:
     sizes: Sequence[Sequence[str]]
     plugin: bool
     early_exit: Exit = ""
-    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     paper: float | None = None
 
     def policy(self, policy: EarlyExit) -> EarlyExit | None:
@@ -59,7 +56,7 @@ class LatencyWay:
             return EarlyExit.as_published(policy.embedder, policy.seed)
         if self.early_exit == "undecided":  # Q stays below 1, so that this never leaves.
             return replace(policy, rule="threshold", threshold=1.0)
-        return replace(policy, **self.changes) if self.early_exit else None
+        return policy if self.early_exit else None
 
     @property
     def clusters(self) -> list[list[str]]:
@@ -72,24 +69,16 @@ class LatencyWay:
         ]
 
 
-def make_ways(
-    second: str,
-    root: str,
-    thresholds: Sequence[float] = (),
-    taus: Sequence[float] = (),
-    widths: Sequence[int] = (),
-) -> list[LatencyWay]:
+def make_ways(second: str = "mixed") -> list[LatencyWay]:
     """Return the ways that can be measured.
 
     Args:
         second: models of the second layer: ``mixed`` for all sizes in turn, or one size.
-        root: size of the last aggregator's model.
-        thresholds, taus: values of early exit to sweep.
-        widths: numbers of small proposers of mixtures of one layer.
     """
+    root = SIZES[-1]
     dense = (_in_turn("mixed", 9), _in_turn(second, 9), [root])
     tree = (_in_turn("mixed", 9), _in_turn(second, 3), [root])
-    ways = [
+    return [
         LatencyWay(BASE, "9x9x1", dense, plugin=False),
         LatencyWay("tree", "9-3-1", tree, plugin=False, paper=0.38),
         LatencyWay("tree + overlap", "9-3-1", tree, plugin=True, paper=0.24),
@@ -104,20 +93,6 @@ def make_ways(
             paper=0.10,
         ),
     ]
-    sweeps: list[tuple[str, dict[str, Any]]] = [
-        (f"threshold {value:g}", {"rule": "threshold", "threshold": value}) for value in thresholds
-    ]
-    sweeps += [(f"tau {value:g}", {"tau": value}) for value in taus]
-    ways += [
-        LatencyWay(name, "9-3-1", tree, plugin=True, early_exit="ours", changes=changes)
-        for name, changes in sweeps
-    ]
-    small = SIZES[0]
-    ways += [
-        LatencyWay(f"width {width}", f"{width}-1", ([small] * width, [small]), plugin=False)
-        for width in widths
-    ]
-    return ways
 
 
 def _in_turn(sizes: str, count: int) -> list[str]:
@@ -170,14 +145,12 @@ class Asker:
     Attributes:
         early_exit: the command line's policy; each question has an embedder and a seed of its own.
         embedding: seconds that the embedding model takes for so many tokens.
-        layout: of the aggregators' prompts.
         seed: of the questions' texts.
     """
 
     rig: Rig
     early_exit: Mapping[str, Any]
     embedding: Callable[[int], float]
-    layout: Layout
     seed: int
 
     async def ask(self, way: LatencyWay, script: QuestionScript) -> LatencyAnswer:
@@ -200,7 +173,7 @@ class Asker:
         mixture = MixtureOfAgents(
             self.rig.models(script, way.sizes, plugin=way.plugin),
             way.topology,
-            prompt=AggregationPrompt(self.layout),
+            prompt=AggregationPrompt("question-first"),
             early_exit=way.policy(EarlyExit(embedder, seed=seed, **self.early_exit)),
             ahead="text" if way.plugin else "nothing",
             listener=listen,

@@ -2,8 +2,8 @@
 
 Requests cost nothing but their forwards here: no HTTP, no scheduler, no tokenizer. What is left is
 the critical path through the agents, with the batches that they share. ``flashmoa bench
-moa-latency`` compares what engines took with it; both it and ``flashmoa bench staircases`` can
-compute many questions without engines.
+moa-latency`` compares what engines took with it; it can also compute many
+questions without engines.
 """
 
 from __future__ import annotations
@@ -105,21 +105,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedAgent:
-    """A request of an agent, which writes its answer or, on a staircase, a part of it.
+    """The request of an agent.
 
     Attributes:
-        name: the agent's name, if the request writes the end of its answer.
+        name: the agent's name.
         engine: name of the engine that it runs on.
         known: tokens of its prompt without the answers that it reads.
         reads: names of the agents whose answers it reads.
         tokens: number of tokens that it writes.
         suffice: whether these complete answers, in their order, suffice; the other agents are then
             cancelled. ``None``: all are waited for.
-        chunk: number of tokens of each of these answers that suffices to begin with, and that is
-            read; ``None``: the whole answer.
-        answer: the agent's name, if the request writes a part of its answer that is not the last.
-        continues: name of the request that has written the part before.
-        before: number of tokens of the answer that are written before.
     """
 
     name: str
@@ -128,34 +123,17 @@ class PlannedAgent:
     reads: tuple[str, ...]
     tokens: int
     suffice: Callable[[tuple[str, ...]], bool] | None = None
-    chunk: int | None = None
-    answer: str = ""
-    continues: str = ""
-    before: int = 0
 
-    def is_ready(self, spans: Mapping[str, Span], written: Mapping[str, int]) -> bool:
+    def is_ready(self, spans: Mapping[str, Span]) -> bool:
         """Return whether what it waits for is written.
 
         Args:
             spans: those of the requests that have ended, in their order.
-            written: tokens of every answer so far.
         """
-        if self.continues and self.continues not in spans:
-            return False
-        if self.chunk is not None:
-            return all(name in spans or written[name] >= self.chunk for name in self.reads)
         complete = tuple(name for name in spans if name in self.reads)
         if len(complete) == len(self.reads):
             return True
         return bool(complete) and self.suffice is not None and self.suffice(complete)
-
-    def count_prompt(self, spans: Mapping[str, Span], written: Mapping[str, int]) -> int:
-        """Return the tokens of its prompt; the arguments are those of :meth:`is_ready`."""
-        if self.chunk is not None:
-            read = sum(min(self.chunk, written[name]) for name in self.reads)
-        else:
-            read = sum(written[name] for name in self.reads if name in spans)
-        return self.known + read + self.before
 
 
 _Work = Literal["prefill", "decode"]
@@ -239,8 +217,7 @@ class _Engine:
         if (agent.known, ()) in self._computed:
             cached = agent.known
         if (agent.known, agent.reads) in self._computed or (self._overlap and agent.reads):
-            # The answer so far moves in every round of a staircase.
-            cached = whole - LEFT - agent.before
+            cached = whole - LEFT
         self._computed |= {(agent.known, ()), (agent.known, agent.reads)}
         cached = max(0, min(cached, whole - 1))
         return cached, whole - cached
@@ -266,18 +243,18 @@ def least_times(
     by_name = {agent.name: agent for agent in agents}
     firsts: dict[str, float] = {}
     spans: dict[str, Span] = {}
-    # Tokens by request, and by answer.
-    made, written = Counter[str](), Counter[str]()
+    written = Counter[str]()
     later = list(agents)
     order = count()
     # The ends of forwards; those of one moment in the order in which they began.
     forwards: list[tuple[float, int, str, _Work, list[str]]] = []
     now = 0.0
     while True:
-        while agent := next((each for each in later if each.is_ready(spans, written)), None):
+        while agent := next((each for each in later if each.is_ready(spans)), None):
             later.remove(agent)
-            engines[agent.engine].ask(agent, agent.count_prompt(spans, written))
-            left = [] if agent.chunk is not None else [n for n in agent.reads if n not in spans]
+            prompt = agent.known + sum(written[name] for name in agent.reads if name in spans)
+            engines[agent.engine].ask(agent, prompt)
+            left = [name for name in agent.reads if name not in spans]
             later = [each for each in later if each.name not in left]
             for name in left:
                 engines[by_name[name].engine].cancel(name)
@@ -288,9 +265,7 @@ def least_times(
             return spans
         now, _, name, work, names = heapq.heappop(forwards)
         for request in engines[name].end(work, names):
-            agent = by_name[request]
             firsts.setdefault(request, now)
-            made[request] += 1
-            written[agent.answer or request] += 1
-            if made[request] == agent.tokens:
+            written[request] += 1
+            if written[request] == by_name[request].tokens:
                 spans[request] = Span(firsts[request], now)

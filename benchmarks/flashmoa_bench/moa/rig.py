@@ -260,14 +260,12 @@ class Rig:
     Attributes:
         engines: the engines by size: with the plugin, and stock ones by ``stock_`` and size.
         own: every engine by its name. A PD pair has two.
-        names: names by which the engines serve their models, by size.
         reporting: URLs of the engines that report cached tokens.
         words: words of one token each.
     """
 
     engines: Mapping[str, Sequence[RecordedEngine]]
     own: Mapping[str, EngineClient]
-    names: Mapping[str, str]
     reporting: Collection[str]
     words: Sequence[str]
 
@@ -291,7 +289,7 @@ class Rig:
                 engine.confidences = confidences
                 name = f"{layer}.{place}"
                 sampling = {**sample(script.agents[name].tokens), AGENT: name}
-                models[-1].append(Model(engine, self.names[size], sampling, limits=_LIMITS))
+                models[-1].append(Model(engine, sampling=sampling, limits=_LIMITS))
         return models
 
     def question(self, script: QuestionScript, seed: int) -> str:
@@ -362,8 +360,7 @@ async def connect_rig(
                 by_size.setdefault(stem if last.isdigit() else name, []).append(recorded)
             if f"{name}_prefill" not in engines:
                 own[name] = client
-        names = {size: getattr(arguments, f"{size}_model") for size in SIZES}
-        yield Rig(by_size, own, names, _find_reporting(report, engines), _words())
+        yield Rig(by_size, own, _find_reporting(report, engines), _words())
 
 
 def _find_reporting(report: Report, engines: Engines) -> set[str]:
@@ -387,34 +384,7 @@ def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
         "--ways",
         nargs="+",
         metavar="WAY",
-        help="all-to-all, tree, 'tree + overlap', undecided, full, 'as published', and those of "
-        "the sweeps below; by default all",
-    )
-    group.add_argument(
-        "--second-layer",
-        choices=("mixed", *SIZES),
-        default="mixed",
-        help="models of the second layer: all sizes in turn, or one",
-    )
-    group.add_argument(
-        "--root", choices=SIZES, default="large", help="model of the last aggregator"
-    )
-    for name, about in (("threshold", "thresholds of Q"), ("tau", "wanted similarities")):
-        group.add_argument(
-            f"--{name}s",
-            type=float,
-            nargs="+",
-            default=[],
-            metavar="Q",
-            help=f"further ways '{name} Q': early exit with these {about}",
-        )
-    group.add_argument(
-        "--widths",
-        type=positive,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="further ways 'width N': N small proposers and a small aggregator on stock SGLang",
+        help="all-to-all, tree, 'tree + overlap', undecided, full, 'as published'; by default all",
     )
     group.add_argument(
         "--computed",
@@ -424,29 +394,13 @@ def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
         help="ask no engines: add up the cost tables of --device, for --serving or for each of "
         f"these ({', '.join(SERVINGS)})",
     )
-    _add_early_exit(parser)
+    group.add_argument(
+        "--threshold",
+        type=float,
+        metavar="Q",
+        help="full: leave if Q is at least this, not by chance",
+    )
     return parser
-
-
-def _add_early_exit(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("early exit")
-    group.add_argument("--tau", type=float, default=0.7, help="wanted similarity")
-    group.add_argument(
-        "--min-answers", type=positive, default=2, help="answers before a cluster may be left"
-    )
-    group.add_argument(
-        "--threshold", type=float, metavar="Q", help="leave if Q is at least this, not by chance"
-    )
-    group.add_argument(
-        "--confidence", type=float, default=0.85, help="mean of the drawn confidences"
-    )
-    group.add_argument(
-        "--embedding-model",
-        default="Qwen/Qwen3-VL-4B-Instruct",
-        metavar="NAME",
-        help="whose prefill of an answer an embedding takes, on another such GPU (default: "
-        "Qwen/Qwen3-VL-4B-Instruct, which has the shape of Qwen3-Embedding-4B)",
-    )
 
 
 def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -455,13 +409,6 @@ def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     group = parser.add_argument_group("the rig")
     servings = "; ".join(f"{serving}: {about}" for serving, about in SERVINGS.items())
     group.add_argument("--serving", choices=tuple(SERVINGS), default="single", help=servings)
-    for size in SIZES:
-        group.add_argument(
-            f"--{size}-model", default="default", metavar="NAME", help="name at its engines"
-        )
-    group.add_argument(
-        "--layout", choices=("question-first", "answers-first"), default="question-first"
-    )
     group = parser.add_argument_group("questions and answers")
     group.add_argument(
         "--answers",
@@ -516,6 +463,5 @@ def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
         prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
         later=arguments.later_tokens,
         last=arguments.last_tokens,
-        confidence=getattr(arguments, "confidence", ScriptOptions().confidence),
         seed=arguments.seed,
     )

@@ -9,10 +9,9 @@ characters.
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -24,19 +23,15 @@ from rich.console import Console
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
 from flashmoa.moa.prompts import Order
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, to_results
-from flashmoa_bench.moa.computed import CHAT, INSTRUCTION, name_engines
-from flashmoa_bench.moa.least_times import LEFT, PlannedAgent, StepTimes, least_times, size_times
 from flashmoa_bench.moa.rig import (
     GpuUse,
     PromptListener,
     Rig,
-    Serving,
     compare_devices,
     connect_rig,
     make_rig_parser,
@@ -44,102 +39,6 @@ from flashmoa_bench.moa.rig import (
 )
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
 from flashmoa_bench.recorded import SIZES, load_recorded, spread
-
-
-def plan_staircase(
-    way: StaircaseWay, script: QuestionScript, serving: Serving, characters: float
-) -> list[list[PlannedAgent]]:
-    """Return the requests of a question by agent, the aggregator's last.
-
-    A debater's answers have the same length in every round, as on the rig.
-
-    Args:
-        characters: mean length of a token, as chunks are cut by characters.
-    """
-    proposers, [aggregator] = way.sizes
-    layers = [proposers] * (ROUNDS if way.kind == "debate" else 1) + [[aggregator]]
-    agents: list[list[PlannedAgent]] = []
-    reads: dict[str, int] = {}
-    for layer, sizes in enumerate(layers, 1):
-        written: dict[str, int] = {}
-        for place, engine in enumerate(name_engines(sizes, serving), 1):
-            name = f"{layer}.{place}"
-            tokens = script.agents[f"{1 if layer < len(layers) else 2}.{place}"].tokens
-            known = script.prompt + (INSTRUCTION if reads else CHAT)
-            whole = PlannedAgent(name, engine, known, tuple(reads), tokens)
-            if reads and way.steps is not None:
-                agents.append([*_cut(whole, way.steps, max(reads.values()), characters)])
-            else:
-                agents.append([whole])
-            written[name] = tokens
-        reads = written
-    return agents
-
-
-def _cut(
-    whole: PlannedAgent, steps: Steps, longest: int, characters: float
-) -> Generator[PlannedAgent]:
-    """Yield the requests that write an agent's answer part by part.
-
-    Args:
-        longest: tokens of the longest answer that it reads.
-    """
-    length, before, continues = 0, 0, ""
-    for number, size in enumerate(steps.sizes(), 1):
-        length += size
-        chunk = math.ceil(length * CHARACTERS_PER_TOKEN / characters)
-        left = whole.tokens - before
-        if chunk >= longest or size >= left:
-            yield replace(whole, tokens=left, chunk=chunk, continues=continues, before=before)
-            return
-        part = f"{whole.name}.{number}"
-        yield replace(
-            whole, name=part, tokens=size, chunk=chunk, answer=whole.name, continues=continues,
-            before=before,
-        )  # fmt: skip
-        before, continues = before + size, part
-
-
-def compute_staircase(
-    way: StaircaseWay,
-    script: QuestionScript,
-    times: Mapping[str, StepTimes],
-    serving: Serving,
-    characters: float,
-) -> StaircaseAnswer:
-    """Return what cost tables add up to for a question.
-
-    Args:
-        times: times of each size's model.
-    """
-    engines = {f"{size}{more}": each for size, each in times.items() for more in ("", "_2")}
-    agents = plan_staircase(way, script, serving, characters)
-    overlap, pair = way.order is not None, serving == "pd"
-    spans = least_times(
-        [request for requests in agents for request in requests],
-        engines, overlap=overlap, pair=pair, mixed=serving == "dp-mixed",
-    )  # fmt: skip
-    lengths = {requests[-1].name: sum(part.tokens for part in requests) for requests in agents}
-    parts = agents[-1]
-    prompts = [
-        part.known
-        + part.before
-        + sum(min(lengths[name], part.chunk or lengths[name]) for name in part.reads)
-        for part in parts
-    ]
-    late = [LEFT + part.before for part in parts] if overlap else prompts
-    return StaircaseAnswer(
-        way.name,
-        script.question.number,
-        spans[parts[0].name].first,
-        spans[parts[-1].name].end,
-        lengths[parts[-1].name],
-        len(parts),
-        sum(prompts),
-        sum(late),
-        GpuUse(),
-    )
-
 
 # Of a debate.
 ROUNDS = 2
@@ -263,8 +162,7 @@ def _make_system(
 
 # Options that may differ between a run and the one that it resumes.
 _FREE_OPTIONS = (
-    "json", "resume", "questions", "proposers", "first", "orders", "kinds", "computed",
-    "characters",
+    "json", "resume", "questions", "proposers", "first", "orders", "kinds",
 )  # fmt: skip
 _WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
@@ -308,61 +206,13 @@ def main(arguments: Sequence[str]) -> int:
     group.add_argument(
         "--first", type=positive, nargs="+", default=[8], metavar="TOKENS", help="first chunk"
     )
-    group.add_argument(
-        "--computed",
-        action="store_true",
-        help="ask no engines: add up the cost tables of --device. Both orders take the same time",
-    )
-    group.add_argument(
-        "--characters",
-        type=float,
-        default=4.4,
-        metavar="N",
-        help="with --computed: length of a token of answers (4.4, English; engines on modelled "
-        "GPUs write 6.2)",
-    )
     chosen = parser.parse_args(arguments)
-    if chosen.computed and not chosen.device:
-        parser.error("--computed needs the --device whose cost tables to take")
     if chosen.resume and not chosen.json:
         parser.error("--resume needs the --json FILE of the run to resume")
     if "debate" in chosen.kinds and min(chosen.proposers) < 2:
         parser.error("a debate needs at least two --proposers")
-    if chosen.computed:
-        _compute(chosen)
-    else:
-        anyio.run(_main, chosen)
+    anyio.run(_main, chosen)
     return 0
-
-
-def _compute(arguments: argparse.Namespace) -> None:
-    """Compute the ways without engines, and print and save what they take."""
-    report = Report("staircases", arguments)
-    report.print_head()
-    ways, options, times = (
-        make_ways(arguments),
-        make_script_options(arguments),
-        size_times(arguments),
-    )
-    answers = [
-        compute_staircase(
-            way,
-            write_script(question, way.sizes, options),
-            times,
-            arguments.serving,
-            arguments.characters,
-        )
-        for question in spread(load_recorded()[arguments.answers].questions, arguments.questions)
-        for way in ways
-    ]
-    rows = summarise(ways, answers)
-    show(rows, report.console)
-    report.console.print(
-        "  Nothing was run: forwards alone, without HTTP and scheduling, and all that can overlap "
-        "does.\n",
-        highlight=False,
-    )
-    report.save({"computed": rows})
 
 
 def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:

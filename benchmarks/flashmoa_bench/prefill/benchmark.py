@@ -44,6 +44,8 @@ ROLES = (
 # Throughput over the better stock policy.
 GOAL = 1.35
 _TIMEOUT_SECONDS = 600.0
+# Tokens of a prompt at most, a model's context; and the part of the mix in which siblings come.
+_LONGEST, _SPREAD = 32_000, 0.05
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,8 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     for name, kind, default, text in (
         ("--scale", float, 0.004, "share of Table 2's 73,800 requests"),
         ("--lengths", float, 0.25, "lengths of prompts and forwards over the paper's"),
-        ("--longest", positive, 32_000, "tokens of a prompt: a model's context"),
-        ("--spread", float, 0.05, "part of the mix in which siblings come"),
         ("--concurrency", positive, 64, "requests at a time"),
         ("--forward", positive, 8192, "tokens of a forward at --lengths 1"),
         ("--stock-forward", positive, None, "the same for stock engines, if different"),
@@ -118,22 +118,22 @@ async def _play(
 
 def make_requests(options: argparse.Namespace) -> list[PrefillRequest]:
     """Return the mix at the scale of this run."""
-    table = tuple(_scale(dataset, options.lengths, options.longest) for dataset in TABLE_2)
+    table = tuple(_scale(dataset, options.lengths) for dataset in TABLE_2)
     return [
         PrefillRequest(prompt.name, [FIRST_ID + token % ID_COUNT for token in prompt.tokens])
-        for prompt in prompts(options.scale, options.spread, options.seed, table)
+        for prompt in prompts(options.scale, _SPREAD, options.seed, table)
     ]
 
 
-def _scale(dataset: Dataset, lengths: float, longest: int) -> Dataset:
+def _scale(dataset: Dataset, lengths: float) -> Dataset:
     def tokens(count: int) -> int:
         return round(count * lengths)
 
     return replace(
         dataset,
-        tokens=min(tokens(dataset.tokens), longest * dataset.requests),
-        shortest=min(max(1, tokens(dataset.shortest)), longest - 1),
-        longest=min(tokens(dataset.longest), longest),
+        tokens=min(tokens(dataset.tokens), _LONGEST * dataset.requests),
+        shortest=min(max(1, tokens(dataset.shortest)), _LONGEST - 1),
+        longest=min(tokens(dataset.longest), _LONGEST),
         instruction=tokens(dataset.instruction),
         own=tokens(dataset.own),
     )

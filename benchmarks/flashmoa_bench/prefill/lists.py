@@ -5,14 +5,12 @@ SGLang does so only in later forwards, so how large its forwards are decides how
 several sizes are measured (--stock-forwards), and the fastest is what FlashMoA is compared with.
 FlashMoA gets the list in one request and, for comparison, in a request for each item. As a reranker
 by embeddings would, one way embeds the query and each item by itself, which is less to compute, and
-knows less. A cross-encoder of the same size has a score in place of a next token. With --enable-mis
-stock SGLang packs all items into one prompt; that needs FlashInfer, so give such an engine's URL.
+knows less. A cross-encoder of the same size has a score in place of a next token.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +24,12 @@ from rich.console import Console
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import make_parser, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.modelled_gpus import computes_hashes
 from flashmoa_bench.harness.report import Report, make_table
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
-STOCK, OURS, STREAMED, SINGLE = "stock", "flashmoa", "flashmoa-streamed", "flashmoa-single"
-EMBEDDING, CROSS_ENCODER, MIS = "embedding", "cross_encoder", "mis"
+STOCK, OURS, SINGLE = "stock", "flashmoa", "flashmoa-single"
+EMBEDDING, CROSS_ENCODER = "embedding", "cross_encoder"
 _LABELS = [1000, 1001]
 
 
@@ -68,9 +65,7 @@ async def ask_list(
         (await http.post(f"{url}/v1/embeddings", json=texts)).raise_for_status()
         seconds = clock.now() - started
         return ListAnswer(seconds, seconds, None, sum(map(len, texts["input"])))
-    request = {**body, "label_token_ids": _LABELS, "stream": way == STREAMED}
-    if way == STREAMED:
-        return await _read_stream(http, url, request, started)
+    request = {**body, "label_token_ids": _LABELS}
     if way == SINGLE:
         return await _ask_one_by_one(http, url, request, started)
     reply = await http.post(f"{url}/v1/score", json=request)
@@ -97,26 +92,6 @@ async def _ask_one_by_one(
     return ListAnswer(done[-1], done[0], scores, sum(computed))
 
 
-async def _read_stream(
-    http: httpx.AsyncClient, url: str, request: Mapping[str, Any], started: float
-) -> ListAnswer:
-    first: float | None = None
-    scores: dict[int, list[float]] = {}
-    usage: dict[str, Any] = {}
-    async with http.stream("POST", f"{url}/v1/score", json=dict(request)) as reply:
-        async for line in reply.raise_for_status().aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            first = clock.now() - started if first is None else first
-            event = json.loads(line.removeprefix("data: "))
-            if "index" in event:
-                scores[event["index"]] = event["scores"]
-            usage = event.get("usage", usage)
-    seconds = clock.now() - started
-    in_order = [scores[index] for index in sorted(scores)]
-    return ListAnswer(seconds, first or seconds, in_order, _computed(usage))
-
-
 def _computed(usage: Mapping[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details")
     return usage["prompt_tokens"] - details["cached_tokens"] if details else None
@@ -128,7 +103,6 @@ ROLES = (
     Role(EMBEDDING, plugin=False, arguments=("--is-embedding",), optional=True),
 )
 _CROSS_ENCODER = Role(CROSS_ENCODER, plugin=False, optional=True)
-_WITH_MIS = Role(MIS, plugin=False, arguments=("--enable-mis",), optional=True)
 _TIMEOUT_SECONDS = 600.0
 
 
@@ -158,7 +132,7 @@ class ListRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("score_lists", __doc__, (*ROLES, _CROSS_ENCODER, _WITH_MIS))
+    parser = make_parser("score_lists", __doc__, (*ROLES, _CROSS_ENCODER))
     parser.add_argument("--items", type=positive, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
         "--stock-forwards",
@@ -192,10 +166,10 @@ async def _main(options: argparse.Namespace) -> None:
 def _make_roles(options: argparse.Namespace) -> list[Role]:
     stock, ours, embedding = ROLES
     roles = [stock, *map(_stock_with_forwards, options.stock_forwards), ours]
-    if not computes_hashes(options):
+    if not options.device:
         shape = f"{options.shape}_{CROSS_ENCODER}"
         roles += (embedding, replace(_CROSS_ENCODER, shape=shape))
-    return [*roles, _WITH_MIS] if options.mis_url else roles
+    return roles
 
 
 def _stock_with_forwards(tokens: int) -> Role:
@@ -210,7 +184,7 @@ async def _measure(
     costs = (await engines[OURS].info()).costs
     ways: list[str] = []
     for name in engines.clients:
-        ways += (SINGLE, OURS, STREAMED) if name == OURS else (name,)
+        ways += (SINGLE, OURS) if name == OURS else (name,)
     rows: list[ListRow] = []
     with RoundPlayer(console, options.repeats, len(ways) * len(options.items)) as player:
         for count in options.items:
@@ -219,7 +193,7 @@ async def _measure(
             asked = dict.fromkeys(ways, 0)
 
             async def run(way: str, lists: Any = lists, asked: Any = asked) -> ListAnswer:
-                engine = engines[OURS if way in (SINGLE, STREAMED) else way]
+                engine = engines[OURS if way == SINGLE else way]
                 await engine.flush_cache()
                 body = lists[asked[way]]
                 asked[way] += 1

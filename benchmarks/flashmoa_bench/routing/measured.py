@@ -50,6 +50,8 @@ SHAPE: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+# Most tokens of a forward, and tokens of an engine's cache.
+_BATCH_TOKENS, _KV_TOKENS = 8192, 776_000
 ROLES = (Role("engine_1", plugin=True, core=0), Role("engine_2", plugin=True, core=1))
 # Options in which a run may differ from the earlier one that it goes on with.
 _FREE = ("json", "resume", "seeds", "routers")
@@ -91,12 +93,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--concurrency", type=positive, default=64, help="requests at a time, per engine (64)"
     )
-    parser.add_argument(
-        "--batch-tokens", type=positive, default=8192, help="most tokens of a forward (%(default)s)"
-    )
-    parser.add_argument(
-        "--kv-tokens", type=positive, default=776_000, help="tokens of a cache (%(default)s)"
-    )
     parser.add_argument("--resume", action="store_true", help="go on with the file of --json")
     options = parser.parse_args(arguments)
     if options.resume and options.json is None:
@@ -112,7 +108,7 @@ async def _main(options: argparse.Namespace) -> None:
         for each in measured_cells(options.json, report.settings, _FREE):
             cell = MeasuredCell(**each)
             found[cell.router, cell.seed] = cell
-    async with report.connect(make_roles(options), options.kv_tokens) as engines:
+    async with report.connect(make_roles(options), _KV_TOKENS) as engines:
         todo = {
             (router, seed): partial(_measure, engines, router, seed, options)
             for seed in options.seeds
@@ -128,7 +124,7 @@ async def _main(options: argparse.Namespace) -> None:
 
 def make_roles(options: argparse.Namespace) -> list[Role]:
     """Return the engines, on two cores in turn."""
-    tokens = str(options.batch_tokens)
+    tokens = str(_BATCH_TOKENS)
     sizes = ("--chunked-prefill-size", tokens, "--max-prefill-tokens", tokens)
     return [
         Role(

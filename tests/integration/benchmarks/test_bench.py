@@ -76,7 +76,6 @@ def tools(found: Found) -> None:
 
 
 def interference(found: Found) -> None:
-    assert found["throughput"]["ratio"] > 0
     assert {*found["latency"]} == {"stock", "unlinked", "linked", "alone", "gave_way"}
     for way in ("stock", "unlinked", "linked"):
         figures = found["latency"][way]
@@ -106,12 +105,10 @@ def prefill_only(found: Found) -> None:
 
 def score_lists(found: Found) -> None:
     rows = {row["way"]: row for row in found["rows"]}
-    assert set(rows) == {"stock", "flashmoa-single", "flashmoa", "flashmoa-streamed"}
+    assert set(rows) == {"stock", "flashmoa-single", "flashmoa"}
     assert rows["flashmoa-single"]["difference"] < 1e-3
-    for way in ("flashmoa", "flashmoa-streamed"):
-        assert rows[way]["difference"] < 1e-3
-        assert rows[way]["computed"] == 60 + 3 * 8
-        assert 0 < rows[way]["first"] <= rows[way]["seconds"]
+    assert rows["flashmoa"]["difference"] < 1e-3
+    assert rows["flashmoa"]["computed"] == 60 + 3 * 8
 
 
 CASES = [
@@ -141,8 +138,7 @@ CASES = [
         tools,
     ),
     (
-        "interference --requests 6 --concurrency 3 --pairs 1 --tokens 10 --pipelines 3 "
-        "--upstream 20 --prefix 200",
+        "interference --tokens 10 --pipelines 3 --upstream 20 --prefix 200",
         "stock flashmoa",
         interference,
     ),

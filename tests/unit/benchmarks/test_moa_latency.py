@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flashmoa.moa import EarlyExit, Embedder
 
-WAYS = {way.name: way for way in make_ways("mixed", "large", [0.6], [0.5], [4])}
+WAYS = {way.name: way for way in make_ways()}
 QUESTION = RecordedQuestion(7, 30, {"small": [10], "medium": [20], "large": [40]}, {(0, 1): 1.0})
 ANSWER = LatencyAnswer(
     "all-to-all",
@@ -54,18 +54,14 @@ def test_every_cluster_of_a_tree_has_every_size() -> None:
     assert [first[3 * n : 3 * n + 3] for n in range(3)] == [["small", "medium", "large"]] * 3
     assert tree.sizes[1] == ["small", "medium", "large"] and tree.sizes[2] == ["large"]
     assert tree.clusters[0] == ["1.1", "1.2", "1.3"] and tree.clusters[-1] == ["2.1", "2.2", "2.3"]
-    assert WAYS["width 4"].sizes == (["small"] * 4, ["small"])
-    large = {way.name: way for way in make_ways("large", "small")}["all-to-all"]
-    assert large.sizes[1] == ["large"] * 9 and large.sizes[2] == ["small"]
+    large = {way.name: way for way in make_ways("large")}["all-to-all"]
+    assert large.sizes[1] == ["large"] * 9
 
 
 def test_ways_have_the_early_exit_that_they_are_named_after() -> None:
     policy = EarlyExit(cast("Embedder", None), tau=0.9, seed=3)
     assert WAYS["tree + overlap"].policy(policy) is None
     assert WAYS["full"].policy(policy) == policy
-    assert WAYS["tau 0.5"].policy(policy) == replace(policy, tau=0.5)
-    swept = WAYS["threshold 0.6"].policy(policy)
-    assert swept == replace(policy, rule="threshold", threshold=0.6)
     undecided, published = (WAYS[name].policy(policy) for name in ("undecided", "as published"))
     assert undecided is not None and undecided.threshold == 1.0
     assert published is not None and published.diagonal and published.tau == 0.7
@@ -133,12 +129,13 @@ def test_data_parallel_engines_take_turns_in_a_plan() -> None:
 
 
 def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
-    names = ("all-to-all", "tree", "tree + overlap", "threshold 0.6", "undecided")
+    names = ("all-to-all", "tree", "tree + overlap", "full", "undecided")
     ways = [WAYS[name] for name in names]
     alike = replace(QUESTION, similarities=dict.fromkeys([(0, 1), (0, 2), (1, 2)], 0.7))
     scripts = {way.name: [write_script(alike, way.sizes, ScriptOptions())] for way in ways}
     times = dict.fromkeys(("small", "medium", "large"), Steps())
-    rows = compute(ways, scripts, times, "pd", {})
+    policy = {"rule": "threshold", "threshold": 0.6}
+    rows = compute(ways, scripts, times, "pd", policy)
     dense, tree, overlap, leaving, undecided = (row.seconds for row in rows)
     assert dense > tree > overlap > leaving and undecided == overlap
     assert rows[3].left == {"1 large": 1.0, "2 large": 1.0} and not rows[4].left
@@ -154,7 +151,7 @@ def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
         ]
         for name, of in scripts.items()
     }
-    [different] = compute([WAYS["threshold 0.6"]], scripts, times, "pd", {})
+    [different] = compute([WAYS["full"]], scripts, times, "pd", policy)
     assert different.seconds == overlap and not different.left
     printed = StringIO()
     show_computed(rows, Console(width=140, file=printed))

@@ -84,17 +84,3 @@ def test_prefill_joins_a_decode_step_in_mixed_chunks() -> None:
     ]
     # The reader's prefill takes 20 seconds, as without mixing, and makes a token of the first, too.
     assert find_ends(agents, ["one", "other"], mixed=True) == {"1.1": 38, "1.2": 12, "2.1": 33}
-
-
-def test_reader_of_chunks_writes_part_by_part() -> None:
-    agents = [
-        PlannedAgent("1.1", "one", 10, (), 12),
-        PlannedAgent("2.1.1", "two", 20, ("1.1",), 4, chunk=4, answer="2.1"),
-        PlannedAgent("2.1", "two", 20, ("1.1",), 3, chunk=12, continues="2.1.1", before=4),
-    ]
-    ends = find_ends(agents, ["one", "two"], overlap=True)
-    # A prefill and three steps make the chunk; the first part has the end of its prompt to prefill.
-    assert ends["2.1.1"] == 10 + 3 + 8 + 3
-    # The second part waits for the last of the text, and prefills the answer so far, too.
-    assert ends["1.1"] == 10 + 11 < ends["2.1.1"]
-    assert ends["2.1"] == ends["2.1.1"] + 8 + 4 + 2

@@ -20,7 +20,7 @@ from flashmoa_bench.prefill.passes import (
     unique_tokens,
 )
 
-OPTIONS = argparse.Namespace(scale=0.002, lengths=0.5, longest=2000, spread=0.05, seed=3)
+OPTIONS = argparse.Namespace(scale=0.002, lengths=0.5, seed=3)
 
 
 def make_answer(token: int, logprob: float | None = None, seconds: float = 1.0) -> PrefillAnswer:
@@ -30,7 +30,7 @@ def make_answer(token: int, logprob: float | None = None, seconds: float = 1.0) 
 def test_a_smaller_mix_still_shares_prefixes_and_fits_a_model() -> None:
     requests = make_requests(OPTIONS)
     assert len(requests) == 147
-    assert max(len(request.ids) for request in requests) <= OPTIONS.longest
+    assert max(len(request.ids) for request in requests) <= 32_000
     assert all(1000 <= token < 4000 for request in requests for token in request.ids)
     tokens = sum(len(request.ids) for request in requests)
     assert 0.3 < unique_tokens(requests) / tokens < 0.9

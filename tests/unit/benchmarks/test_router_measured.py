@@ -19,8 +19,6 @@ OPTIONS = argparse.Namespace(
     share=0.02,
     engines=3,
     concurrency=64,
-    batch_tokens=4096,
-    kv_tokens=776_000,
     device="h200_sxm",
 )
 
@@ -29,7 +27,7 @@ def test_each_engine_publishes_its_events_at_a_port_of_its_own() -> None:
     roles = make_roles(OPTIONS)
     assert [role.core for role in roles] == [0, 1, 0]
     assert len({role.arguments[-1] for role in roles}) == 3
-    assert all(role.arguments[:2] == ("--chunked-prefill-size", "4096") for role in roles)
+    assert all(role.arguments[:2] == ("--chunked-prefill-size", "8192") for role in roles)
 
 
 def test_the_requests_are_the_same_for_a_seed() -> None:

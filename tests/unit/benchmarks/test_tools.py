@@ -15,7 +15,6 @@ ARGUMENTS = Namespace(
     result=100,
     long_result=2000,
     seconds=[1.0, 5.0],
-    strangers=6.0,
 )
 
 

@@ -2,7 +2,8 @@
 
 The copy is shallow, with a cloned model context and a client that stops the run at its first call.
 It is given the messages the agent already has and placeholders for those still being written, so it
-builds its prompt as the agent will. The team itself is not changed.
+builds its prompt as the agent will. The team itself is not changed, and no code but AutoGen's own
+is run unless the user includes the agent.
 
 Some things are unknown beforehand: the order in which parallel agents finish, what a memory finds.
 Then there is one dry run for each possibility, and only the beginning of all their prompts is used.
@@ -19,14 +20,27 @@ from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
 from autogen_agentchat.base import TaskResult
-from autogen_agentchat.messages import BaseChatMessage
+from autogen_agentchat.messages import (
+    BaseChatMessage,
+    HandoffMessage,
+    MultiModalMessage,
+    StopMessage,
+    StructuredMessage,
+    TextMessage,
+    ToolCallSummaryMessage,
+)
 from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
     MagenticOneOrchestrator,
 )
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryQueryResult, UpdateContextResult
-from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
+from autogen_core.model_context import (
+    BufferedChatCompletionContext,
+    ChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+    UnboundedChatCompletionContext,
+)
 from autogen_core.models import (
     AssistantMessage,
     CreateResult,
@@ -35,24 +49,38 @@ from autogen_core.models import (
     LLMMessage,
     SystemMessage,
 )
-from autogen_core.tools import BaseTool, StaticWorkbench
+from autogen_core.tools import BaseTool, StaticStreamWorkbench, StaticWorkbench
+from pydantic import BaseModel
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._stock import (
-    AGENTS,
-    CONTEXTS,
-    WORKBENCHES,
-    client_of,
-    is_stock,
-    require_no_team,
-    require_stock,
-    require_stock_message,
-    require_stock_methods,
-)
 from flashmoa.linking.forecasts import name_calls
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.scoring import Scores
+
+_AGENTS = (AssistantAgent, MessageFilterAgent, SocietyOfMindAgent)
+_CONTEXTS = (
+    UnboundedChatCompletionContext,
+    BufferedChatCompletionContext,
+    HeadAndTailChatCompletionContext,
+)
+_MESSAGES = (
+    TextMessage,
+    MultiModalMessage,
+    StopMessage,
+    HandoffMessage,
+    ToolCallSummaryMessage,
+)
+# Tools, clients and contents of messages are of classes of users' own as a rule. Of these classes
+# dry runs call only methods of these names, which must be those of AutoGen's class.
+_CALLED: dict[type, tuple[str, ...]] = {
+    BaseTool: ("schema", "name", "description", "args_type"),
+    BaseModel: ("model_dump", "model_dump_json"),
+    FlashMoAChatCompletionClient: ("_process_create_args", "model_info"),
+}
+# The arguments of a call, besides its messages and tools, that may change its prompt.
+_RENDERED_OPTIONS = ("tool_choice", "extra_create_args", "is_scored")
+_INCLUDE = "if that does no harm, name the agent in include"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +92,6 @@ class ModelCall:
     options: Mapping[str, Any]
 
 
-# The arguments of a call, besides its messages and tools, that may change its prompt.
-_RENDERED_OPTIONS = ("tool_choice", "extra_create_args", "is_scored")
-_ASKS_WORKBENCH = "predicting its prompt would ask its workbench for tools, which may have effects"
 # Given the messages that an agent receives until its turn, returns the call it will make then.
 # Raises NotForecastable if it would make none, or if its model context cannot be copied.
 DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ModelCall]]
@@ -128,6 +153,103 @@ class _FinishedTeam:
         yield TaskResult(messages=self._messages)
 
 
+def is_stock(one: object, *kinds: type) -> bool:
+    """Return whether an object is of exactly one of AutoGen's classes, and has all its methods."""
+    kind = type(one)
+    return kind in kinds and not any(callable(getattr(kind, name, None)) for name in vars(one))
+
+
+def require_stock(one: object, *kinds: type) -> None:
+    """Check an object.
+
+    Raises: NotForecastable if a dry run might run code of it that is not AutoGen's own.
+    """
+    if not is_stock(one, *kinds):
+        raise NotForecastable(
+            f"predicting its prompt would run code of its {type(one).__name__}, which is not "
+            f"AutoGen's own or was changed; {_INCLUDE}"
+        )
+
+
+def require_stock_methods(one: object, kind: type) -> None:
+    """Check that a tool, a client or a message's content has the methods of AutoGen's class.
+
+    Raises: NotForecastable if a dry run would run a method that is not AutoGen's own.
+    """
+    for name in _CALLED[kind]:
+        if getattr(type(one), name, None) is not getattr(kind, name) or name in vars(one):
+            raise NotForecastable(
+                f"predicting its prompt would run {type(one).__name__}.{name}, which is not "
+                f"AutoGen's own; {_INCLUDE}"
+            )
+
+
+def require_stock_message(message: BaseChatMessage) -> None:
+    """Check a message and its content. Raises: NotForecastable, see :func:`require_stock`."""
+    if type(message).__pydantic_generic_metadata__["origin"] is not StructuredMessage:
+        require_stock(message, *_MESSAGES)
+        return
+    content: BaseModel = cast("Any", message).content
+    require_stock_methods(content, BaseModel)
+    code = type(content).__pydantic_decorators__
+    if code.field_serializers or code.model_serializers or code.computed_fields:
+        raise NotForecastable(
+            f"predicting its prompt would run serializers of {type(content).__name__}, "
+            "which are not AutoGen's own"
+        )
+
+
+def _require_stock_agent(agent: Any) -> None:
+    """Check an agent and what it holds. Raises: NotForecastable, see :func:`require_stock`."""
+    if type(agent) not in _AGENTS:
+        raise NotForecastable(f"it is a {type(agent).__name__}, not a stock AssistantAgent")
+    require_stock(agent, *_AGENTS)
+    if isinstance(agent, MessageFilterAgent):
+        _require_stock_agent(agent._wrapped_agent)
+    elif isinstance(agent, AssistantAgent):
+        tools = list(agent._handoff_tools)
+        for workbench in agent._workbench:
+            if not isinstance(workbench, StaticWorkbench):
+                raise NotForecastable(
+                    "predicting its prompt would ask its workbench for tools, which may have "
+                    "effects"
+                )
+            require_stock(workbench, StaticWorkbench, StaticStreamWorkbench)
+            tools += workbench._tools
+        for tool in tools:
+            require_stock_methods(tool, BaseTool)
+
+
+def unwrapped(agent: Any) -> Any:
+    """Return the agent that message filters are around, or the agent itself."""
+    while isinstance(agent, MessageFilterAgent):
+        agent = agent._wrapped_agent
+    return agent
+
+
+def client_of(agent: Any) -> FlashMoAChatCompletionClient | None:
+    """Return the FlashMoA client that an agent itself calls, if it has one."""
+    client = getattr(unwrapped(agent), "_model_client", None)
+    return client if isinstance(client, FlashMoAChatCompletionClient) else None
+
+
+def why_rewritten(agent: Any, included: bool) -> str | None:
+    """Return why the message that others get may differ from its model's text, if it may.
+
+    Args:
+        included: whether the user listed the agent in ``include``, and so promised that the
+            message is the model's text.
+    """
+    if included:
+        return None
+    if is_stock(agent, MessageFilterAgent):
+        return why_rewritten(agent._wrapped_agent, included)
+    if not is_stock(agent, AssistantAgent, SocietyOfMindAgent):
+        return f"a {type(agent).__name__} may send others something other than its model's text"
+    structured = getattr(agent, "_output_content_type", None) is not None
+    return "its answer is structured" if structured else None
+
+
 def agent_dry_runs(
     agent: Any, received: Sequence[BaseChatMessage], included: bool = False
 ) -> list[DryRun]:
@@ -142,7 +264,9 @@ def agent_dry_runs(
         run, or if it is not included and a dry run would run code that is not AutoGen's own.
     """
     client = make_capturing_client(agent, included)
-    require_no_team(agent)
+    if isinstance(unwrapped(agent), SocietyOfMindAgent):
+        # A copy of it would run the same team.
+        raise NotForecastable("it has a team of its own, which is not linked")
     if not included:
         _require_stock_agent(agent)
         for message in received:
@@ -158,17 +282,32 @@ def agent_dry_runs(
     return [make_dry_run(memory) for memory in _memory_alternatives(agent)]
 
 
-def manager_dry_runs(manager: Any) -> list[DryRun]:
-    """Return dry runs of a manager's own next call.
+def manager_dry_run(manager: Any) -> DryRun:
+    """Return a dry run of a manager's own next call.
+
+    That is the call with which a selector chooses the next speaker, or with which MagenticOne's
+    orchestrator updates its ledger.
 
     Raises: NotForecastable if the manager has no FlashMoA client, or is of an unknown class.
     """
     client = make_capturing_client(manager, included=False)
-    if is_stock(manager, SelectorGroupChatManager):
-        return [lambda future: _dry_run_selector(manager, client, future)]
-    if is_stock(manager, MagenticOneOrchestrator):
-        return [lambda future: _dry_run_orchestrator(manager, client, future)]
-    raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
+    if not is_stock(manager, SelectorGroupChatManager, MagenticOneOrchestrator):
+        raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
+
+    async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
+        shadow: Any = copy.copy(manager)
+        shadow._model_client = client
+        if isinstance(manager, MagenticOneOrchestrator):
+            shadow._message_thread = [*manager._message_thread, *future]
+            # Messages that the copy publishes must not reach the team's output.
+            shadow._output_message_queue = asyncio.Queue()
+            return await first_call(shadow._orchestrate_step(CancellationToken()))
+        shadow._model_context = clone_context(manager._model_context)
+        shadow._message_thread = list(manager._message_thread)
+        await shadow.update_message_thread(future)
+        return await first_call(shadow.select_speaker(shadow._message_thread))
+
+    return run
 
 
 def summary_dry_run(
@@ -208,32 +347,9 @@ def make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
     return _CapturingClient(client)
 
 
-def _require_stock_agent(agent: Any) -> None:
-    """Check an agent and what it holds.
-
-    Raises: NotForecastable if a dry run would run code that is not AutoGen's own.
-    """
-    if type(agent) not in AGENTS:
-        raise NotForecastable(f"it is a {type(agent).__name__}, not a stock AssistantAgent")
-    require_stock(agent, *AGENTS)
-    if isinstance(agent, MessageFilterAgent):
-        _require_stock_agent(agent._wrapped_agent)
-    elif isinstance(agent, AssistantAgent):
-        for workbench in agent._workbench:
-            if not isinstance(workbench, StaticWorkbench):
-                raise NotForecastable(_ASKS_WORKBENCH)
-            require_stock(workbench, *WORKBENCHES)
-            for tool in workbench._tools:
-                require_stock_methods(tool, BaseTool)
-        for tool in agent._handoff_tools:
-            require_stock_methods(tool, BaseTool)
-
-
 def _memory_alternatives(agent: Any) -> list[Any]:
     """Return the values of the agent's ``_memory`` to try, one for each dry run."""
-    if isinstance(agent, MessageFilterAgent):
-        return _memory_alternatives(agent._wrapped_agent)
-    memories: Sequence[Any] | None = getattr(agent, "_memory", None)
+    memories: Sequence[Any] | None = getattr(unwrapped(agent), "_memory", None)
     if not memories:
         return [None]
     # ListMemory only returns what it holds, so the copy may use it. Querying any other memory may
@@ -253,22 +369,18 @@ def _make_shadow(agent: Any, client: _CapturingClient, memory: Any) -> Any:
     if is_stock(agent, AssistantAgent):
         shadow._model_context = clone_context(agent._model_context)
         shadow._memory = memory
-    else:  # The attributes of any other class are unknown.
-        _detach_containers(shadow)
-    return shadow
-
-
-def _detach_containers(shadow: Any) -> None:
-    """Give the copy its own model contexts, lists, dicts and sets; their items stay shared."""
+        return shadow
+    # The attributes of any other class are unknown: all of its containers are copied.
     for name, value in list(cast("dict[str, Any]", vars(shadow)).items()):
         if isinstance(value, ChatCompletionContext):
             setattr(shadow, name, clone_context(value))
         elif isinstance(value, list | dict | set):
             setattr(shadow, name, copy.copy(cast("Any", value)))
+    return shadow
 
 
 def clone_context(context: Any) -> Any:
-    if not is_stock(context, *CONTEXTS):
+    if not is_stock(context, *_CONTEXTS):
         raise NotForecastable(
             f"its {type(context).__name__} chooses messages by rules that a text still being "
             "written can change"
@@ -346,53 +458,20 @@ def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> Ow
     )
 
     async def dry_run(results: Sequence[str]) -> ModelCall:
-        history = clone_context(context)
-        for message in _messages_of_iteration(agent.name, answer, results):
-            await history.add_message(message)
+        history, thought = clone_context(context), answer.result.thought
+        executed = [
+            FunctionExecutionResult(content=text, call_id=call.id, is_error=False, name=call.name)
+            for call, text in zip(calls, results, strict=True)
+        ]
+        await history.add_message(
+            AssistantMessage(content=list(calls), source=agent.name, thought=thought)
+        )
+        await history.add_message(FunctionExecutionResultMessage(content=executed))
         return await first_call(_drain(ask(model_context=history)))
 
     return OwnRequest(client, name_calls([call.name for call in calls]), dry_run)
 
 
-def _messages_of_iteration(
-    agent: str, answer: ToolAnswer, results: Sequence[str]
-) -> list[AssistantMessage | FunctionExecutionResultMessage]:
-    """Return what an agent adds to its context for an answer that calls tools."""
-    thought = answer.result.thought
-    executed = [
-        FunctionExecutionResult(content=text, call_id=call.id, is_error=False, name=call.name)
-        for call, text in zip(answer.called.calls, results, strict=True)
-    ]
-    return [
-        AssistantMessage(content=list(answer.called.calls), source=agent, thought=thought),
-        FunctionExecutionResultMessage(content=executed),
-    ]
-
-
 async def _drain(items: AsyncIterator[object]) -> None:
     async for _ in items:
         pass
-
-
-async def _dry_run_selector(
-    manager: Any, client: _CapturingClient, future: Sequence[BaseChatMessage]
-) -> ModelCall:
-    """Return the call with which a selector chooses the next speaker after these messages."""
-    shadow: Any = copy.copy(manager)
-    shadow._model_client = client
-    shadow._model_context = clone_context(manager._model_context)
-    shadow._message_thread = list(manager._message_thread)
-    await shadow.update_message_thread(future)
-    return await first_call(shadow.select_speaker(shadow._message_thread))
-
-
-async def _dry_run_orchestrator(
-    manager: Any, client: _CapturingClient, future: Sequence[BaseChatMessage]
-) -> ModelCall:
-    """Return the call with which MagenticOne's orchestrator updates its ledger after these."""
-    shadow: Any = copy.copy(manager)
-    shadow._model_client = client
-    shadow._message_thread = [*manager._message_thread, *future]
-    # Messages that the copy publishes must not reach the team's output.
-    shadow._output_message_queue = asyncio.Queue()
-    return await first_call(shadow._orchestrate_step(CancellationToken()))

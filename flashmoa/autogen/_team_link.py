@@ -17,9 +17,8 @@ from autogen_agentchat.teams import BaseGroupChat
 from flashmoa._concurrency import all_of
 from flashmoa.autogen._callers import calling_agent, observe_tools
 from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
-from flashmoa.autogen._dry_run import DryRun, ModelCall
+from flashmoa.autogen._dry_run import DryRun, ModelCall, client_of
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._stock import client_of
 from flashmoa.autogen._team_members import TeamMembers, TeamParts
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
 from flashmoa.linking.calls import CallRequest, CallResult, LinkedTeam

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autogen_agentchat.agents import AssistantAgent, MessageFilterAgent, SocietyOfMindAgent
+from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
 from autogen_agentchat.base import Team
 from autogen_agentchat.messages import BaseChatMessage, TextMessage
 from autogen_agentchat.teams import BaseGroupChat
@@ -22,12 +22,15 @@ from flashmoa.autogen._dry_run import (
     DryRun,
     OwnRequest,
     agent_dry_runs,
-    manager_dry_runs,
+    client_of,
+    is_stock,
+    manager_dry_run,
     own_request,
     summary_dry_run,
+    unwrapped,
+    why_rewritten,
 )
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._stock import client_of, is_stock, why_rewritten
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY, first_turns, summary_turn, upcoming_turns
 from flashmoa.linking.forecasts import Turn
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
@@ -127,10 +130,7 @@ class TeamMembers:
         """
         if name == MANAGER:
             return True
-        member = self._participant(name)
-        while isinstance(member, MessageFilterAgent):
-            member = member._wrapped_agent
-        return is_call_of(member)
+        return is_call_of(unwrapped(self._participant(name)))
 
     def why_rewritten(self, name: str) -> str | None:
         """Return why the message that others get may differ from its model's text, if it may."""
@@ -225,7 +225,7 @@ class TeamMembers:
         Raises: NotForecastable if there can be none, see :func:`agent_dry_runs`.
         """
         if agent == MANAGER:
-            return manager_dry_runs(self._caller(agent))
+            return [manager_dry_run(self._caller(agent))]
         reader = self._parts.reader
         if reader is not None and agent == SUMMARY:
             return [summary_dry_run(reader, self._team_messages(), reader.name in self._include)]
@@ -294,12 +294,9 @@ class TeamMembers:
 
         ``None`` if it is of another class, unless that is a subclass and the user included it.
         """
-        agent: Any = self._participant(name)
-        while isinstance(agent, MessageFilterAgent):
-            agent = agent._wrapped_agent
-        if name in self._include:
-            return agent if isinstance(agent, AssistantAgent) else None
-        return agent if is_stock(agent, AssistantAgent) else None
+        agent = unwrapped(self._participant(name))
+        included = name in self._include and isinstance(agent, AssistantAgent)
+        return agent if included or is_stock(agent, AssistantAgent) else None
 
     def _sends_one_message(self, name: str) -> bool:
         """Return whether a member's turn gives others exactly one message.

@@ -21,7 +21,7 @@ from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRob
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
 
-from flashmoa.autogen._stock import is_stock
+from flashmoa.autogen._dry_run import is_stock
 from flashmoa.linking.forecasts import Step, Turn
 
 # Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.

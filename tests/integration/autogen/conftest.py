@@ -1,14 +1,22 @@
-"""Print how exact links were, counted over all tests, at the end of the tests."""
+"""Connect clients, and print at the end of the tests how exact links were."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.autogen.exactness import as_rows
+from flashmoa.engine.local import LocalEngine
+from tests.integration.autogen.runs import Client, as_rows, connected
+
+
+@pytest.fixture
+async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
+    async with connected(engine) as (client,):
+        yield client
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autogen_agentchat.agents import (
@@ -30,9 +30,9 @@ from autogen_core.model_context import (
 )
 from autogen_core.models import AssistantMessage, LLMMessage, UserMessage
 
-from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.autogen import SELECTOR_PROMPT
+from tests.integration.autogen.runs import Client
 
-Client = FlashMoAChatCompletionClient
 Build = Callable[[Client], BaseGroupChat]
 
 
@@ -41,24 +41,51 @@ def agent(client: Client, name: str, **more: Any) -> AssistantAgent:
     return AssistantAgent(name, model_client=client, **more)
 
 
+def agents(client: Client, names: str, **more: Any) -> list[Any]:
+    return [agent(client, name, **more) for name in names.split()]
+
+
+def graph(
+    members: Sequence[Any], edges: Iterable[tuple[int, int]], conditions: Any = None, **more: Any
+) -> GraphFlow:
+    """Make a team of a graph, whose edges are pairs of positions.
+
+    Args:
+        conditions: the conditions of edges that have one.
+    """
+    builder = DiGraphBuilder()
+    for member in members:
+        builder.add_node(member)
+    for start, end in edges:
+        condition = (conditions or {}).get((start, end))
+        builder.add_edge(members[start], members[end], condition=condition)
+    if any(end == 0 for _, end in edges):
+        builder.set_entry_point(members[0])
+    return GraphFlow(list(members), graph=builder.build(), **more)
+
+
+def filtered(member: Any, sources: Sequence[str]) -> MessageFilterAgent:
+    wanted = [PerSourceFilter(source=source) for source in sources]
+    return MessageFilterAgent(member.name, member, MessageFilterConfig(per_source=wanted))
+
+
 def round_robin(client: Client) -> BaseGroupChat:
-    return RoundRobinGroupChat([agent(client, n) for n in ("one", "two", "three")], max_turns=7)
+    return RoundRobinGroupChat(agents(client, "one two three"), max_turns=7)
 
 
 def streaming(client: Client) -> BaseGroupChat:
-    agents = [agent(client, n, model_client_stream=True) for n in ("one", "two", "three")]
-    return RoundRobinGroupChat(agents, max_turns=7)
+    members = agents(client, "one two three", model_client_stream=True)
+    return RoundRobinGroupChat(members, max_turns=7)
 
 
 def bounded(client: Client) -> BaseGroupChat:
-    contexts = [
-        BufferedChatCompletionContext(3),
-        HeadAndTailChatCompletionContext(1, 2),
-        BufferedChatCompletionContext(4),
-    ]
-    names = ("one", "two", "three")
-    agents = [agent(client, n, model_context=c) for n, c in zip(names, contexts, strict=True)]
-    return RoundRobinGroupChat(agents, max_turns=9)
+    contexts = {
+        "one": BufferedChatCompletionContext(3),
+        "two": HeadAndTailChatCompletionContext(1, 2),
+        "three": BufferedChatCompletionContext(4),
+    }
+    members: list[Any] = [agent(client, n, model_context=c) for n, c in contexts.items()]
+    return RoundRobinGroupChat(members, max_turns=9)
 
 
 def remembering(client: Client) -> BaseGroupChat:
@@ -68,83 +95,73 @@ def remembering(client: Client) -> BaseGroupChat:
     """
     content = MemoryContent(content="It rains.", mime_type="text/plain")
     memory = ListMemory(memory_contents=[content])
-    agents = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
-    return RoundRobinGroupChat(agents, max_turns=2)
+    members = [agent(client, "one"), agent(client, "two", memory=[memory], system_message=None)]
+    return RoundRobinGroupChat(members, max_turns=2)
 
 
 def chain(client: Client) -> BaseGroupChat:
-    names = ("one", "two", "three")
-    agents = [agent(client, n) for n in names]
-    builder = DiGraphBuilder()
-    for one in agents:
-        builder.add_node(one)
-    builder.add_edge(agents[0], agents[1]).add_edge(agents[1], agents[2])
-    return GraphFlow(agents, graph=builder.build())
+    return graph(agents(client, "one two three"), [(0, 1), (1, 2)])
 
 
-def fan(client: Client, filtered: bool = False) -> BaseGroupChat:
-    chair = agent(client, "chair")
-    reviewers: list[Any] = [agent(client, f"rev{i}") for i in range(3)]
-    meta: Any = agent(client, "meta")
-    if filtered:
-        wanted = [PerSourceFilter(source=n) for n in ("user", "rev0", "rev1", "rev2")]
-        meta = MessageFilterAgent("meta", meta, MessageFilterConfig(per_source=wanted))
-    builder = DiGraphBuilder()
-    for one in (chair, *reviewers, meta):
-        builder.add_node(one)
-    for one in reviewers:
-        builder.add_edge(chair, one).add_edge(one, meta)
-    return GraphFlow([chair, *reviewers, meta], graph=builder.build())
+FAN = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)]
+
+
+def fan(client: Client) -> BaseGroupChat:
+    return graph(agents(client, "chair rev0 rev1 rev2 meta"), FAN)
 
 
 def filtered_fan(client: Client) -> BaseGroupChat:
-    return fan(client, filtered=True)
+    *writers, meta = agents(client, "chair rev0 rev1 rev2 meta")
+    return graph([*writers, filtered(meta, ("user", "rev0", "rev1", "rev2"))], FAN)
 
 
 def conditional(client: Client) -> BaseGroupChat:
     """Make a team in which one of two agents follows the writer, depending on its text."""
-    writer, yes, no = (agent(client, n) for n in ("writer", "yes", "no"))
-    builder = DiGraphBuilder()
-    for one in (writer, yes, no):
-        builder.add_node(one)
-    builder.add_edge(writer, yes, condition=lambda m: len(m.to_text()) % 2 == 0)
-    builder.add_edge(writer, no, condition=lambda m: len(m.to_text()) % 2 == 1)
-    return GraphFlow([writer, yes, no], graph=builder.build())
+    conditions = {
+        (0, 1): lambda m: len(m.to_text()) % 2 == 0,
+        (0, 2): lambda m: len(m.to_text()) % 2 == 1,
+    }
+    return graph(agents(client, "writer yes no"), conditions, conditions)
 
 
 def cycle(client: Client) -> BaseGroupChat:
     """Make a team whose editor sends the writer round again until the team is stopped."""
-    writer, editor, printer = (agent(client, n) for n in ("writer", "editor", "printer"))
-    builder = DiGraphBuilder()
-    for one in (writer, editor, printer):
-        builder.add_node(one)
-    builder.add_edge(writer, editor)
-    builder.add_edge(editor, writer, condition=lambda m: "print!" not in m.to_text())
-    builder.add_edge(editor, printer, condition=lambda m: "print!" in m.to_text())
-    builder.set_entry_point(writer)
+    conditions = {
+        (1, 0): lambda m: "print!" not in m.to_text(),
+        (1, 2): lambda m: "print!" in m.to_text(),
+    }
     stop = MaxMessageTermination(8)
-    return GraphFlow([writer, editor, printer], graph=builder.build(), termination_condition=stop)
+    members = agents(client, "writer editor printer")
+    return graph(members, [(0, 1), *conditions], conditions, termination_condition=stop)
 
 
-def selecting(client: Client) -> BaseGroupChat:
-    """Make a team whose selector falls back to the last speaker, as a tiny model names nobody."""
-    agents = [agent(client, n) for n in ("one", "two", "three")]
+def selecting(client: Client, names: str = "one two three", messages: int = 5) -> BaseGroupChat:
+    """Make a team whose selector falls back to the last speaker, as a tiny model gives no name."""
     return SelectorGroupChat(
-        agents,
+        agents(client, names),
         model_client=client,
-        termination_condition=MaxMessageTermination(5),
+        termination_condition=MaxMessageTermination(messages),
         max_selector_attempts=1,
         allow_repeated_speaker=True,
     )
 
 
+def prompted(client: Client) -> BaseGroupChat:
+    return SelectorGroupChat(
+        agents(client, "one two three"),
+        model_client=client,
+        selector_prompt=SELECTOR_PROMPT,
+        termination_condition=MaxMessageTermination(6),
+    )
+
+
 def nested(client: Client) -> BaseGroupChat:
-    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
+    inner = RoundRobinGroupChat(agents(client, "in1 in2"), max_turns=2)
     return RoundRobinGroupChat([agent(client, "one"), inner, agent(client, "two")], max_turns=3)
 
 
 def society(client: Client) -> BaseGroupChat:
-    inner = RoundRobinGroupChat([agent(client, n) for n in ("in1", "in2")], max_turns=2)
+    inner = RoundRobinGroupChat(agents(client, "in1 in2"), max_turns=2)
     minds = SocietyOfMindAgent("minds", team=inner, model_client=client)
     return RoundRobinGroupChat([agent(client, "one"), minds, agent(client, "two")], max_turns=3)
 

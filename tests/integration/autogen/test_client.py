@@ -9,77 +9,57 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
 
-import anyio
 import pytest
-from autogen_agentchat.agents import AssistantAgent
-from autogen_core import CancellationToken, Image
-from autogen_core.models import (
-    ChatCompletionClient,
-    CreateResult,
-    ModelInfo,
-    SystemMessage,
-    UserMessage,
-)
+from autogen_core import CancellationToken
+from autogen_core.models import ChatCompletionClient, CreateResult, SystemMessage, UserMessage
 from autogen_core.tools import FunctionTool
 from pydantic import BaseModel
 
 from flashmoa import FailurePolicy
-from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient
+from flashmoa.autogen import EngineUsage
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from tests.integration.support import wait_until_idle
+from flashmoa.observe import CallFailed, Event
+from tests.integration.autogen.runs import Client, connected, events_of, make
+from tests.integration.support import fetch_kv_state, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
 HELLO = [SystemMessage(content="Be brief."), UserMessage(content="Hello there", source="user")]
 
 
-def make(engine: LocalEngine, **kwargs: object) -> FlashMoAChatCompletionClient:
-    settings: dict[str, object] = {"temperature": 0, "max_tokens": 8, **kwargs}
-    return FlashMoAChatCompletionClient(model="tiny", base_url=engine.url, **settings)
-
-
 @pytest.fixture
-async def chat(engine: LocalEngine) -> AsyncGenerator[FlashMoAChatCompletionClient]:
-    made = make(engine)
-    yield made
-    await made.close()
+async def chat(engine: LocalEngine) -> AsyncGenerator[Client]:
+    async with connected(engine, max_tokens=8) as (client,):
+        yield client
 
 
-async def test_an_answer_has_its_usage(chat: FlashMoAChatCompletionClient) -> None:
-    result = await chat.create(HELLO)
-    assert isinstance(result.content, str) and result.content
-    assert result.finish_reason == "length"
-    again = await chat.create(HELLO)
-    assert again.content == result.content
+async def test_whole_and_streamed_answers_are_the_same_and_have_their_usage(chat: Client) -> None:
+    whole = await chat.create(HELLO)
+    assert isinstance(whole.content, str) and whole.content
+    assert whole.finish_reason == "length"
+    items = [item async for item in chat.create_stream(HELLO)]
+    again = items[-1]
+    assert isinstance(again, CreateResult) and again.content == whole.content
+    assert "".join(item for item in items[:-1] if isinstance(item, str)) == whole.content
     assert isinstance(again.usage, EngineUsage)
     assert again.usage.completion_tokens == 8
     assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
     assert chat.total_usage().completion_tokens == 16
+    assert chat.count_tokens(HELLO) == whole.usage.prompt_tokens
+    assert chat.remaining_tokens(HELLO) == 32768 - whole.usage.prompt_tokens
 
 
-async def test_streaming_gives_the_same_answer_and_usage(
-    chat: FlashMoAChatCompletionClient,
+async def test_options_of_the_stock_client_reach_the_engine(
+    engine: LocalEngine, chat: Client
 ) -> None:
-    whole = await chat.create(HELLO)
-    items = [item async for item in chat.create_stream(HELLO)]
-    result = items[-1]
-    assert isinstance(result, CreateResult)
-    assert "".join(item for item in items[:-1] if isinstance(item, str)) == whole.content
-    assert result.content == whole.content
-    assert result.usage.prompt_tokens == whole.usage.prompt_tokens
-    assert result.usage.completion_tokens == 8
-
-
-async def test_a_stop_string_ends_the_answer(
-    engine: LocalEngine, chat: FlashMoAChatCompletionClient
-) -> None:
-    text = (await chat.create(HELLO)).content
-    assert isinstance(text, str)
-    stopping = make(engine, stop=[text.split()[2]])
-    result = await stopping.create(HELLO)
-    assert result.finish_reason == "stop"
-    assert isinstance(result.content, str) and text.startswith(result.content)
+    result = await chat.create(HELLO, extra_create_args={"logprobs": True, "top_logprobs": 2})
+    assert result.logprobs is not None and len(result.logprobs) == 8
+    text = str(result.content)
+    stopping = make(engine, stop=[text.split()[2]], extra_body={})
+    stopped = await stopping.create(HELLO)
+    assert stopped.finish_reason == "stop"
+    assert isinstance(stopped.content, str) and text.startswith(stopped.content)
     await stopping.close()
 
 
@@ -88,9 +68,8 @@ async def test_json_and_structured_output_are_valid(engine: LocalEngine) -> None
         walking: bool
         town: Literal["Pokhara", "Patan"]
 
-    client = make(engine, max_tokens=200)
-    try:
-        prompt = [UserMessage(content="A plan", source="user")]
+    prompt = [UserMessage(content="A plan", source="user")]
+    async with connected(engine, max_tokens=200, extra_body={}) as (client,):
         result = await client.create(prompt, json_output=Plan)
         assert isinstance(result.content, str)
         assert result.finish_reason == "stop"
@@ -101,150 +80,76 @@ async def test_json_and_structured_output_are_valid(engine: LocalEngine) -> None
         plain = await client.create(prompt, json_output=True)
         assert isinstance(plain.content, str)
         assert plain.content.lstrip()[:1] in ("{", "[", '"')
-    finally:
-        await client.close()
 
 
-async def test_a_required_tool_is_called(engine: LocalEngine) -> None:
+async def test_a_required_tool_is_called_and_an_optional_one_need_not_be(
+    engine: LocalEngine,
+) -> None:
     async def look(place: bool) -> str:
         return str(place)
 
     tool = FunctionTool(look, name="look", description="looks")
-    client = make(engine, max_tokens=400)
-    try:
-        prompt = [UserMessage(content="Look", source="user")]
+    prompt = [UserMessage(content="Look", source="user")]
+    async with connected(engine, max_tokens=400, extra_body={}) as (client,):
         for choice in ("required", tool):
+            once = {"parallel_tool_calls": False}
             result = await client.create(
-                prompt,
-                tools=[tool],
-                tool_choice=choice,
-                extra_create_args={"parallel_tool_calls": False},
+                prompt, tools=[tool], tool_choice=choice, extra_create_args=once
             )
             assert not isinstance(result.content, str)
             assert result.content[0].name == "look"
             assert set(json.loads(result.content[0].arguments)) == {"place"}
             assert result.finish_reason == "function_calls"
-    finally:
-        await client.close()
+        for choice in ("auto", "none"):
+            result = await client.create(prompt, tools=[tool], tool_choice=choice)
+            assert isinstance(result.content, str)
 
 
-async def test_optional_tools_need_not_be_called(chat: FlashMoAChatCompletionClient) -> None:
-    async def look(place: str) -> str:
-        return place
+async def test_cancelling_a_call_or_leaving_its_stream_stops_the_engine(
+    engine: LocalEngine, client: EngineClient
+) -> None:
+    events: list[Event] = []
+    async with connected(engine, max_tokens=20000, listener=events.append) as (endless,):
+        token = CancellationToken()
+        call = asyncio.create_task(endless.create(HELLO, cancellation_token=token))
+        while not (await fetch_kv_state(client)).protected:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        token.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await wait_until_idle(client)
 
-    tool = FunctionTool(look, name="look", description="looks")
-    prompt = [UserMessage(content="Look", source="user")]
-    for choice in ("auto", "none"):
-        result = await chat.create(prompt, tools=[tool], tool_choice=choice)
-        assert isinstance(result.content, str)
+        token = CancellationToken()
+        with pytest.raises(asyncio.CancelledError):
+            async for item in endless.create_stream(HELLO, cancellation_token=token):
+                assert item
+                token.cancel()
+        await wait_until_idle(client)
 
-
-async def test_logprobs_are_returned_on_request(chat: FlashMoAChatCompletionClient) -> None:
-    result = await chat.create(HELLO, extra_create_args={"logprobs": True, "top_logprobs": 2})
-    assert result.logprobs is not None
-    assert len(result.logprobs) == 8
-    assert all(entry.logprob <= 0 for entry in result.logprobs)
-
-
-async def test_images_are_accepted_if_model_info_has_vision(engine: LocalEngine) -> None:
-    pixel = Image.from_base64(
-        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    )
-    message = UserMessage(content=["look", pixel], source="user")
-    blind = make(engine)
-    with pytest.raises(ValueError, match="vision"):
-        await blind.create([message])
-    await blind.close()
-    info: ModelInfo = {**blind.model_info, "vision": True}
-    seeing = make(engine, model_info=info)
-    params = seeing._process_create_args([message], [], "auto", None, {})
-    assert "image_url" in str(params.messages)
-    await seeing.close()
+        async with aclosing(endless.create_stream(HELLO)) as items:
+            await anext(items)
+        await wait_until_idle(client)
+    # The client's listener hears of calls that no linked team makes.
+    failures = [event.error_type for event in events_of(events, CallFailed)]
+    assert failures == ["CancelledError", "CancelledError", "GeneratorExit"]
 
 
-async def test_cancelling_stops_the_engine(engine: LocalEngine, client: EngineClient) -> None:
-    endless = make(engine, max_tokens=20000, extra_body={"ignore_eos": True})
-    prompt = [UserMessage(content="Go on", source="user")]
-    token = CancellationToken()
-    call = asyncio.create_task(endless.create(prompt, cancellation_token=token))
-    await running(client)
-    token.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await wait_until_idle(client)
-
-    token = CancellationToken()
-    with pytest.raises(asyncio.CancelledError):
-        async for item in endless.create_stream(prompt, cancellation_token=token):
-            assert item
-            token.cancel()
-    await wait_until_idle(client)
-    await endless.close()
-
-
-async def test_leaving_a_stream_stops_the_engine(engine: LocalEngine, client: EngineClient) -> None:
-    endless = make(engine, max_tokens=20000, extra_body={"ignore_eos": True})
-    async with aclosing(endless.create_stream(HELLO)) as items:
-        async for item in items:
-            assert item
-            break
-    await wait_until_idle(client)
-    await endless.close()
-
-
-async def running(client: EngineClient) -> None:
-    with anyio.fail_after(20):
-        while (await client.info()).kv[0].protected == 0:  # noqa: ASYNC110
-            await anyio.sleep(0.02)
-
-
-async def test_a_configuration_survives_dump_and_load(engine: LocalEngine) -> None:
+async def test_a_configuration_survives_dump_and_load_and_pickling(engine: LocalEngine) -> None:
     policy = FailurePolicy(stall="finalize", stall_seconds=3.0)
-    client = make(engine, extra_body={"ignore_eos": True}, api_key="sesame", on_failure=policy)
+    client = make(engine, api_key="sesame", on_failure=policy, max_tokens=8)
     dumped = client.dump_component()
     assert dumped.provider == "flashmoa.autogen.FlashMoAChatCompletionClient"
     assert "sesame" not in dumped.model_dump_json()
     loaded = ChatCompletionClient.load_component(dumped)
-    assert isinstance(loaded, FlashMoAChatCompletionClient)
-    assert loaded._create_args["extra_body"] == {"ignore_eos": True}
-    assert loaded.engine.url == client.engine.url
-    assert loaded.on_failure == policy
-    assert (await loaded.create(HELLO)).content == (await client.create(HELLO)).content
-    await loaded.close()
+    answer = (await client.create(HELLO)).content
+    for copied in (loaded, pickle.loads(pickle.dumps(client))):
+        assert isinstance(copied, Client)
+        assert copied._create_args["extra_body"] == {"ignore_eos": True}
+        assert copied.engine.url == client.engine.url
+        assert copied.on_failure == policy
+        assert (await copied.create(HELLO)).content == answer
+        await copied.close()
     await client.close()
-
-
-async def test_an_agent_with_the_client_dumps_and_loads(engine: LocalEngine) -> None:
-    client = make(engine)
-    agent = AssistantAgent("one", model_client=client)
-    loaded = AssistantAgent.load_component(agent.dump_component())
-    assert isinstance(loaded._model_client, FlashMoAChatCompletionClient)
-    await loaded._model_client.close()
-    await client.close()
-
-
-async def test_a_pickled_client_works(engine: LocalEngine) -> None:
-    client = make(engine)
-    copied = pickle.loads(pickle.dumps(client))
-    assert (await copied.create(HELLO)).content == (await client.create(HELLO)).content
-    await copied.close()
-    await client.close()
-
-
-async def test_token_counts_are_the_engines(chat: FlashMoAChatCompletionClient) -> None:
-    usage = (await chat.create(HELLO)).usage
-    assert chat.count_tokens(HELLO) == usage.prompt_tokens
-    assert chat.remaining_tokens(HELLO) == 32768 - usage.prompt_tokens
-
-
-async def test_the_default_base_url_is_a_local_engine_or_openai_base_url(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    assert FlashMoAChatCompletionClient(model="tiny").engine.url == "http://127.0.0.1:30000"
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
-    assert FlashMoAChatCompletionClient(model="tiny").engine.url == "http://elsewhere:1"
-    assert FlashMoAChatCompletionClient(model="gpt-4o").model_info["vision"]
 
 
 async def test_model_info_comes_from_the_engine(
@@ -256,10 +161,3 @@ async def test_model_info_comes_from_the_engine(
         assert client.model_info["function_calling"] is has_parser
         assert client.model_info["vision"] is False
         await client.close()
-
-
-async def test_invalid_arguments_are_refused(engine: LocalEngine) -> None:
-    with pytest.raises(ValueError, match="not an engine's URL"):
-        FlashMoAChatCompletionClient(model="tiny", base_url="localhost:30000")
-    with pytest.raises(ValueError, match="stall_seconds must be a positive number"):
-        make(engine, on_failure=FailurePolicy(stall_seconds=-1))

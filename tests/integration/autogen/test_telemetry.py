@@ -1,13 +1,12 @@
-"""What real runs report to users' tools: OpenTelemetry, AutoGen's own events, our listeners."""
+"""What real runs report to users' tools: OpenTelemetry and AutoGen's own events."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import EVENT_LOGGER_NAME
 from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent
@@ -15,52 +14,22 @@ from autogen_core.models import UserMessage
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 
-from flashmoa import Workflow
-from flashmoa.autogen import EngineUsage, FlashMoAChatCompletionClient, link
-from flashmoa.engine import EngineClient
+from flashmoa.autogen import EngineUsage, link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.observe.calls import calls
-from tests.integration.support import wait_until_idle
+from tests.integration.autogen.runs import Client, connected, run_team
+from tests.integration.autogen.teams import agent
 from tests.unit.observe.test_opentelemetry import Telemetry, parent, times
 
 pytestmark = pytest.mark.anyio
-Client = FlashMoAChatCompletionClient
 ASK = [UserMessage(content="Go.", source="user")]
 
 
-@pytest.fixture
-async def clients(engine: LocalEngine) -> AsyncGenerator[Callable[..., Client]]:
-    made: list[Client] = []
-
-    def make(**more: Any) -> Client:
-        settings: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "base_url": engine.url}
-        ignore_eos = {"extra_body": {"ignore_eos": True}}
-        made.append(Client(model="tiny", **ignore_eos, **settings | more))
-        return made[-1]
-
-    yield make
-    for client in made:
-        await client.close()
-
-
-@pytest.fixture
-def telemetry() -> Telemetry:
-    return Telemetry()
-
-
-def pair(
-    client: Client, guide: str, *, writer: Client | None = None, stream: bool = False
-) -> RoundRobinGroupChat:
-    """Make a team of a planner and a writer, with the same client or one each."""
+def pair(clients: list[Client], guide: str, *, stream: bool = False) -> RoundRobinGroupChat:
+    """Make a team of a planner and a writer, with a client each."""
     agents = [
-        AssistantAgent(
-            name,
-            model_client=client if name == "planner" else writer or client,
-            system_message=f"{guide[:2000]}\n\nYou are {name}.",
-            model_client_stream=stream,
-        )
-        for name in ("planner", "writer")
+        agent(client, name, system_message=f"{guide[:2000]}\n\n{name}", model_client_stream=stream)
+        for name, client in zip(("planner", "writer"), clients, strict=True)
     ]
     return RoundRobinGroupChat(agents, max_turns=2)
 
@@ -76,23 +45,18 @@ def span_of(spans: list[ReadableSpan], agent: str, start: str) -> ReadableSpan:
 
 
 async def test_a_linked_team_has_spans_within_autogens(
-    clients: Callable[..., Client],
-    downstream: LocalEngine,
-    guide: str,
-    telemetry: Telemetry,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: LocalEngine, downstream: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AutoGen makes the agents' spans; ours are within them."""
+    telemetry = Telemetry()
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", telemetry.tracers)
-    client, writers = clients(max_tokens=64), clients(base_url=downstream.url)
-    await writers.engine.flush_cache()
-    team = pair(client, guide, writer=writers)
-    link(team, listener=telemetry.listener())
-    await team.run(task="Go.")
-    await wait_until_idle(writers.engine)
+    async with connected(engine, downstream, max_tokens=64) as clients:
+        team = pair(clients, guide)
+        link(team, listener=telemetry.listener())
+        await team.run(task="Go.")
     spans = list(telemetry.exporter.get_finished_spans())
-    for agent in ("planner", "writer"):
-        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
+    for name in ("planner", "writer"):
+        turn, chat = span_of(spans, name, "invoke_agent "), span_of(spans, name, "chat tiny")
         assert turn.instrumentation_scope is not None
         assert turn.instrumentation_scope.name == "autogen-core"
         assert parent(chat) == turn.context.span_id
@@ -115,58 +79,6 @@ async def test_a_linked_team_has_spans_within_autogens(
     assert sources["streamed"] >= tokens
 
 
-async def test_a_workflow_has_spans_of_its_calls(
-    client: EngineClient, guide: str, telemetry: Telemetry
-) -> None:
-    with telemetry.tracers.get_tracer("test").start_as_current_span("trip") as trip:
-        async with Workflow(client, listener=telemetry.listener()) as flow:
-            ask = {"role": "user", "content": f"{guide[:2000]} Plan."}
-            more = {"model": "tiny", "ignore_eos": True, "temperature": 0}
-            draft = flow.ask([ask], name="draft", max_tokens=24, **more)
-            review = {"role": "user", "content": f"{guide[:1000]} Shorten: {draft}"}
-            await flow.ask([review], name="review", max_tokens=4, **more)
-    spans = list(telemetry.exporter.get_finished_spans())
-    for agent in ("draft", "review"):
-        turn, chat = span_of(spans, agent, "invoke_agent "), span_of(spans, agent, "chat tiny")
-        assert parent(turn) == trip.get_span_context().span_id
-        assert parent(chat) == turn.context.span_id
-        assert chat.attributes is not None
-        assert chat.attributes["gen_ai.response.finish_reasons"] == ("length",)
-    linked = span_of(spans, "review", "link ")
-    assert parent(linked) == span_of(spans, "review", "invoke_agent ").context.span_id
-    assert (linked.attributes or {})["flashmoa.link.upstream"] == ("draft",)
-
-
-async def test_a_failed_workflow_as_spans(client: EngineClient, telemetry: Telemetry) -> None:
-    """The turn whose request was never sent has a span, too."""
-    async with Workflow(client, listener=telemetry.listener()) as flow:
-        ask = {"role": "user", "content": "Go."}
-        broken = flow.ask([ask], name="broken", model="tiny", max_tokens=-1)
-        reader = flow.ask([{"role": "user", "content": f"Read {broken}"}], name="reader")
-        for answer in (broken, reader):
-            with pytest.raises(Exception, match="must be at least 0"):
-                await answer
-    spans = list(telemetry.exporter.get_finished_spans())
-    failed = [span_of(spans, "broken", n) for n in ("invoke_agent ", "chat ")]
-    for span in [*failed, span_of(spans, "reader", "invoke_agent ")]:
-        assert span.status.status_code is trace.StatusCode.ERROR
-        assert (span.attributes or {})["error.type"] == "MalformedRequest"
-
-
-async def test_an_answer_that_is_dropped_ends_its_spans(
-    clients: Callable[..., Client], guide: str, telemetry: Telemetry
-) -> None:
-    """The reader of an answer's stream may stop before its end."""
-    client = clients(max_tokens=2000, listener=telemetry.listener())
-    stream = client.create_stream(ASK)
-    await anext(stream)
-    await stream.aclose()
-    await wait_until_idle(client.engine)
-    spans = list(telemetry.exporter.get_finished_spans())
-    assert [span.name for span in spans] == ["chat tiny", "invoke_agent client"]
-    assert (spans[0].attributes or {})["error.type"] == "GeneratorExit"
-
-
 @pytest.fixture
 def logged() -> Iterator[list[Any]]:
     """Return a list of the events that AutoGen's clients log."""
@@ -187,18 +99,11 @@ def logged() -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_autogens_log_events_have_streamed_tokens(
-    clients: Callable[..., Client],
-    downstream: LocalEngine,
-    guide: str,
-    logged: list[Any],
-    stream: bool,
+    engine: LocalEngine, downstream: LocalEngine, guide: str, logged: list[Any], stream: bool
 ) -> None:
     """The writer has an engine of its own, in which streams need not wait for decodes."""
-    client, writers = clients(max_tokens=64), clients(base_url=downstream.url)
-    await writers.engine.flush_cache()
-    team, events = pair(client, guide, writer=writers, stream=stream), list[Event]()
-    link(team, listener=events.append)
-    await team.run(task="Go.")
+    async with connected(engine, downstream, max_tokens=64) as clients:
+        events = (await run_team(pair(clients, guide, stream=stream), "Go.")).events
     kind = LLMStreamEndEvent if stream else LLMCallEvent
     fields = [event.kwargs for event in logged if type(event) is kind]
     made = calls(events)
@@ -215,10 +120,10 @@ async def test_autogens_log_events_have_streamed_tokens(
 
 
 async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
-    clients: Callable[..., Client], logged: list[Any]
+    model_client: Client, logged: list[Any]
 ) -> None:
     """Each of several overlapping calls has its own figures; a stock client's event has none."""
-    client = clients()
+    client = model_client
     await client.create(ASK)  # A part of each later prompt is in the cache then.
     logged.clear()
     one, other = client.create_stream(ASK), client.create_stream(ASK * 2)
@@ -238,28 +143,3 @@ async def test_autogens_events_of_unlinked_calls_have_their_own_figures(
         LLMCallEvent(messages=[], response={}, prompt_tokens=1, completion_tokens=1)
     )
     assert "cached_tokens" not in logged[-1].kwargs
-
-
-async def test_a_clients_listener_receives_failures(clients: Callable[..., Client]) -> None:
-    events: list[Event] = []
-    with pytest.raises(Exception, match="must be at least 0"):
-        await clients(listener=events.append, max_tokens=-1).create(ASK)
-    assert [type(event) for event in events] == [CallStarted, PromptSent, CallFailed]
-
-
-@pytest.mark.parametrize("auto_link", [False, True])
-async def test_a_teams_calls_are_reported_once(
-    clients: Callable[..., Client], guide: str, auto_link: bool
-) -> None:
-    """They are reported to the team's listener, or to the client's if the team is not linked."""
-    events: list[Event] = []
-    client = clients(listener=events.append, auto_link=auto_link)
-    await pair(client, guide).run(task="Go.")
-    reported = [event for event in events if isinstance(event, CallStarted | CallFinished)]
-    assert [event.agent for event in reported] == ["planner", "planner", "writer", "writer"]
-    events.clear()
-    team, others = pair(client, guide), list[Event]()
-    link(team, listener=others.append)
-    await team.run(task="Go.")
-    assert not [event for event in events if isinstance(event, CallStarted)]
-    assert len(calls(others)) == 2

@@ -2,67 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import anyio
 import pytest
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
 from autogen_agentchat.tools import AgentTool
-from autogen_core.models import UserMessage
-from autogen_core.tools import FunctionTool
+from autogen_core import CancellationToken
+from autogen_core.models import CreateResult, UserMessage
+from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
 
 from flashmoa.autogen import link
 from flashmoa.engine.local import LocalEngine
-from flashmoa.observe import CallFinished, LinkOpened
-from tests.integration.autogen.exactness import count_outcomes, finished_calls
+from flashmoa.observe import Event, LinkClosed, LinkOpened, LinkWaits
+from tests.integration.autogen.runs import (
+    Client,
+    FinishedCall,
+    connected,
+    count_outcomes,
+    events_of,
+    make,
+    run_once,
+    run_team,
+    until,
+)
 from tests.integration.autogen.teams import agent
-from tests.integration.autogen.tool_runs import Client, RequiringClient, Watch, make, run_both_ways
 from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
-
-
-@pytest.fixture
-async def model_client(engine: LocalEngine) -> AsyncGenerator[Client]:
-    client = make(engine)
-    await client.engine.flush_cache()
-    yield client
-    await wait_until_idle(client.engine)
-    await client.close()
-
-
 LOOK = ("look", {"place": "lake"})
-NEXT_TURNS = {
+
+
+class Watch:
+    """Lets the tools of a linked team wait for what becomes of its links.
+
+    In an unlinked team, nothing is waited for.
+    """
+
+    def __init__(self, client: Client, *, is_linked: bool = True) -> None:
+        self.events: list[Event] = []
+        # The calls of the same team, unlinked.
+        self.unlinked: list[FinishedCall] = []
+        self.client = client
+        self.is_linked = is_linked
+
+    @property
+    def own_links(self) -> list[LinkOpened]:
+        """The links to what agents ask after their tools."""
+        opened = events_of(self.events, LinkOpened)
+        return [event for event in opened if event.upstream and event.upstream[0].endswith(")")]
+
+    def reasons(self, links: list[LinkOpened]) -> list[str]:
+        """Return why these links were closed."""
+        ids = [opened.stream_id for opened in links]
+        closed = events_of(self.events, LinkClosed)
+        return [event.reason for event in closed if event.stream_id in ids]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        await until(lambda: not self.is_linked or is_so())
+
+    async def prefilled(self, tokens: int = 0, links: int = 1) -> int:
+        """Wait until the latest link to an own request has KV for nearly all that is certain.
+
+        Args:
+            tokens: at least how many tokens are certain.
+            links: which one it is.
+
+        Return the number of tokens that are certain.
+        """
+        await self.until(lambda: len(self.own_links) >= links)
+        with anyio.fail_after(20):
+            while self.is_linked:
+                state = await self.client.engine.stream_state(self.own_links[-1].stream_id)
+                if tokens <= state.received_tokens <= state.prefilled_tokens + LAG:
+                    return state.received_tokens
+                await anyio.sleep(0.002)
+        return 0
+
+    async def look(self, place: str) -> str:
+        """Look at a place."""
+        await self.prefilled()
+        return f"A fine {place}."
+
+    def member(self, **options: Any) -> Any:
+        """Make an agent that calls tools, by default ``look``."""
+        return agent(self.client, "one", **{"tools": [self.look], **options})
+
+    def alone(self, **options: Any) -> BaseGroupChat:
+        return RoundRobinGroupChat([self.member(**options)], max_turns=1)
+
+    def read(self, **options: Any) -> BaseGroupChat:
+        """Make a team with a reader of what the agent with tools says."""
+        members = [self.member(**options), agent(self.client, "two")]
+        return RoundRobinGroupChat(members, max_turns=2)
+
+
+async def run_both_ways(
+    client: Client, build: Callable[[Watch], BaseGroupChat]
+) -> tuple[list[FinishedCall], Watch]:
+    """Run a team linked and unlinked; its messages must be the same.
+
+    Return the linked team's calls, and its watch.
+    """
+    watch = Watch(client)
+    linked = await run_once(lambda: build(watch), [client], "Go.", events=watch.events)
+    await wait_until_idle(client.engine)
+    unlinked = Watch(client, is_linked=False)
+    plain = await run_once(lambda: build(unlinked), [client], "Go.", "unlinked")
+    assert linked.messages == plain.messages
+    watch.unlinked = plain.calls
+    return linked.calls, watch
+
+
+WAYS = {
     "iterates": {"max_tool_iterations": 3},
     "reflects": {"reflect_on_tool_use": True},
     "streams": {"max_tool_iterations": 3, "model_client_stream": True},
 }
 
 
-@pytest.mark.parametrize("way", NEXT_TURNS)
+@pytest.mark.parametrize("way", WAYS)
 async def test_a_request_after_a_tool_was_prefilled_while_the_tool_ran(
     model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
-
-    def build(watch: Watch) -> BaseGroupChat:
-        async def look(place: str) -> str:
-            """Look at a place."""
-            await watch.prefilled()
-            return f"A fine {place}."
-
-        options = {"system_message": guide[:3000], "tools": [look], **NEXT_TURNS[way]}
-        members = [agent(model_client, "one", **options), agent(model_client, "two")]
-        return RoundRobinGroupChat(members, max_turns=2)
-
-    calls, watch = await run_both_ways(model_client, build)
+    calls, watch = await run_both_ways(
+        model_client, lambda watch: watch.read(system_message=guide[:3000], **WAYS[way])
+    )
     assert [call.agent for call in calls] == ["one", "one", "two"]
     assert [call.status for call in calls[1:]] == ["hit", "hit"]
     count_outcomes("own turns", calls[1:2])
-    assert calls[1].late_tokens is not None and calls[1].late_tokens < FEW
+    assert calls[1].late_tokens < FEW
     (opened,) = watch.own_links
     assert (opened.agent, opened.upstream) == ("one", ("look()",))
     assert watch.reasons([opened]) == ["used"]
@@ -85,21 +161,13 @@ async def test_what_is_held_stays_in_a_pool_that_others_fill(
                 await generate(model_client.engine, words(3000, seed), 1)
             return f"A fine {place}."
 
-        one = agent(
-            model_client,
-            "one",
-            system_message=guide[:3000],
-            tools=[look],
-            max_tool_iterations=2,
-        )
-        return RoundRobinGroupChat([one], max_turns=1)
+        return watch.alone(system_message=guide[:3000], tools=[look], max_tool_iterations=2)
 
     calls, watch = await run_both_ways(model_client, build)
     assert [call.status for call in calls] == [None, "hit"]
-    assert calls[1].late_tokens is not None and calls[1].late_tokens < FEW
-    unlinked = [event.usage for event in watch.unlinked if isinstance(event, CallFinished)]
-    assert unlinked[1] is not None
-    assert unlinked[1].prompt_tokens - (unlinked[1].cached_tokens or 0) > 600
+    assert calls[1].late_tokens < FEW
+    usage = watch.unlinked[1].usage
+    assert usage is not None and usage.prompt_tokens - (usage.cached_tokens or 0) > 600
 
 
 async def test_what_is_cached_is_held_while_others_decode(
@@ -110,7 +178,7 @@ async def test_what_is_cached_is_held_while_others_decode(
 ) -> None:
     """Streams do not stop decodes for a forward of their own."""
     script(monkeypatch, call_until(1, LOOK))
-    watch = Watch(model_client, is_linked=True)
+    watch = Watch(model_client)
     ended: list[str] = []
 
     async def decode() -> None:
@@ -119,23 +187,20 @@ async def test_what_is_cached_is_held_while_others_decode(
 
     async def look(place: str) -> str:
         """Look at a place."""
-        await watch.prefilled()
+        text = await watch.look(place)
         ended.append("tool")
-        return f"A fine {place}."
+        return text
 
-    options = {"system_message": guide[:3000], "tools": [look], "max_tool_iterations": 2}
-    team = RoundRobinGroupChat([agent(model_client, "one", **options)], max_turns=1)
-    linked = link(team, listener=watch.events.append)
+    team = watch.alone(system_message=guide[:3000], tools=[look], max_tool_iterations=2)
     async with anyio.create_task_group() as group:
         group.start_soon(decode)
         with anyio.fail_after(20):
             while not (await fetch_kv_state(model_client.engine)).protected:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
-        await team.run(task="Go.")
+        run = await run_team(team, "Go.", events=watch.events)
         group.cancel_scope.cancel()
-    await linked.close()
     assert ended[0] == "tool"
-    assert [call.status for call in finished_calls(watch.events)] == [None, "hit"]
+    assert [call.status for call in run.calls] == [None, "hit"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -161,12 +226,11 @@ async def test_a_result_is_prefilled_while_the_next_tool_runs(
             await watch.prefilled(sum(known) + len(long) // 5)
             return "Walked."
 
-        one = agent(model_client, "one", tools=[look, walk], max_tool_iterations=2)
-        return RoundRobinGroupChat([one], max_turns=1)
+        return watch.alone(tools=[look, walk], max_tool_iterations=2)
 
     calls, watch = await run_both_ways(model_client, build)
     assert [call.status for call in calls] == [None, "hit"]
-    assert calls[1].late_tokens is not None and calls[1].late_tokens < FEW
+    assert calls[1].late_tokens < FEW
     assert [opened.upstream for opened in watch.own_links] == [("look()", "walk()")]
 
 
@@ -185,10 +249,7 @@ async def test_each_of_several_iterations_is_prefilled(
             await watch.prefilled(links=looks)
             return f"{place} {looks}"
 
-        options = {"max_tool_iterations": 2, "reflect_on_tool_use": True}
-        return RoundRobinGroupChat(
-            [agent(model_client, "one", tools=[look], **options)], max_turns=1
-        )
+        return watch.alone(tools=[look], max_tool_iterations=2, reflect_on_tool_use=True)
 
     # After the second call of its tool it may not call a third time, and reflects.
     calls, watch = await run_both_ways(model_client, build)
@@ -205,43 +266,41 @@ async def test_nothing_is_held_if_the_agent_will_not_ask_again(
         async def look(place: str) -> str:
             """Look at a place."""
             # The reader of the result has its link before; that of its caller would come now.
-            await watch.until(lambda: any(isinstance(e, LinkOpened) for e in watch.events))
+            await watch.until(lambda: bool(events_of(watch.events, LinkOpened)))
             await anyio.sleep(0.05)
             return f"A fine {place}."
 
-        members = [agent(model_client, "one", tools=[look]), agent(model_client, "two")]
-        return RoundRobinGroupChat(members, max_turns=2)
+        return watch.read(tools=[look])
 
     calls, watch = await run_both_ways(model_client, build)
     assert [call.status for call in calls] == [None, "hit"]
     assert not watch.own_links
+    # The reader's link waits for the result, since the call is not streamed to it.
+    (waits,) = events_of(watch.events, LinkWaits)
+    assert "its answer is not requested as a stream" in waits.reason
 
 
-@pytest.mark.parametrize("says", ["", "Let me look there first.", slow("  \n")])
+@pytest.mark.parametrize("says", ["Let me look there first.", slow("  \n")])
 async def test_the_text_before_a_tool_call_is_taken_back(
-    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, says: str
+    model_client: Client, monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
-    script(monkeypatch, call_until(1, [says, LOOK] if says else LOOK))
-
-    def build(watch: Watch) -> BaseGroupChat:
-        async def look(place: str) -> str:
-            """Look at a place."""
-            await watch.prefilled()
-            return f"A fine {place}."
-
-        streaming = {"max_tool_iterations": 2, "model_client_stream": True}
-        members = [
-            agent(model_client, "one", tools=[look], **streaming),
-            agent(model_client, "two", system_message=guide[:2000]),
-        ]
-        return RoundRobinGroupChat(members, max_turns=2)
-
-    calls, watch = await run_both_ways(model_client, build)
+    script(monkeypatch, call_until(1, [says, LOOK]))
+    calls, watch = await run_both_ways(model_client, lambda watch: watch.read(**WAYS["streams"]))
     assert [(call.agent, call.status) for call in calls[1:]] == [("one", "hit"), ("two", "hit")]
     # The reader got the final answer as it was written, although it comes from an agent with tools.
-    assert calls[2].late_tokens is not None and calls[2].late_tokens < FEW
-    to_reader = [e for e in watch.events if isinstance(e, LinkOpened) and e.agent == "two"]
-    assert watch.reasons(to_reader) == (["abort", "used"] if says else ["used"])
+    assert calls[2].late_tokens < FEW
+    to_reader = events_of(watch.events, LinkOpened, "two")
+    assert watch.reasons(to_reader) == ["abort", "used"]
+
+
+class RequiringClient(Client):
+    """Lets the engine's grammar force a call of a tool where there are tools."""
+
+    async def create(self, messages: Any, *, tools: Any = (), **more: Any) -> CreateResult:  # type: ignore[override]
+        if tools:
+            more["tool_choice"] = "required"
+            more["extra_create_args"] = {"parallel_tool_calls": False}
+        return await super().create(messages, tools=tools, **more)
 
 
 async def test_a_tool_call_that_the_engine_parsed_is_predicted(engine: LocalEngine) -> None:
@@ -249,48 +308,81 @@ async def test_a_tool_call_that_the_engine_parsed_is_predicted(engine: LocalEngi
 
     def build(watch: Watch) -> BaseGroupChat:
         async def look(place: bool) -> str:
-            await watch.prefilled()
-            return f"A fine place: {place}."
+            return await watch.look(str(place))
 
         tool = FunctionTool(look, name="look", description="looks")
-        one = agent(client, "one", tools=[tool], reflect_on_tool_use=True)
-        return RoundRobinGroupChat([one], max_turns=1)
+        return watch.alone(tools=[tool], reflect_on_tool_use=True)
 
     calls, _ = await run_both_ways(client, build)
     assert [call.status for call in calls] == [None, "hit"]
     await client.close()
 
 
-async def test_an_agent_that_is_a_tool_does_not_use_its_callers_link(
-    model_client: Client, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asker", ["an agent", "a function"])
+async def test_a_tool_that_asks_a_model_does_not_use_its_callers_link(
+    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, asker: str
 ) -> None:
-    script(monkeypatch, call_until(1, ("inner", {"task": "Look."})))
-
-    def build(_: Watch) -> BaseGroupChat:
-        inner = AgentTool(agent(model_client, "inner"))
-        one = agent(model_client, "one", tools=[inner], reflect_on_tool_use=True)
-        return RoundRobinGroupChat([one], max_turns=1)
-
-    calls, watch = await run_both_ways(model_client, build)
-    assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
-    assert watch.reasons(watch.own_links) == ["used"]
-
-
-async def test_a_tool_that_asks_the_model_does_not_use_its_agents_link(
-    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(monkeypatch, call_until(1, LOOK))
+    call = ("inner", {"task": "Look."}) if asker == "an agent" else LOOK
+    script(monkeypatch, call_until(1, call))
 
     def build(watch: Watch) -> BaseGroupChat:
         async def look(place: str) -> str:
             """Look at a place."""
-            await watch.prefilled()
-            question = UserMessage(content=f"Which {place}?", source="user")
+            question = UserMessage(content=await watch.look(place), source="user")
             return str((await model_client.create([question])).content)
 
-        options = {"system_message": guide[:3000], "tools": [look], "reflect_on_tool_use": True}
-        return RoundRobinGroupChat([agent(model_client, "one", **options)], max_turns=1)
+        tool = AgentTool(agent(model_client, "inner")) if asker == "an agent" else look
+        return watch.alone(tools=[tool], system_message=guide[:3000], reflect_on_tool_use=True)
 
     calls, watch = await run_both_ways(model_client, build)
     assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
     assert watch.reasons(watch.own_links) == ["used"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "fails", "closed"])
+async def test_what_is_held_is_given_back_if_the_request_does_not_come(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    script(monkeypatch, call_until(1, LOOK))
+    # AutoGen waits for ever for a tool that is cancelled or raises. In an event loop of its own,
+    # what it leaves ends with the loop.
+    play = partial(asyncio.run, asyncio.wait_for(lose_request(engine, how), 60))
+    reasons = await anyio.to_thread.run_sync(play)
+    assert reasons == ["closed" if how == "closed" else "abort"]
+
+
+async def lose_request(engine: LocalEngine, how: str) -> list[str]:
+    """Run a team whose agent does not get the result of its tool, and so does not ask again.
+
+    Return why the link to its request was closed, before the team has ended.
+    """
+    async with connected(engine) as (client,):
+        watch, token = Watch(client), CancellationToken()
+
+        async def look(place: str) -> str:
+            return await anyio.sleep_forever() or place
+
+        class BrokenBench(StaticWorkbench):
+            async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
+                await watch.prefilled()
+                raise RuntimeError("The workbench is broken.")
+
+        tools = [FunctionTool(look, description="")]
+        given = {"workbench": BrokenBench(tools), "tools": None} if how == "fails" else {}
+        team = watch.alone(max_tool_iterations=2, **{"tools": tools, **given})
+        linked = link(team, listener=watch.events.append)
+        run = asyncio.create_task(team.run(task="Go.", cancellation_token=token))
+        await watch.until(lambda: bool(watch.own_links))
+        if how == "cancelled":
+            token.cancel()
+        elif how == "closed":
+            await linked.close()
+        await watch.until(lambda: bool(watch.reasons(watch.own_links)))
+        await wait_until_idle(client.engine)
+        assert not run.done()
+        token.cancel()
+        while not run.done():
+            run.cancel()
+            await asyncio.sleep(0.01)
+        await linked.close()
+        return watch.reasons(watch.own_links)

@@ -85,9 +85,9 @@ async def test_measured_mapreduce_is_the_same_parallel_and_sequential(clients: C
         for mode in ("unlinked", "linked")
         for sequential in (False, True)
     }
-    said = [{turn.agent: turn.text for turn in run.turns} for run in runs.values()]
+    said = [{call.agent: call.text for call in run.calls} for run in runs.values()]
     assert all(one == said[0] for one in said) and len(said[0]) == 4
-    usage = runs["linked", False].turns[-1].usage
+    usage = runs["linked", False].calls[-1].usage
     assert usage is not None and usage.prompt_stream is not None
     assert usage.prompt_stream.status == "hit"
 

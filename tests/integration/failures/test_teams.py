@@ -18,7 +18,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed
-from tests.integration.autogen.exactness import finished_calls
+from tests.integration.autogen.runs import finished_calls
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
     PATIENCE,

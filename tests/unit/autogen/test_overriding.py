@@ -13,21 +13,32 @@ import pytest
 from autogen_agentchat.agents import (
     AssistantAgent,
     BaseChatAgent,
+    MessageFilterAgent,
+    MessageFilterConfig,
     SocietyOfMindAgent,
 )
 from autogen_agentchat.base import Response
-from autogen_agentchat.messages import BaseChatMessage, TextMessage
+from autogen_agentchat.messages import BaseChatMessage, StructuredMessage, TextMessage
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat, SelectorGroupChat
 from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryContent, UpdateContextResult
 from autogen_core.model_context import ChatCompletionContext, UnboundedChatCompletionContext
 from autogen_core.models import LLMMessage, ModelFamily, ModelInfo, UserMessage
-from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
+from autogen_core.tools import (
+    BaseTool,
+    FunctionTool,
+    StaticStreamWorkbench,
+    StaticWorkbench,
+    ToolSchema,
+)
+from pydantic import BaseModel, field_serializer
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen._dry_run import agent_dry_runs, require_stock_message, require_stock_methods
 from flashmoa.autogen._team_link import TeamLinkPlanner
 from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer
 
@@ -75,7 +86,7 @@ def workbench(client: Client, count_run: CountRun) -> BaseGroupChat:
 
 def workbench_of_one(client: Client, count_run: CountRun) -> BaseGroupChat:
     """Only this one object has a method of its own, not its class."""
-    bench: Any = StaticWorkbench([_tool()])
+    bench: Any = StaticStreamWorkbench([_tool()])
     stock = bench.list_tools
 
     async def list_tools() -> list[ToolSchema]:
@@ -257,7 +268,7 @@ async def run_team(
     ("build", "declined"),
     [
         (workbench, {"two": "code of its Stateful"}),
-        (workbench_of_one, {"two": "code of its StaticWorkbench"}),
+        (workbench_of_one, {"two": "code of its StaticStreamWorkbench"}),
         (tool, {"two": "would run Own.schema"}),
         (stream, {"two": "it is a Own, not a stock AssistantAgent"}),
         (society, {"(summary)": "code of its Own"}),
@@ -292,3 +303,40 @@ async def test_overriding_code_of_included_agents_is_run_ahead(
     assert linked.runs > plain.runs
     assert linked.sent == plain.sent
     assert not linked.declined
+
+
+class WithSerializer(BaseModel):
+    city: str
+
+    @field_serializer("city")
+    def serialize_city(self, city: str) -> str:
+        return city.upper()
+
+
+def test_structured_messages_are_stock_unless_their_content_has_serializers() -> None:
+    class Plain(BaseModel):
+        city: str
+
+    require_stock_message(StructuredMessage[Plain](content=Plain(city="Pokhara"), source="a"))
+    other = StructuredMessage[WithSerializer](content=WithSerializer(city="Pokhara"), source="a")
+    with pytest.raises(NotForecastable, match="serializers of WithSerializer"):
+        require_stock_message(other)
+
+
+def test_a_tool_whose_prompt_is_stock_may_have_code_of_its_own() -> None:
+    class Counting(FunctionTool):
+        async def run(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    require_stock_methods(Counting(_look, description=""), BaseTool)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_no_copy_of_an_agent_with_a_team_is_run(is_filtered: bool) -> None:
+    """The copy would have the real team, whose agents would be asked."""
+    client = Client(model="m", base_url=URL, model_info=INFO)
+    inner = RoundRobinGroupChat([agent(client, "inner")])
+    subject: Any = SocietyOfMindAgent("minds", team=inner, model_client=client)
+    if is_filtered:
+        subject = MessageFilterAgent("minds", subject, MessageFilterConfig(per_source=[]))
+    with pytest.raises(NotForecastable, match="has a team of its own"):
+        agent_dry_runs(subject, [], included=True)

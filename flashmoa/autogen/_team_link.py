@@ -398,7 +398,7 @@ class TeamLinkPlanner(LinkPlanner):
         counts = [self._members.count_received_since(turn.agent) for turn in turns]
         await self.link_all([turn for turn in turns if turn.agent not in self._inner], changes)
         with anyio.move_on_after(_NEXT_RUN_SECONDS):
-            # A team that was reset begins anew.
+            # A team that was reset starts over.
             while (  # noqa: ASYNC110
                 self._kept
                 and changes == self.changes

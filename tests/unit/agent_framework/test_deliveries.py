@@ -12,7 +12,7 @@ from agent_framework import (
     handler,
 )
 
-from flashmoa.agent_framework._deliveries import Delivery, find_deliveries
+from flashmoa.agent_framework._workflow_link import Delivery, find_deliveries
 
 
 class Node(Executor):

@@ -11,17 +11,21 @@ from agent_framework.orchestrations import SequentialBuilder
 from openai import AsyncOpenAI
 
 from flashmoa.agent_framework import FlashMoAChatClient, _client, link
+from flashmoa.observe import LinkDeclined
+from flashmoa.observe.trace import read
 from tests.unit.agent_framework.fakes import agent, chain, make_client
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_linking_a_workflow_again_replaces_its_link() -> None:
+async def test_linking_a_workflow_again_replaces_its_link_and_its_trace(tmp_path: Path) -> None:
     client, _ = make_client()
-    workflow = chain(client)
-    link(workflow)
-    second = link(workflow)
-    assert set(client.linked_workflows) == {second}
+    workflow, file = chain(client), tmp_path / "run.jsonl"
+    event = LinkDeclined(agent="1", engine="", reason="test")
+    link(workflow, trace=file)._planner.listener(event)
+    assert read(file) == [event]
+    second = link(workflow, trace=file)
+    assert read(file) == [] and set(client.linked_workflows) == {second}
     await second.close()
     assert not client.linked_workflows
 
@@ -44,6 +48,12 @@ def test_nested_workflows_are_named_if_there_is_nothing_else_to_link() -> None:
     builder = SequentialBuilder(participants=[agent(client, name) for name in "ab"])
     with pytest.raises(ValueError, match=r"\['a', 'b'\] run workflows of their own"):
         link(builder.with_request_info().build())
+
+
+def test_a_builder_is_refused() -> None:
+    client, _ = make_client()
+    with pytest.raises(TypeError, match="build it"):
+        link(SequentialBuilder(participants=[agent(client, "a")]))  # type: ignore[arg-type]
 
 
 def test_a_client_of_openai_is_refused() -> None:

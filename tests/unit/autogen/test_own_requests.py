@@ -78,7 +78,7 @@ def test_every_request_after_tools_is_predicted_exactly(
             # A reflection that is answered by further calls.
             assert "no valid text" in str(error)
         predicted = [each for each in client.predictions if each is not None]
-        # An answer to a reflection is predicted like any other, but nobody asks for it.
+        # An answer to a reflection is predicted like any other, but is not asked for.
         assert len(predicted) >= len(client.prompts) - 1
         for number, (request, prompt) in enumerate(
             zip(predicted, client.prompts[1:], strict=False), start=1

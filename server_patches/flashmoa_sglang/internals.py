@@ -18,7 +18,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang.releases import class_for
+from flashmoa_sglang.releases import served_as
 
 # What only some engines do, as their arguments say it.
 EVERYBODY = "every engine"
@@ -178,7 +178,7 @@ def looked_at(
 
 def used(release: str, feature: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield what engines with a feature use of a release: owners, a name, arguments of a call."""
-    number = class_for(release).__module__.rpartition("_")[2]
+    number = str(served_as(release)[-1])
     for section in re.split(r"^\[", LIST.read_text(encoding="utf-8"), flags=re.M)[1:]:
         head, *entries = re.split(r"\n(?=\S)", section.strip())
         for owners, *uses in map(str.split, entries if head == f"{feature}]" else ()):

@@ -27,7 +27,7 @@ from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
-from flashmoa_sglang.scheduler import admission, batches, queue, results, state
+from flashmoa_sglang.scheduler import admission, batches, results, state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -175,13 +175,13 @@ SCHEDULER_HOOKS = [
     Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
     *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
-    Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", queue.prefetch),
+    Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
     Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
     Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
     Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
     Hook(f"{_SCHEDULE_BATCH}.filter_batch", "around", results.drop_increments),
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
-    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", queue.order_queue),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", admission.order_queue),
     Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),

@@ -56,9 +56,8 @@ class TabulatedTimes:
     def __init__(self, gpu: str, model: str, tensor_parallel: int = 1) -> None:
         try:
             modelled: Any = import_module("flashmoa_sglang.modelled_gpu.gpu")
-            specs: Any = import_module("flashmoa_sglang.modelled_gpu.specs")
             if gpu.endswith(".json"):
-                sheet, shape = specs.Gpu.load(gpu), specs.Model.load(model, "bfloat16")
+                sheet, shape = modelled.Gpu.load(gpu), modelled.Model.load(model, "bfloat16")
                 self._times = modelled.Roofline(sheet, shape, tensor_parallel)
             else:
                 self._times = modelled.MeasuredTables(gpu, model, tensor_parallel)

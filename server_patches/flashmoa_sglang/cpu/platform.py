@@ -9,13 +9,13 @@ nothing. The plugin's backend computes only the new rows.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.platforms.interface import PlatformEnum
 
 from flashmoa_sglang import cpu
-from flashmoa_sglang.cpu.host_memory import UnpinnedTorch, skip_pinning
 from flashmoa_sglang.cpu.pd_pairs import prepare_pd_pairs
 from flashmoa_sglang.modelled_gpu import hooks
 from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
@@ -25,6 +25,7 @@ from flashmoa_sglang.releases import RELEASE
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
+    from torch import Tensor
 
 # SGLang has a list of the names of backends that need no Triton, and on a CPU only this one works.
 # So the plugin registers its backend under the name of the stock one.
@@ -48,7 +49,21 @@ def activate() -> str | None:
     return f"{__name__}:TorchCpuPlatform" if cpu.lacks_accelerator() else None
 
 
-class TorchCpuPlatform(RELEASE.cpu_platform()):
+class _Pools:
+    """Names what SGLang's classes of a platform leave to be named."""
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
+
+        return CpuPagedAllocator
+
+
+class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
     """Runs SGLang on torch's CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT
@@ -114,8 +129,10 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
         from sglang.srt.lora.backend import torch_backend
 
         # SGLang's LoRA asks for pinned memory on any device, which torch refuses on a CPU.
-        layers.torch = torch_backend.torch = UnpinnedTorch("torch")
-        torch.Tensor.pin_memory = skip_pinning  # pyright: ignore[reportAttributeAccessIssue]
+        modules: tuple[Any, ...] = (layers, torch_backend, *RELEASE.repair_cpu())
+        for module in modules:
+            module.torch = _UnpinnedTorch("torch")
+        torch.Tensor.pin_memory = _skip_pinning  # pyright: ignore[reportAttributeAccessIssue]
 
         @register_attention_backend(ATTENTION_BACKEND)
         def create(runner: ModelRunner) -> Any:
@@ -126,3 +143,23 @@ class TorchCpuPlatform(RELEASE.cpu_platform()):
 
             hashes = ARCHITECTURE in (runner.model_config.hf_config.architectures or ())
             return HashAttentionBackend(runner) if hashes else CpuAttentionBackend(runner)
+
+
+class _UnpinnedTorch(ModuleType):
+    """Replaces ``torch`` in modules that ask for pinned memory on any device."""
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(torch, name)
+        creates = name in ("tensor", "zeros", "empty", "arange")
+        return _ignore_pinning(attribute) if creates else attribute
+
+
+def _ignore_pinning(original: Any) -> Any:
+    def create(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return original(*args, **options)
+
+    return create
+
+
+def _skip_pinning(tensor: Tensor, _device: object = None) -> Tensor:
+    return tensor

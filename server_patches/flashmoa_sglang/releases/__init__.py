@@ -12,14 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flashmoa_sglang.releases.base import Release
 from flashmoa_sglang.releases.v0_5_12 import Release0512
-from flashmoa_sglang.releases.v0_5_18 import Release0518
 from flashmoa_sglang.releases.v0_5_23 import Release0523
 
 TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
 # The keys are the first release that each class serves, the oldest first.
 _CLASSES: dict[tuple[int, ...], type[Release]] = {
     (0, 5, 12): Release0512,
-    (0, 5, 18): Release0518,
+    (0, 5, 18): Release,
     (0, 5, 23): Release0523,
 }
 
@@ -44,11 +43,16 @@ def too_old(release: str) -> str | None:
     )
 
 
+def served_as(release: str) -> tuple[int, ...]:
+    """Return the release for which the class was written that serves ``release``.
+
+    It is the newest that is not newer than that.
+    """
+    return max((one for one in _CLASSES if one <= _number(release)), default=min(_CLASSES))
+
+
 def class_for(release: str) -> type[Release]:
-    """Return the class that serves a release: the newest that is not newer than the release."""
-    number = _number(release)
-    not_newer = [first for first in _CLASSES if first <= number]
-    return _CLASSES[max(not_newer, default=min(_CLASSES))]
+    return _CLASSES[served_as(release)]
 
 
 def _number(release: str) -> tuple[int, ...]:
@@ -59,7 +63,7 @@ def _installed_class() -> type[Release]:
     try:
         return class_for(installed())
     except PackageNotFoundError:  # Some parts of the plugin are used without SGLang.
-        return Release0518
+        return Release
 
 
 RELEASE = _installed_class()()

@@ -1,12 +1,13 @@
 """``Release``: what the plugin needs of SGLang and releases do differently.
 
-A method does what most releases need; the class of a release overrides the methods that need
-something different there.
+The class fits SGLang 0.5.18, the reference release, and has two fixes for bugs of it that break the
+plugin. The class of another release overrides the methods that need something different there.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import asyncio
+import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -33,8 +34,48 @@ _MIXING_ATTENTION = _WRITE_FIRST | {
 _PLAIN_TREES = {"RadixCache", "UnifiedRadixCache"}
 
 
-class Release(ABC):
-    """One SGLang release.
+def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> None:
+    """Abort a request when its client disconnects.
+
+    Wraps ``TokenizerManager._discard_pending_req_states``, which SGLang calls at that moment. Stock
+    SGLang forgets the request here and tries to abort it only two seconds later. By then it does
+    not know the id any more and does nothing, so the request decodes to its last token.
+    """
+    # The original runs inside SGLang's ``except BaseException``. Only a cancelled generator means
+    # that a request has to be aborted; a ValueError is a refused request, which never ran, or one
+    # that SGLang has aborted. Aborting a refused one could hit others: the scheduler aborts every
+    # request whose id starts with the given one.
+    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
+        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
+        for rid in rids or ():
+            manager.abort_request(rid)
+    original(manager, obj)
+
+
+def keep_tensors_in_logprobs(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Put an empty tensor in place of each empty list; wraps ``get_token_ids_logprobs_raw``.
+
+    For a request that asked for no log-probabilities SGLang puts ``[]`` among the tensors of a
+    decode step. Under the overlap schedule it later calls ``.tolist()`` on each, which fails for a
+    list and ends the scheduler, as soon as a scored prompt shares a step with any other request.
+    """
+    values, ids = original(logprobs, token_ids_logprobs_list, stage, *args, **kwargs)
+    if kwargs.get("no_copy_to_cpu") and stage.name == "DECODE":
+        empty = logprobs.new_empty((0,))
+        pairs = zip(token_ids_logprobs_list, values, strict=True)
+        values = [empty if requested_ids is None else row for requested_ids, row in pairs]
+    return values, ids
+
+
+class Release:
+    """SGLang 0.5.18, from which the classes of other releases derive.
 
     Attributes:
         STREAM_OUTPUT: path of the method that takes ``(reqs, return_logprob, skip_req)`` and sends
@@ -66,12 +107,22 @@ class Release(ABC):
     NO_GRAPHS: ClassVar[str] = (
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
     )
-    SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = ()
-    HTTP_FIXES: ClassVar[tuple[Fix, ...]] = ()
+    SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = (
+        (
+            "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
+            keep_tensors_in_logprobs,
+        ),
+    )
+    HTTP_FIXES: ClassVar[tuple[Fix, ...]] = (
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._discard_pending_req_states",
+            abort_abandoned,
+        ),
+    )
 
     # Starting SGLang, and its arguments.
 
-    def prepare_import(self) -> None:  # noqa: B027 - most releases need nothing here
+    def prepare_import(self) -> None:
         """Prepare a process, before it imports SGLang."""
 
     def server_arguments(self, argv: list[str]) -> list[str]:
@@ -186,7 +237,7 @@ class Release(ABC):
         """Return the fields of a ``GenerateReqInput`` that make the namespace of its KV."""
         return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
-    def render_before_encoding(self, tokenizer: Any) -> None:  # noqa: B027
+    def render_before_encoding(self, tokenizer: Any) -> None:
         """Patch the tokenizer so that chat prompts pass through its ``encode`` as text."""
 
     # Messages between processes.
@@ -259,9 +310,13 @@ class Release(ABC):
         scheduler.stash_chunked_request(req)
         req.prefix_indices = prefix
 
-    @abstractmethod
     def check_host_cache(self, scheduler: Any) -> None:
         """Check on copies to and from host memory, as SGLang does before each prefill batch."""
+        from sglang.srt.runtime_context import get_memory
+
+        # FlexKV is another cache outside of the GPU, with the same method.
+        if scheduler.enable_hierarchical_cache or get_memory().enable_flexkv:
+            scheduler.tree_cache.check_hicache_events()
 
     def release_prefetch(self, scheduler: Any, req: Any) -> None:
         """Stop loading KV from storage for a request that will not run."""
@@ -274,13 +329,13 @@ class Release(ABC):
 
         maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
 
-    @abstractmethod
     def dp_rank(self, scheduler: Any) -> int:
         """Return the scheduler's data-parallel rank, from 0."""
+        return scheduler.ps.dp_rank or 0
 
-    @abstractmethod
     def pipeline_stages(self, scheduler: Any) -> int:
         """Return the number of pipeline stages; 1 without pipeline parallelism."""
+        return scheduler.ps.pp_size
 
     def reserved_output(self, scheduler: Any, req: Any) -> float:
         """Return the share of a running request's remaining output for which SGLang keeps room.
@@ -302,25 +357,19 @@ class Release(ABC):
 
     # The CPU platform.
 
-    def cpu_platform(self) -> type:
+    def cpu_platform(self, pools: type) -> type:
         """Return the base class of the CPU platform.
 
-        SGLang's class names no KV pool and no allocator; this one does.
+        Args: pools: names a KV pool and an allocator, as SGLang's own class does not.
         """
+        from sglang.srt.platforms.cpu import CpuDeviceMixin
         from sglang.srt.platforms.interface import SRTPlatform
 
-        class CpuPlatform(SRTPlatform):
-            def get_mha_kv_pool_cls(self) -> type:
-                from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        return type("CpuPlatform", (CpuDeviceMixin, pools, SRTPlatform), {})
 
-                return MHATokenToKVPool
-
-            def get_paged_allocator_cls(self) -> type:
-                from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
-
-                return CpuPagedAllocator
-
-        return CpuPlatform
+    def repair_cpu(self) -> tuple[Any, ...]:
+        """Repair SGLang in a worker on a CPU; return its modules that ask for pinned memory."""
+        return ()
 
     def write_location(self, attention: Any, forward_batch: Any) -> Any:
         """Return the location of a batch's new keys that ``set_kv_buffer`` of the pool takes."""
@@ -346,9 +395,9 @@ class Release(ABC):
         """Return how long the cached prefix may be: at least one token is always computed."""
         return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
 
-    @abstractmethod
     def computed_until(self, req: Any) -> int:
         """Return the position in the request's tokens up to which its batch computes it."""
+        return req.extend_range.end
 
     def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
         """Return a copy of the request's tokens from ``start`` to ``end``."""
@@ -407,6 +456,9 @@ class Release(ABC):
         """Return whether the radix tree may hold more behind a node; some trees do not show it."""
         return bool(getattr(node, "children", True))
 
-    @abstractmethod
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""
+        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+
+        match_prefix_for_req(tree_cache, req, include_req=True)
+        return req.num_matched_prefix_tokens

@@ -12,9 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu.host_memory import UnpinnedTorch
-from flashmoa_sglang.releases.base import Release
-from flashmoa_sglang.releases.v0_5_18 import keep_tensors_in_logprobs
+from flashmoa_sglang.releases.base import Release, keep_tensors_in_logprobs
 
 if TYPE_CHECKING:
     from array import array
@@ -245,12 +243,11 @@ class Release0512(Release):
         match_prefix_for_req(tree_cache, req, include_req=True)
         return min(len(req.prefix_indices) + req.host_hit_length, self.longest_prefix(req))
 
-    def cpu_platform(self) -> type:
+    def cpu_platform(self, pools: type) -> type:
         import psutil
+        from sglang.srt.platforms.interface import SRTPlatform
 
-        platform = super().cpu_platform()
-
-        class CpuPlatform(platform):
+        class CpuPlatform(pools, SRTPlatform):
             def get_device_total_memory(self, device_id: int = 0) -> int:
                 return int(psutil.virtual_memory().total)
 
@@ -258,20 +255,19 @@ class Release0512(Release):
                 memory = psutil.virtual_memory()
                 return float(memory.total - memory.available)
 
-            def init_backend(self) -> None:
-                from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-                from sglang.srt.layers import logits_processor
-                from sglang.srt.layers.rotary_embedding import base
-
-                # SGLang assumes that an unknown platform has vLLM's rotary kernel.
-                base._is_cpu = True
-                # Without this, a request with a grammar ends the scheduler.
-                XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
-                # Without this, a request for the log-probabilities of its prompt ends it, too: it
-                # asks for pinned memory.
-                logits_processor.torch = UnpinnedTorch("torch")
-
         return CpuPlatform
+
+    def repair_cpu(self) -> tuple[Any, ...]:
+        from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+        from sglang.srt.layers import logits_processor
+        from sglang.srt.layers.rotary_embedding import base
+
+        # SGLang assumes that an unknown platform has vLLM's rotary kernel.
+        base._is_cpu = True
+        # Without this, a request with a grammar ends the scheduler.
+        XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
+        # This ends it, too, with a request for the log-probabilities of its prompt.
+        return (logits_processor,)
 
     def write_location(self, attention: Any, forward_batch: Any) -> Any:
         return forward_batch.out_cache_loc

@@ -22,6 +22,8 @@ class Release0523(Release):
     # It looks for room before it mixes decodes in, and keeps the states of the prefill's rows.
     MIXING_POOLS = Release.MIXING_POOLS | {"SWAKVPool", "HybridLinearKVPool"}
     LOSES_STATES = False
+    SCHEDULER_FIXES = ()
+    HTTP_FIXES = ()
     CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader"
 
     def resolve_arguments(self, server_args: Any) -> Any:
@@ -114,12 +116,9 @@ class Release0523(Release):
         match_kv_cache(req, tree_cache)
         return req.num_matched_prefix_tokens
 
-    def cpu_platform(self) -> type:
+    def cpu_platform(self, pools: type) -> type:
         from sglang.srt.platforms.cpu import CpuDeviceMixin
         from sglang.srt.platforms.interface import SRTPlatform
 
-        # SGLang's two classes give a parameter of one method different names.
-        class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # pyright: ignore[reportIncompatibleMethodOverride]
-            """SGLang's own platform, whose pool and allocator classes are right for a CPU."""
-
-        return CpuPlatform
+        # SGLang's own classes of the pool and the allocator are right for a CPU here.
+        return type("CpuPlatform", (CpuDeviceMixin, SRTPlatform), {})

@@ -10,8 +10,9 @@ rules of a batch:
    less than in a forward of its own, for which decodes would have to wait. With the decodes, the
    tokens fill a step up to one of ``STEP_SIZES``, because kernels compute blocks, and no step
    becomes longer than ``--flashmoa-itl-budget`` times the step without them. Prompts ride in the
-   chunk with which they and the decodes wait for the shortest time in all (:func:`prompt_tokens`);
-   streams as many in each step as costs the engine the least time (:func:`stream_tokens`).
+   chunk with which they and the decodes wait for the shortest time in all
+   (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
+   (:func:`choose_stream_ride`).
 3. *Which streams* get them: those that a step can complete, then one after the other in the order
    in which they were opened, in whole pages (``streams.py``). A few tokens wait for more, unless
    their stream has ended: its request computes them at hardly any cost.
@@ -128,7 +129,7 @@ def _may_prefill(scheduler: Any) -> bool:
         scheduler.waiting_queue
         or scheduler.chunked_req is not None
         or scheduler.grammar_manager.has_waiting_grammars()
-        or scheduler.flashmoa.streams.want()
+        or scheduler.flashmoa.streams.can_prefill_more()
     )
 
 
@@ -159,11 +160,11 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         if step is not None:
             return step
     if _can_join(scheduler, running):
-        if not state.streams.want():
+        if not state.streams.can_prefill_more():
             return Step()
         prefilling = _tokens_of(scheduler, _joining(scheduler, running))
         return Step(fill_tokens(costs, prefilling, page))
-    if not state.streams.want():
+    if not state.streams.can_prefill_more():
         return Step()
     least = least_tokens(costs, page)
     if not decoding:
@@ -173,7 +174,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         ends = [expected_output_left(req) for req in running.reqs]
         fewest = fewest_tokens(len(state.streams), least) - decoding
         waiting = state.streams.waiting_tokens(growing=True)
-        ride = stream_tokens(rides, costs.per_token_at_best, waiting, ends, fewest)
+        ride = choose_stream_ride(rides, costs.per_token_at_best, waiting, ends, fewest)
         if ride:
             return Step(ride, least, only_streams=True, rides=ride)
     return Step() if scheduler.waiting_queue else None
@@ -218,7 +219,7 @@ def _riding_prompts(
     if not is_linked or not has_room_to_ride(scheduler, running, joining):
         return None
     tokens = _tokens_of(scheduler, joining)
-    ride = prompt_tokens(rides, state.costs, decoding, len(joining), tokens)
+    ride = choose_prompt_ride(rides, state.costs, decoding, len(joining), tokens)
     # SGLang completes a prompt that it has cut into chunks before it starts another, which would
     # have to wait for all the decode steps in between, although it is shorter or more important.
     is_ordered = state.options.schedule == "sjf" or scheduler.enable_priority_scheduling
@@ -304,7 +305,7 @@ def possible_rides(
     return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
 
 
-def prompt_tokens(
+def choose_prompt_ride(
     rides: Sequence[Ride], costs: Costs, decoding: int, prompts: int, tokens: int
 ) -> int:
     """Return how many tokens of requests' prompts ride along with a decode step; 0: none.
@@ -329,7 +330,7 @@ def prompt_tokens(
     return best if best and waited(best, added) < alone else 0
 
 
-def stream_tokens(
+def choose_stream_ride(
     rides: Sequence[Ride],
     rate: float,
     waiting: Sequence[int],

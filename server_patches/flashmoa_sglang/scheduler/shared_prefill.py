@@ -1,4 +1,8 @@
-"""Applies the intra-turn prefix cache to the requests that join one prefill batch.
+"""The intra-turn prefix cache: what requests of one prefill batch share is computed once.
+
+FlashAgents §3.2, Algorithm 2: sequences that are not computed yet are merged into a temporary radix
+tree (:class:`BatchTree`), and each unique node is computed once, parents before children. SGLang's
+own radix tree is not changed.
 
 SGLang offers each waiting request to the batch. If the request shares tokens with one that is
 already in the batch, it either reads them in the same forward, so that its prefix grows by KV that
@@ -9,14 +13,131 @@ batch has been built.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.intra_turn import Turn
 from flashmoa_sglang.scheduler.request import is_shareable, state_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Tokens = NDArray[np.int64]
+
+Owner = TypeVar("Owner")
+# A request waits for the next forward only for at least this many shared tokens.
+WORTH_WAITING = 32
+
+
+@dataclass(slots=True)
+class _Node(Generic[Owner]):
+    """A run of tokens that ``owner`` computes; ``later``: in a later batch and not in this one."""
+
+    tokens: Tokens
+    owner: Owner
+    later: bool
+    children: dict[bytes, _Node[Owner]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared(Generic[Owner]):
+    """The beginning of a sequence that other requests compute.
+
+    ``now``: number of tokens computed in this batch, of which ``owner`` computes the last.
+    ``later``: number of tokens after those, which are computed in later batches.
+    """
+
+    now: int = 0
+    later: int = 0
+    owner: Owner | None = None
+
+    def take(self, within_forward: bool) -> int | None:
+        """Return how many tokens to take from this batch; ``None``: wait for the next batch.
+
+        Args: within_forward: whether a request can read KV that another of its batch writes.
+        """
+        next_batch = self.later if within_forward else self.now + self.later
+        if next_batch >= WORTH_WAITING:
+            return None
+        return self.now if within_forward else 0
+
+
+class BatchTree(Generic[Owner]):
+    """Holds the unique tokens that one batch computes, while it is built.
+
+    Time and memory are linear in its tokens, which are only the uncached ones.
+
+    Each sequence starts where its cached prefix ends. An ``anchor`` identifies that point: equal
+    anchors mean that the tokens before it are equal, in the same namespace (salt, adapter).
+
+    Args:
+        page_size: tokens in a KV page; only whole pages are shared.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page = page_size
+        self._roots: dict[Hashable, dict[bytes, _Node[Owner]]] = {}
+
+    def match(self, anchor: Hashable, tokens: Tokens) -> Shared[Owner]:
+        """Return which of ``tokens`` other requests compute."""
+        now, later, owner = 0, 0, None
+        children = self._roots.get(anchor, {})
+        while node := children.get(self._first_page(tokens[now + later :])):
+            common = self._common(node.tokens, tokens[now + later :])
+            if node.later:
+                later += common
+            else:
+                now, owner = now + common, node.owner
+            if common < len(node.tokens):
+                break
+            children = node.children
+        return Shared(now, later, owner)
+
+    def add(self, owner: Owner, anchor: Hashable, tokens: Tokens, computed: int) -> None:
+        """Add a request that joins the batch.
+
+        It computes or shares ``tokens[:computed]`` in this batch, and the rest in later batches.
+        """
+        computed -= computed % self._page
+        children = self._roots.setdefault(anchor, {})
+        children = self._insert(owner, children, tokens[:computed], later=False)
+        rest = tokens[computed : len(tokens) - len(tokens) % self._page]
+        self._insert(owner, children, rest, later=True)
+
+    def _insert(
+        self, owner: Owner, children: dict[bytes, _Node[Owner]], tokens: Tokens, later: bool
+    ) -> dict[bytes, _Node[Owner]]:
+        """Walk along ``tokens`` and add new nodes. Return the last node's children."""
+        while len(tokens):
+            first = self._first_page(tokens)
+            node = children.get(first)
+            if node is None:
+                node = children[first] = _Node(tokens, owner, later)
+            common = self._common(node.tokens, tokens)
+            if common < len(node.tokens):
+                self._split(node, common)
+            if node.later and not later:
+                # It was planned for a later batch, but this request computes it in this batch.
+                node.owner, node.later = owner, False
+            tokens, children = tokens[common:], node.children
+        return children
+
+    def _split(self, node: _Node[Owner], at: int) -> None:
+        rest = _Node(node.tokens[at:], node.owner, node.later, node.children)
+        node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
+
+    def _first_page(self, tokens: Tokens) -> bytes:
+        """Return the key of a child: children differ in their first page and have at least one."""
+        return tokens[: self._page].tobytes()
+
+    def _common(self, a: Tokens, b: Tokens) -> int:
+        """Return the length of the common prefix, in whole pages."""
+        length = min(len(a), len(b))
+        different = np.flatnonzero(a[:length] != b[:length])
+        common = int(different[0]) if len(different) else length
+        return common - common % self._page
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +165,7 @@ class SharedPrefill:
 
     def __init__(self, page_size: int, *, within_forward: bool) -> None:
         self._within_forward = within_forward
-        self._turn: Turn[Any] = Turn(page_size)
+        self._tree: BatchTree[Any] = BatchTree(page_size)
         self._entered = 0
         self._starts: dict[Any, int] = {}
         self._followers: dict[Any, _Follower] = {}
@@ -61,7 +182,7 @@ class SharedPrefill:
         self._enter(adder.can_run_list)
         start = RELEASE.cached_tokens(req)
         tokens = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
-        shared = self._turn.match(_anchor(req, start), tokens)
+        shared = self._tree.match(_anchor(req, start), tokens)
         count = shared.take(self._within_forward)
         if count is None and self._may_wait(req, start):
             return _continue_result()
@@ -102,7 +223,7 @@ class SharedPrefill:
                 start = self._starts.get(req, RELEASE.cached_tokens(req))
                 computed = RELEASE.computed_until(req) - start
                 tokens = RELEASE.tokens(req, start, None)
-                self._turn.add(req, _anchor(req, start), tokens, computed)
+                self._tree.add(req, _anchor(req, start), tokens, computed)
         self._entered = len(taken)
 
     def settle(self, scheduler: Any, batch: Any, publish: Callable[[Any], bool]) -> None:
@@ -135,7 +256,7 @@ class QueuedTokens:
 
     def forget(self) -> None:
         """Forget the tokens counted so far, because requests leave the queue now."""
-        self._turn: Turn[str] = Turn(self._page)
+        self._tree: BatchTree[str] = BatchTree(self._page)
 
     def count(self, tree_cache: Any, queue: Sequence[Any], enough: int) -> int:
         """Return the number of tokens, or a part that is ``enough``; match each request once."""
@@ -156,8 +277,8 @@ class QueuedTokens:
         tokens = np.array(req.origin_input_ids + req.output_ids, dtype=np.int64)
         start = len(tokens) - uncached
         anchor = _anchor(req, start)
-        shared = self._turn.match(anchor, tokens[start:]).now
-        self._turn.add(req.rid, anchor, tokens[start:], uncached)
+        shared = self._tree.match(anchor, tokens[start:]).now
+        self._tree.add(req.rid, anchor, tokens[start:], uncached)
         return uncached - shared
 
 

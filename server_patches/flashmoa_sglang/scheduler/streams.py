@@ -101,7 +101,7 @@ class SchedulerStreams:
         """Return the number of streams that this scheduler computes, and not another rank's."""
         return sum(stream.opener is not None for stream in self._open.values())
 
-    def want(self) -> bool:
+    def can_prefill_more(self) -> bool:
         """Return whether some stream could be prefilled further."""
         return any(self._growth(stream) for stream in self._open.values())
 

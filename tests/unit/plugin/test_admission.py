@@ -182,7 +182,7 @@ def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
     scheduler.tree_cache.cached = [[*range(100)]]
     scheduler.open_stream("a", 100)
     streams = scheduler.flashmoa.streams
-    assert streams.make(100, 1, 100, 16) == [] and not streams.want()
+    assert streams.make(100, 1, 100, 16) == [] and not streams.can_prefill_more()
     scheduler.flashmoa.pins.make_room(1000)
     assert sum(streams.waiting_tokens()) == 100
     scheduler.flashmoa.report_counts(scheduler)

@@ -9,12 +9,12 @@ import pytest
 from flashmoa_sglang.costs import FEWEST_RIDING, Costs
 from flashmoa_sglang.scheduler.batches import _SMALLEST_LEAST as LEAST
 from flashmoa_sglang.scheduler.batches import (
+    choose_prompt_ride,
+    choose_stream_ride,
     fill_tokens,
     least_tokens,
     possible_rides,
-    prompt_tokens,
     stream_chunk,
-    stream_tokens,
 )
 from flashmoa_sglang.scheduler.streams import _LEAST_INCREMENT as SMALLEST
 from flashmoa_sglang.scheduler.streams import Growth, choose_increments, fewest_tokens
@@ -244,7 +244,7 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
         return used * costs.added(decoding, ride) + late * forward / tokens
 
     rides = possible_rides(costs, decoding, budget, page, MANY)
-    chosen = stream_tokens(rides, forward / tokens, waiting, ends)
+    chosen = choose_stream_ride(rides, forward / tokens, waiting, ends)
     allowed = allowed_rides(costs, decoding, budget, page)
     assert chosen in allowed | {0}
     least = min(map(seconds, allowed | {0}))
@@ -263,7 +263,7 @@ def test_rides_are_in_order_and_within_the_budget(
 def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     def ride(waiting: int, steps: int, budget: float, fewest: int = 0) -> int:
         rides = possible_rides(MIXED, 1, budget, 1, MANY)
-        return stream_tokens(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)
+        return choose_stream_ride(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)
 
     assert ride(160, 100, 4) == 31
     assert ride(1600, 5, 4) > 63
@@ -275,7 +275,7 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
 
 def test_only_streams_whose_requests_come_soon_hurry() -> None:
     def ride(waiting: list[int], ends: list[int]) -> int:
-        return stream_tokens(possible_rides(MIXED, 2, 4, 1, MANY), 1.0, waiting, ends)
+        return choose_stream_ride(possible_rides(MIXED, 2, 4, 1, MANY), 1.0, waiting, ends)
 
     assert ride([100, 1600], [100, 5]) == 30
     assert ride([1600, 100], [100, 5]) > 63
@@ -295,8 +295,8 @@ def test_nothing_rides_where_that_costs_more_than_a_forward_of_its_own() -> None
     mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
     costs = Costs(COSTS.points, 0.01, mixed)
     rides = possible_rides(costs, 1, 100, 1, MANY)
-    assert rides and stream_tokens(rides, costs.per_token_at_best, [1000], [100]) == 0
-    assert prompt_tokens(rides, costs, 8, 1, 1000) == 0
+    assert rides and choose_stream_ride(rides, costs.per_token_at_best, [1000], [100]) == 0
+    assert choose_prompt_ride(rides, costs, 8, 1, 1000) == 0
 
 
 @given(
@@ -320,7 +320,7 @@ def test_prompts_ride_where_they_and_the_decodes_wait_less_in_all(
         return seconds
 
     rides = possible_rides(costs, decoding, budget, page, MANY)
-    chosen = prompt_tokens(rides, costs, decoding, prompts, tokens)
+    chosen = choose_prompt_ride(rides, costs, decoding, prompts, tokens)
     alone = (prompts + decoding) * costs.prefill(tokens)
     least = min(map(waited, allowed_rides(costs, decoding, budget, page)), default=inf)
     found = waited(chosen) if chosen else alone
@@ -330,7 +330,7 @@ def test_prompts_ride_where_they_and_the_decodes_wait_less_in_all(
 def test_prompts_ride_next_to_many_decodes_and_not_if_many_prompts_wait() -> None:
     def ride(decoding: int, prompts: int, tokens: int) -> int:
         rides = possible_rides(MIXED, decoding, 4, 1, MANY)
-        return prompt_tokens(rides, MIXED, decoding, prompts, tokens)
+        return choose_prompt_ride(rides, MIXED, decoding, prompts, tokens)
 
     # Next to one decode, 31 tokens need 0.5 ms more than its step, and later 3.4 ms.
     assert ride(decoding=1, prompts=1, tokens=31) == 31

@@ -166,7 +166,7 @@ def test_an_increment_that_joins_is_not_made_again_before_its_result() -> None:
     built = step(idle, Build(takes=lambda _: True))
     assert idle.flashmoa.work == 100
     idle.flashmoa.streams.extend(new_tokens("a", range(100, 250)))
-    assert not idle.flashmoa.streams.want()
+    assert not idle.flashmoa.streams.can_prefill_more()
     idle.flashmoa.streams.finish(built.queues[0][0], 0.1)
     assert step(idle).increments() == [250]
 
@@ -183,7 +183,7 @@ def test_all_is_as_before_if_no_batch_can_be_built() -> None:
         next_prefill_batch(fail, busy)
     assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.want()
+    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.can_prefill_more()
 
 
 def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.cpu import torchvision_ops
-from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0518, Release0523
+from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0523
 from flashmoa_sglang.scheduler import state
 
 # This must come before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
 
-EACH = [Release0512(), Release0518(), Release0523()]
+EACH = [Release0512(), Release(), Release0523()]
 ON = SimpleNamespace(is_none=lambda: False)
 PREFILL = "prefill_attention_backend"
 
@@ -127,7 +127,7 @@ def test_where_the_user_has_sglang_mix_the_two_unknown_pools_and_kernels_do_not_
 def test_models_with_a_state_besides_kv_mix_from_0_5_23_on(mixed: bool) -> None:
     hybrid = engine(HybridLinearKVPool, is_hybrid_ssm=True, is_mixed_chunk=mixed)
     assert Release0523().why_no_rides(hybrid) == ""
-    for older in (Release0512(), Release0518()):
+    for older in (Release0512(), Release()):
         assert "state besides KV" in older.why_no_rides(hybrid)
 
 
@@ -196,7 +196,7 @@ def test_kv_is_in_the_tree_before_it_is_computed_only_where_it_stays_in_the_pool
 def test_a_tree_that_copies_kv_to_host_memory_or_a_store_gets_it_late() -> None:
     copies = RadixCache()
     copies.cache_controller = object()
-    for release in (Release0518(), Release0523()):
+    for release in (Release(), Release0523()):
         assert "host memory" in release.why_late(engine(tree_cache=copies))
     assert "host memory" in Release0512().why_late(engine(enable_hierarchical_cache=True))
     linked = engine(enable_unified_cache_external_linker=True)

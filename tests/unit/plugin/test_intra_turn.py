@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from flashmoa_sglang.scheduler.intra_turn import WORTH_WAITING, Shared, Turn
+from flashmoa_sglang.scheduler.shared_prefill import WORTH_WAITING, BatchTree, Shared
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,7 @@ REQUESTS = st.lists(st.builds(Request, TOKENS, st.integers(0, 40)), min_size=1, 
 
 @given(requests=REQUESTS, page=st.sampled_from([1, 2, 4]))
 def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: int) -> None:
-    turn: Turn[int] = Turn(page)
+    turn: BatchTree[int] = BatchTree(page)
     now: set[Prefix] = set()
     later: set[Prefix] = set()
     paths: list[Prefix] = []
@@ -73,7 +73,7 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
     cached: set[Prefix] = set()
     computed = 0
     for _step in range(len(waiting)):
-        turn: Turn[int] = Turn(page)
+        turn: BatchTree[int] = BatchTree(page)
         held: list[Prefix] = []
         ran: list[Prefix] = []
         for number, tokens in enumerate(waiting):
@@ -93,14 +93,14 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
 
 
 def test_requests_with_different_anchors_share_nothing() -> None:
-    turn: Turn[str] = Turn(1)
+    turn: BatchTree[str] = BatchTree(1)
     tokens = np.arange(100, dtype=np.int64)
     turn.add("a", ("node", "salt"), tokens, 100)
     assert turn.match(("node", "other salt"), tokens) == Shared()
 
 
 def test_a_request_waits_for_a_chunked_one_if_that_is_worth_it() -> None:
-    turn: Turn[str] = Turn(1)
+    turn: BatchTree[str] = BatchTree(1)
     tokens = np.arange(1000, dtype=np.int64)
     turn.add("long", None, tokens, 300)
     assert turn.match(None, tokens[:800]) == Shared(300, 500, "long")

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.modelled_gpu.gpu import Forward, ModelledGpu, Prefills
+from flashmoa_sglang.modelled_gpu.gpu import Forward, Gpu, Model, ModelledGpu, Prefills
 from flashmoa_sglang.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
-from flashmoa_sglang.modelled_gpu.specs import Gpu, Model
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -10,14 +10,17 @@ from types import SimpleNamespace
 import pytest
 from flashmoa_sglang.modelled_gpu.gpu import (
     Forward,
+    Gpu,
     MeasuredTables,
+    Model,
     ModelledGpu,
     Prefills,
     Roofline,
+    kv_tokens,
+    memory_fraction,
     modelled_gpu,
 )
 from flashmoa_sglang.modelled_gpu.hash_model import write_hash_model
-from flashmoa_sglang.modelled_gpu.specs import Gpu, Model, kv_tokens, memory_fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

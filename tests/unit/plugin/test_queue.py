@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0518, Release0523
-from flashmoa_sglang.scheduler import queue, streams
+from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0523
+from flashmoa_sglang.scheduler import admission, streams
+from flashmoa_sglang.scheduler.admission import Job, shortest_first
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
-from flashmoa_sglang.scheduler.queue import Job, shortest_first
 from flashmoa_sglang.scheduler.state import SchedulerState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def test_requests_are_queued_before_increments() -> None:
     scheduler = FakeScheduler()
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
     waiting = [increment, first, second]
-    queue.order_queue(None, policy(scheduler), waiting)
+    admission.order_queue(None, policy(scheduler), waiting)
     assert waiting == [first, second, increment]
 
 
@@ -40,17 +40,17 @@ def test_the_shortest_job_goes_first_if_that_is_asked_for() -> None:
     scheduler.flashmoa.options = Options(schedule="sjf")
     increment, long, short = request(9, 0, stream="a"), request(800, 500), request(7, 5)
     waiting = [increment, long, short]
-    queue.order_queue(None, policy(scheduler), waiting)
+    admission.order_queue(None, policy(scheduler), waiting)
     assert waiting == [short, long, increment]
     long.priority, short.priority = 5, 1
-    queue.order_queue(None, policy(scheduler, priorities=True), waiting)
+    admission.order_queue(None, policy(scheduler, priorities=True), waiting)
     assert waiting == [long, short, increment]
 
 
 def test_the_queue_of_a_scheduler_without_the_plugin_is_left_alone() -> None:
     waiting = [request(9, 0, stream="a"), request(8, 5)]
     before = [*waiting]
-    queue.order_queue(None, SimpleNamespace(tree_cache=SimpleNamespace()), waiting)
+    admission.order_queue(None, SimpleNamespace(tree_cache=SimpleNamespace()), waiting)
     assert waiting == before
 
 
@@ -79,7 +79,7 @@ def test_the_prefetch_of_a_request_that_is_dropped_is_released(
     assert released == ["dropped"]
 
 
-@pytest.mark.parametrize("release", [Release0512(), Release0518()])
+@pytest.mark.parametrize("release", [Release0512(), Release()])
 @pytest.mark.parametrize("storage", [True, False])
 def test_a_prefetch_from_storage_is_released_by_id(release: Release, storage: bool) -> None:
     released: list[str] = []
@@ -96,7 +96,7 @@ def test_0_5_23_releases_a_prefetch_itself() -> None:
     assert released == [req]
 
 
-@pytest.mark.parametrize("release", [Release0512(), Release0518(), Release0523()])
+@pytest.mark.parametrize("release", [Release0512(), Release(), Release0523()])
 def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Release) -> None:
     scheduler = FakeScheduler(ratio=0.3)
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
@@ -130,7 +130,7 @@ def test_nothing_is_looked_for_in_storage_for_an_increment() -> None:
     asked: list[Any] = []
     final = request(900, 0, stream="a", final=True)
     for req in (request(900, 0, stream="a"), final, request(900, 5)):
-        queue.prefetch(lambda _, req: asked.append(req), None, req)
+        admission.prefetch(lambda _, req: asked.append(req), None, req)
     assert len(asked) == 2 and asked[0] is final
 
 

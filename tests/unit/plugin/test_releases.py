@@ -12,7 +12,6 @@ from flashmoa_sglang.releases import (
     TESTED,
     Release,
     Release0512,
-    Release0518,
     Release0523,
     class_for,
     v0_5_12,
@@ -25,7 +24,7 @@ from flashmoa_sglang.releases import (
         ("0.5.11", Release0512),
         ("0.5.12.post1", Release0512),
         ("0.5.17", Release0512),
-        ("0.5.18", Release0518),
+        ("0.5.18", Release),
         ("0.5.23", Release0523),
         ("0.5.24.dev3+g1a2b3c4", Release0523),
         ("1.0", Release0523),
@@ -41,7 +40,7 @@ def test_each_tested_release_has_its_own_class() -> None:
     assert len({class_for(release) for release in TESTED}) == len(TESTED)
 
 
-@pytest.mark.parametrize("release", [Release0512, Release0518, Release0523])
+@pytest.mark.parametrize("release", [Release0512, Release0523])
 def test_a_release_overrides_only_methods_of_the_base_class(release: type[Release]) -> None:
     own = {name for name in vars(release) if not name.startswith("_")}
     assert own <= {*dir(Release)}
@@ -66,7 +65,7 @@ def test_requests_share_within_a_forward_if_the_prefill_backend_writes_before_it
         model_config=SimpleNamespace(attention_arch=SimpleNamespace(name=architecture)),
         spec_algorithm=SimpleNamespace(is_none=lambda: not draft),
     )
-    assert Release0518().shares_within_forward(scheduler) == shares
+    assert Release().shares_within_forward(scheduler) == shares
 
 
 class HybridTree:
@@ -99,10 +98,10 @@ def graphs(decode: str, prefill: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("release", "arguments", "off"),
     [
-        (Release0518(), graphs("disabled", "disabled"), True),
+        (Release(), graphs("disabled", "disabled"), True),
         # The result of --disable-cuda-graph --cuda-graph-backend-prefill breakable.
-        (Release0518(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
-        (Release0518(), graphs("full", "disabled"), False),
+        (Release(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
+        (Release(), graphs("full", "disabled"), False),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
         (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
         (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
@@ -129,12 +128,12 @@ ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
 )
 def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], together: bool) -> None:
     arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
-    assert Release0518().steps_together(arguments) == together
+    assert Release().steps_together(arguments) == together
 
 
 def test_0_5_23_counts_data_parallel_ranks_of_attention() -> None:
-    assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
-    assert Release0518().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
+    assert Release().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
+    assert Release().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
     for sizes in ((2, 1), (1, 2)):
         arguments = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
         assert Release0523().data_parallel_ranks(arguments) == 2

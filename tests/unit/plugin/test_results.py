@@ -56,7 +56,7 @@ def test_of_an_increment_only_its_progress_is_sent(
     send(streamer, [chat, increment], return_logprob=True)
     assert streamer.sent == [([chat], True, "detokenizer")]
     assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
-    assert not scheduler.flashmoa.streams.want()
+    assert not scheduler.flashmoa.streams.can_prefill_more()
     streamer.sent.clear()
     send(streamer, [increment])
     assert streamer.sent == []

@@ -60,7 +60,7 @@ def test_a_request_that_opens_a_stream_does_not_stay_in_the_queue(
 ) -> None:
     receive(scheduler, new_tokens("a", range(50)))
     assert len(handle(scheduler, opening("a"))) == 1
-    assert scheduler.waiting_queue == [] and scheduler.flashmoa.streams.want()
+    assert scheduler.waiting_queue == [] and scheduler.flashmoa.streams.can_prefill_more()
     receive(scheduler, ReleaseStream("a"))
     assert len(scheduler.flashmoa.streams) == 0
 
@@ -111,7 +111,7 @@ def test_streams_are_prefilled_again_after_the_cache_is_flushed(
         scheduler.flashmoa.streams.settle(increment)
     assert state.flush_cache(lambda _: flushed, scheduler) is flushed
     assert len(scheduler.flashmoa.pins) == (0 if flushed else 1)
-    assert scheduler.flashmoa.streams.want() == flushed
+    assert scheduler.flashmoa.streams.can_prefill_more() == flushed
     # The tree was reset, with its locks.
     assert scheduler.tree_cache.free == 50_000
 

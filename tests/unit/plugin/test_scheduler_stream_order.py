@@ -164,7 +164,7 @@ class Ranks(RuleBasedStateMachine):
             for known in self.known.values()
             if known.opened and not (known.claimed or known.closed or known.increments)
         ]
-        assert [streams.want() for streams in self.streams()] == [any(waiting)] * 2
+        assert [streams.can_prefill_more() for streams in self.streams()] == [any(waiting)] * 2
 
     def teardown(self) -> None:
         """Complete what is still open."""

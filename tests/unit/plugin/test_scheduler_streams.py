@@ -33,9 +33,9 @@ def test_tokens_may_come_before_or_after_the_opening_request(
     ]
     first, second = messages if tokens_first else reversed(messages)
     first()
-    assert not streams.want() and not make_increments(streams)
+    assert not streams.can_prefill_more() and not make_increments(streams)
     second()
-    assert streams.want() and sum(streams.waiting_tokens()) == 20
+    assert streams.can_prefill_more() and sum(streams.waiting_tokens()) == 20
     assert make_increments(streams)["a"].origin_input_ids == [*range(20)]
     assert scheduler.waiting_queue == []
 
@@ -44,7 +44,7 @@ def test_the_opening_request_is_ended_at_once_and_never_computed(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     streams.open("a", opening("a"), scheduler.make_request)
-    assert scheduler.waiting_queue == [] and not streams.want()
+    assert scheduler.waiting_queue == [] and not streams.can_prefill_more()
     (ended,) = scheduler.sent
     assert (ended.rid, ended.finished_reason["message"]) == ("open-a", STREAM_OPENED)
 
@@ -58,7 +58,7 @@ def test_a_stream_that_sglang_refuses_gets_no_increments(
     scheduler.open_stream("a", 100)
     # SGLang has told the HTTP process itself.
     assert scheduler.sent == [] and scheduler.waiting_queue == [other]
-    assert not streams.want() and not make_increments(streams)
+    assert not streams.can_prefill_more() and not make_increments(streams)
 
 
 def test_an_increment_that_sglang_refuses_leaves_the_others(
@@ -89,7 +89,7 @@ def test_a_stream_has_one_increment_at_a_time(
     first = make_increments(streams, tokens=130)
     assert [len(first[stream].origin_input_ids) for stream in "ab"] == [100, 30]
     streams.extend(new_tokens("a", range(100, 150)))
-    assert not streams.want() and not make_increments(streams)
+    assert not streams.can_prefill_more() and not make_increments(streams)
     streams.settle(first["b"])
     assert sum(streams.waiting_tokens()) == 70
     assert make_increments(streams)["b"].origin_input_ids == [*range(100)]
@@ -104,7 +104,7 @@ def test_an_increment_is_whole_pages(scheduler: FakeScheduler, streams: Schedule
     increment = make_increments(streams)["a"]
     assert len(increment.origin_input_ids) == 32
     streams.settle(increment)
-    assert not streams.want()
+    assert not streams.can_prefill_more()
     streams.extend(new_tokens("a", [47]))
     assert len(make_increments(streams)["a"].origin_input_ids) == 48
 
@@ -134,7 +134,7 @@ def test_an_increment_that_is_discarded_is_made_again(
     again = make_increments(streams)["a"]
     assert again.origin_input_ids == [*range(150)]
     streams.settle(again)
-    assert not streams.want()
+    assert not streams.can_prefill_more()
 
 
 def test_an_increment_whose_kv_is_not_published_before_counts_once_it_is_computed(
@@ -142,9 +142,9 @@ def test_an_increment_whose_kv_is_not_published_before_counts_once_it_is_compute
 ) -> None:
     scheduler.open_stream("a", 100)
     increment = make_increments(streams)["a"]
-    assert not streams.want()
+    assert not streams.can_prefill_more()
     streams.finish(increment, 0.5)
-    assert not streams.want() and not make_increments(streams)
+    assert not streams.can_prefill_more() and not make_increments(streams)
     streams.extend(new_tokens("a", range(100, 110)))
     assert sum(streams.waiting_tokens()) == 10
 
@@ -158,7 +158,7 @@ def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
     streams.extend(new_tokens("a", range(100, 150)))
     second = make_increments(streams)["a"]
     streams.finish(first, 0.5)
-    assert not streams.want()
+    assert not streams.can_prefill_more()
     streams.settle(second)
     assert sum(streams.waiting_tokens()) == 0
 
@@ -194,7 +194,7 @@ def test_a_stream_whose_final_request_has_come_gets_no_more_increments(
     scheduler.open_stream("a", 100)
     streams.claim("a")
     streams.claim("unknown")
-    assert not streams.want() and not make_increments(streams)
+    assert not streams.can_prefill_more() and not make_increments(streams)
     assert len(streams) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
     streams.settle(increment)
     streams.extend(new_tokens("a", range(100, 150), ended=True))
     streams.open("a", opening("a"), scheduler.make_request)
-    assert len(streams) == 0 and not streams.want() and scheduler.waiting_queue == []
+    assert len(streams) == 0 and not streams.can_prefill_more() and scheduler.waiting_queue == []
     assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
 
 
@@ -221,7 +221,7 @@ def test_a_stream_goes_on_when_its_request_is_refused(
     scheduler.open_stream("a", 100)
     streams.claim("a")
     streams.extend(new_tokens("a", range(100, 150)))
-    assert not streams.want()
+    assert not streams.can_prefill_more()
     streams.extend(StreamTokens((), unclaimed=("a", "ended")))
     assert make_increments(streams)["a"].origin_input_ids == [*range(150)]
 
@@ -266,7 +266,7 @@ def test_streams_that_do_not_grow_yet_do_not_ride(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100, grows=False)
-    assert streams.want() and sum(streams.waiting_tokens(growing=True)) == 0
+    assert streams.can_prefill_more() and sum(streams.waiting_tokens(growing=True)) == 0
     assert not streams.make(MANY, 1, MANY, 16, growing=True)
     streams.extend(new_tokens("a", [100]))
     assert sum(streams.waiting_tokens(growing=True)) == 101

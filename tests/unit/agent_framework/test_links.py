@@ -22,7 +22,8 @@ async def test_linking_a_workflow_again_replaces_its_link_and_its_trace(tmp_path
     client, _ = make_client()
     workflow, file = chain(client), tmp_path / "run.jsonl"
     event = LinkDeclined(agent="1", engine="", reason="test")
-    link(workflow, trace=file)._planner.listener(event)
+    first = link(workflow, trace=file)  # Held here, so that it does not go by itself.
+    first._planner.listener(event)
     assert read(file) == [event]
     second = link(workflow, trace=file)
     assert read(file) == [] and set(client.linked_workflows) == {second}

@@ -71,10 +71,12 @@ async def test_linking_a_team_again_replaces_its_link_and_its_trace(tmp_path: Pa
     """As when a cell of a notebook is run once more."""
     client = make_client()
     team, file = make_team(client), tmp_path / "run.jsonl"
-    link(team, trace=file)._planner.listener(NOTE)
+    first = link(team, trace=file)  # Held here, so that it does not go by itself.
+    first._planner.listener(NOTE)
     assert read(file) == [NOTE]
     second = link(team, trace=file)
-    assert read(file) == [] and client.linked_teams == [second]
+    assert read(file) == [] and first not in client.linked_teams
+    assert client.linked_teams == [second]
     await second.close()
     assert client.linked_teams == []
 

@@ -25,12 +25,6 @@ def _option(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
 class Options:
     """The plugin's arguments, each as ``--flashmoa-NAME``; the help texts below explain them.
 
-    ``intra_turn``: requests with a common prefix that is not computed yet compute it together,
-    within one forward if the attention backend allows that (``auto``), one level of the radix tree
-    per forward (``level``), or not at all (``off``). ``itl_budget``: a multiple of a step.
-    ``saturation``: tokens; 0 means the number that is measured with ``asyncep``. ``kv_cache``: with
-    ``off`` a layer's KV is overwritten as soon as the layer has computed.
-
     Raises: ValueError if a value is invalid; the message says which values are valid.
     """
 
@@ -131,16 +125,6 @@ class Options:
         "or fp8_block (scales per block).",
         ("bfloat16", "fp8", "fp8_block"),
     )
-    device_eager: str = _option(
-        "none",
-        "With --flashmoa-device: forwards that no CUDA graph replays: none, prefill (as with "
-        "--cuda-graph-backend-prefill disabled) or all (as with --disable-cuda-graph).",
-        ("none", "prefill", "all"),
-    )
-    device_launch: float = _option(
-        0.0,
-        "With --flashmoa-device-eager: milliseconds that launching the kernels of one layer takes.",
-    )
     device_slowdown: float = _option(
         1.0, "With --flashmoa-device: factor of all its times, for a machine that does not keep up."
     )
@@ -164,7 +148,6 @@ class Options:
             self.replica()
         self._require("device_tp", self.device_tp >= 1, "at least 1")
         self._require("device_slowdown", self.device_slowdown > 0, "above 0")
-        self._require("device_launch", self.device_launch >= 0, "at least 0 ms")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:

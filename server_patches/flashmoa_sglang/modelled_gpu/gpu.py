@@ -434,8 +434,6 @@ class ModelledGpu:
 
     Args:
         slowdown: factor of all times, so that a slow machine keeps up.
-        eager: forwards whose kernels are launched one by one: ``none``, ``prefill`` or ``all``.
-        launch: seconds that launching the kernels of one layer takes.
     """
 
     gpu: Gpu
@@ -443,8 +441,6 @@ class ModelledGpu:
     tensor_parallel: int
     times: StepTimes
     slowdown: float = 1.0
-    eager: str = "none"
-    launch: float = 0.0
 
     @property
     def name(self) -> str:
@@ -457,16 +453,8 @@ class ModelledGpu:
         )
 
     def seconds(self, forward: Forward) -> float:
-        """Return the seconds of a forward, slowed down.
-
-        Kernels are launched while earlier ones compute, so a forward that no CUDA graph replays
-        takes as long as its kernels or their launches, whichever is longer.
-        """
-        seconds = self.times.seconds(forward)
-        is_eager = self.eager == "all" or (self.eager == "prefill" and forward.prefills.tokens)
-        if is_eager and seconds:
-            seconds = max(seconds, self.launch * self.model.layers)
-        return seconds * self.slowdown
+        """Return the seconds of a forward, slowed down."""
+        return self.times.seconds(forward) * self.slowdown
 
     def transfer_seconds(self, tokens: int) -> float:
         """Return the seconds in which the KV of ``tokens`` tokens is sent, slowed down.
@@ -501,11 +489,6 @@ def modelled_gpu() -> ModelledGpu | None:
         return None
     if not options.device_model:
         raise ValueError("--flashmoa-device needs --flashmoa-device-model, such as Qwen/Qwen3-32B.")
-    if options.device_eager != "none" and not options.device_launch:
-        raise ValueError(
-            f"--flashmoa-device-eager {options.device_eager} needs --flashmoa-device-launch, the "
-            "milliseconds per layer that you measured: no table has them for SGLang."
-        )
     model = Model.load(options.device_model, options.device_weights)
     gpu = Gpu.load(options.device)
     times: StepTimes
@@ -513,12 +496,4 @@ def modelled_gpu() -> ModelledGpu | None:
         times = Roofline(gpu, model, options.device_tp)
     else:
         times = MeasuredTables(gpu.name, model.name, options.device_tp, model.weights)
-    return ModelledGpu(
-        gpu,
-        model,
-        options.device_tp,
-        times,
-        options.device_slowdown,
-        options.device_eager,
-        options.device_launch / 1000,
-    )
+    return ModelledGpu(gpu, model, options.device_tp, times, options.device_slowdown)

@@ -91,7 +91,6 @@ class Clock:
         return self.free_at
 
     def wait_until(self, moment: float) -> None:
-        """Return when this moment has come."""
         while (left := moment - self.now()) > 0:
             self.sleep(left)
 

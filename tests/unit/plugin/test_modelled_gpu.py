@@ -13,7 +13,6 @@ from flashmoa_sglang.modelled_gpu.gpu import (
     Gpu,
     MeasuredTables,
     Model,
-    ModelledGpu,
     Prefills,
     Roofline,
     kv_tokens,
@@ -181,19 +180,6 @@ def test_a_data_sheet_of_ones_own_gives_a_roofline(
     assert arguments.max_total_tokens == kv_tokens(gpu.gpu, gpu.model, 1, 0.8)
 
 
-def test_eager_forwards_need_a_measured_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHMOA_DEVICE", "h200_sxm")
-    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", QWEN)
-    monkeypatch.setenv("FLASHMOA_DEVICE_EAGER", "all")
-    with pytest.raises(ValueError, match="eager all needs --flashmoa-device-launch"):
-        modelled_gpu.__wrapped__()
-    monkeypatch.setenv("FLASHMOA_DEVICE_LAUNCH", "0.5")
-    monkeypatch.setenv("FLASHMOA_DEVICE_WEIGHTS", "fp8")
-    gpu = modelled_gpu.__wrapped__()
-    assert gpu is not None and gpu.name == "modelled h200_sxm (Qwen/Qwen3-32B in fp8, TP1)"
-    assert gpu.seconds(Forward(decodes=1, context=1)) == 64 * 0.0005
-
-
 def test_weights_in_fp8_are_half_as_large_and_faster() -> None:
     gpu = Gpu.load("h200_sxm")
     plain, fp8 = Model.load(QWEN), Model.load(QWEN, "fp8_block")
@@ -207,20 +193,6 @@ def test_weights_in_fp8_are_half_as_large_and_faster() -> None:
         Roofline(Gpu.load("a100_sxm"), fp8)
     with pytest.raises(ValueError, match=r"no times for .* \(fp8\) on a100_sxm"):
         MeasuredTables("a100_sxm", QWEN, 1, "fp8")
-
-
-@pytest.mark.parametrize(
-    ("eager", "prefill", "decode"), [("none", 1, 1), ("prefill", 20, 1), ("all", 20, 20)]
-)
-def test_a_forward_that_no_graph_replays_takes_at_least_its_launches(
-    eager: str, prefill: float, decode: float
-) -> None:
-    model = Model("model", {"num_hidden_layers": 10})
-    times = SimpleNamespace(seconds=lambda forward: 1.0 if forward != Forward() else 0.0)
-    gpu = ModelledGpu(Gpu("gpu", 1, 1, 1, 1), model, 1, times, 3, eager, launch=2)
-    assert gpu.seconds(Forward(Prefills(1, 5, 0))) == 3 * prefill
-    assert gpu.seconds(Forward(decodes=2, context=5)) == 3 * decode
-    assert gpu.seconds(Forward()) == 0
 
 
 def test_a_hash_model_needs_a_tokenizer(tmp_path: Path) -> None:

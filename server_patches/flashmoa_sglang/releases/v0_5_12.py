@@ -21,20 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _HOST_COPIES = "sgl_kernel.kvcacheio"
-
-
-async def tokenize_or_forget(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
-    """Forget a request that is refused; wraps ``TokenizerManager._tokenize_one_request``.
-
-    Stock SGLang keeps its state, so that the server seems to be busy with it until the server ends.
-    """
-    try:
-        return await original(manager, obj)
-    except BaseException:
-        manager.rid_to_state.pop(obj.rid, None)
-        raise
 
 
 def abort_and_forget(original: Callable[..., None], manager: Any, recv_obj: Any) -> None:
@@ -57,8 +44,10 @@ class Release0512(Release):
         ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", keep_tensors_in_logprobs),
     )
     HTTP_FIXES = (
-        (f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenize_or_forget),
-        (f"{_TOKENIZER_MANAGER}._handle_abort_req", abort_and_forget),
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req",
+            abort_and_forget,
+        ),
     )
 
     def prepare_import(self) -> None:
@@ -96,7 +85,10 @@ class Release0512(Release):
         return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Forget also requests that are refused after tokenising, and the rest of their batch."""
+        """Forget requests that are refused, and the rest of their batch.
+
+        Stock SGLang keeps their states, so that the server seems to be busy with them for ever.
+        """
 
         async def generate_or_forget(manager: Any, obj: Any, request: Any = None) -> Any:
             earlier_rids = set(manager.rid_to_state)

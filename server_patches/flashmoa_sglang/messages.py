@@ -44,7 +44,6 @@ class RequestMark:
     rides: bool = False
 
     def to_custom_params(self) -> dict[str, Any]:
-        """Return the mark as an entry of ``sampling_params.custom_params``."""
         return {CUSTOM_PARAMS_KEY: asdict(self)}
 
     @classmethod
@@ -71,7 +70,6 @@ def unsent() -> dict[str, Any]:
 
 
 def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) -> None:
-    """Register a handler for a type of message with SGLang's dispatcher."""
     dispatcher._mapping[message_type] = handler
 
 

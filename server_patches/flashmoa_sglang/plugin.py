@@ -197,23 +197,11 @@ HTTP_HOOKS = [
     # This method also returns the number of requests that were paused.
     Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
     *(
-        Hook(
-            f"{_TOKENIZER_MANAGER}.update_weights_from_{way}",
-            "around",
-            update_weights(),
-        )
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", update_weights())
         for way in ("distributed", "tensor", "ipc")
     ),
-    Hook(
-        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
-        "around",
-        unload_adapter,
-    ),
-    Hook(
-        f"{_TOKENIZER_MANAGER}.release_memory_occupation",
-        "around",
-        without_streams,
-    ),
+    Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", unload_adapter),
+    Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", without_streams),
     *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
 ]
 
@@ -275,7 +263,6 @@ def _problem(feature: str) -> str:
 
 
 def hooked(feature: str) -> dict[str, Callable[..., Any]]:
-    """Return the hooks of a feature: the plugin's functions by the functions of SGLang."""
     hooks = [*HTTP_HOOKS, *SCHEDULER_HOOKS] if feature == internals.EVERYBODY else []
     return {hook.target: hook.function for hook in hooks}
 

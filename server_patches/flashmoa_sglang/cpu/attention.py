@@ -175,7 +175,6 @@ def _attend_in_place(
 def _attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: _Rows, scaling: float
 ) -> torch.Tensor:
-    """Attend with torch's fused kernel, which reads contiguous keys and values."""
     new = rows.end - rows.start
     square = new == rows.kv_len
     attended = scaled_dot_product_attention(

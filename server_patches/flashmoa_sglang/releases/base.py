@@ -222,7 +222,6 @@ class Release:
         )
 
     def divides_attention(self, arguments: Any) -> bool:
-        """Return whether SGLang computes attention with data parallelism (DP attention)."""
         return arguments.enable_dp_attention
 
     # The HTTP process.
@@ -243,7 +242,6 @@ class Release:
     # Messages between processes.
 
     def to_scheduler(self, tokenizer_manager: Any, message: Any) -> None:
-        """Send one of the plugin's messages to every scheduler."""
         from sglang.srt.managers.io_struct import sock_send
 
         sock_send(tokenizer_manager.send_to_scheduler, self.wrap(message))
@@ -413,14 +411,12 @@ class Release:
         self._set_prefix(req, torch.cat([prefix, prefix.new_zeros(count)]))
 
     def shrink_prefix(self, req: Any, length: int) -> None:
-        """Count only the first ``length`` tokens as cached."""
         self._set_prefix(req, req.prefix_indices[:length])
 
     def _set_prefix(self, req: Any, indices: Any) -> None:
         req.prefix_indices = indices
 
     def radix_key(self, req: Any, end: int) -> Any:
-        """Return the key of the request's first ``end`` tokens in the radix tree."""
         return self.key_of(req.full_untruncated_fill_ids[:end], req)
 
     def key_of(self, tokens: array[int], req: Any) -> Any:
@@ -438,11 +434,9 @@ class Release:
         return total - self.matched_tokens(tree_cache, req)
 
     def evictable_tokens(self, tree_cache: Any) -> int:
-        """Return how many tokens of the radix tree could be evicted."""
         return tree_cache.evictable_size()
 
     def protected_tokens(self, tree_cache: Any) -> int:
-        """Return how many tokens of the radix tree are locked."""
         return tree_cache.protected_size()
 
     def matched_slots(self, tree_cache: Any, prefix_match: Any) -> Any:

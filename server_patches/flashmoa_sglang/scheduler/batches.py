@@ -401,7 +401,6 @@ def least_tokens(costs: Costs, page: int) -> int:
 
 
 def _nearly_free_tokens(costs: Costs) -> int:
-    """Return how many tokens a forward has that takes hardly longer than one with very few."""
     return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
 
 

@@ -133,7 +133,6 @@ class BatchTree(Generic[Owner]):
         return tokens[: self._page].tobytes()
 
     def _common(self, a: Tokens, b: Tokens) -> int:
-        """Return the length of the common prefix, in whole pages."""
         length = min(len(a), len(b))
         different = np.flatnonzero(a[:length] != b[:length])
         common = int(different[0]) if len(different) else length

@@ -102,7 +102,6 @@ class SchedulerStreams:
         return sum(stream.opener is not None for stream in self._open.values())
 
     def can_prefill_more(self) -> bool:
-        """Return whether some stream could be prefilled further."""
         return any(self._growth(stream) for stream in self._open.values())
 
     def waiting_tokens(self, *, growing: bool = False) -> list[int]:
@@ -120,7 +119,6 @@ class SchedulerStreams:
     # What the HTTP process and SGLang say.
 
     def extend(self, message: StreamTokens) -> None:
-        """Add tokens to streams."""
         for id_, kept in message.kept:
             if id_ not in self._ended:
                 self._take_back(self._stream(id_), kept)
@@ -136,7 +134,6 @@ class SchedulerStreams:
             self.claim(id_, claimed=False)
 
     def _take_back(self, stream: SchedulerStream, tokens: int) -> None:
-        """Keep only the first tokens of a stream; the text that followed has changed the others."""
         del stream.tokens[tokens:]
         stream.right = min(stream.right, tokens)
         stream.prefilled = min(stream.prefilled, self._kept(tokens))
@@ -162,11 +159,9 @@ class SchedulerStreams:
             self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
-        """Return a stream by its id. Its tokens and its request may come in either order."""
         return self._open.setdefault(id_, SchedulerStream(id_))
 
     def grows(self, id_: str) -> bool:
-        """Return whether the agent before a stream's own writes already."""
         return id_ in self._open and self._open[id_].grows
 
     def claim(self, id_: str, *, claimed: bool = True) -> None:
@@ -175,7 +170,6 @@ class SchedulerStreams:
             self._open[id_].claimed = claimed
 
     def end(self, id_: str) -> None:
-        """Forget a stream that has ended."""
         self._ended[id_] = None
         if len(self._ended) > _REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
@@ -292,7 +286,6 @@ class SchedulerStreams:
         return req
 
     def discard(self, req: Any) -> None:
-        """Forget an increment that did not join the batch."""
         let_go(self._scheduler, req)
         stream = self._of(req)
         if stream is not None:

@@ -243,35 +243,3 @@ async def test_a_structured_answer_does_not_wait_for_streams(
         assert after.received_tokens == 1000 > after.prefilled_tokens
         await client.delete_stream(stream.id)
         group.cancel_scope.cancel()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("environment", [RIDING, {}], ids=["modelled GPU", "CPU"])
-async def test_answers_stay_the_same_when_streams_ride_along_with_their_decodes(
-    engines: LocalEngines,
-    plain: EngineClient,
-    model: Path,
-    words: Words,
-    environment: dict[str, str],
-) -> None:
-    """Also those of a request whose first decode follows another request's prefill."""
-    async with (
-        start_special_engine(engines, model, environment=environment) as engine,
-        EngineClient(engine.url, timeout=60) as client,
-    ):
-        for turn in range(0, 24, 3):
-            prompts = [words(60, turn + number) for number in range(3)]
-            expected = [(await generate(plain, prompt, 16))[0] for prompt in prompts]
-            stream = await client.open_stream(text="The")
-            answers = dict[str, str]()
-
-            async def ask(prompt: str, answers: dict[str, str] = answers) -> None:
-                answers[prompt], _ = await generate(client, prompt, 16)
-
-            async with anyio.create_task_group() as group:
-                for number, prompt in enumerate(prompts):
-                    group.start_soon(ask, prompt)
-                    await client.append(stream.id, number, text=words(150, 200 + turn + number)[3:])
-            await client.delete_stream(stream.id)
-            assert [answers[prompt] for prompt in prompts] == expected, turn
-        assert not environment or (await fetch_kv_state(client)).rode_along > 0

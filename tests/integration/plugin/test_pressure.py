@@ -38,7 +38,8 @@ async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
 async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_pool(
     client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    streams = [await client.open_stream(text=words(448, number)) for number in range(8)]
+    texts = [words(448, number) for number in range(8)]
+    streams = [await client.open_stream(text=text) for text in texts]
     for stream in streams:
         await complete_stream(client, stream.id)
     held = (await fetch_kv_state(client)).protected
@@ -64,8 +65,9 @@ async def test_requests_that_arrive_together_start_at_once_if_streams_hold_the_p
     assert min(begun_at_tenth) == requests
     after = await fetch_kv_state(client)
     assert after.gave_way > 0
-    for stream in streams:
-        await client.delete_stream(stream.id)
+    for text, stream in zip(texts, streams, strict=True):
+        _, usage = await generate(client, text + " go", 5, stream.id)
+        assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
 async def test_streams_without_room_wait_and_go_on_when_there_is_some(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine
 from tests.integration.support import (
     LAG,
     complete_stream,
-    fetch_kv_state,
     generate,
     nightly,
-    start_special_engine,
     wait_until_idle,
     wait_until_prefilled,
 )
@@ -100,22 +97,6 @@ async def test_the_final_request_computes_only_the_rest(client: EngineClient, wo
     assert sum(span.tokens for span in usage.prompt_stream.prefills) == usage.streamed_tokens
 
 
-async def test_decode_waits_for_every_token_of_the_prompt(
-    client: EngineClient, words: Words
-) -> None:
-    """A request that overtakes its stream's prefill still sees its whole prompt."""
-    for seed in range(5):
-        prefix = words(1500, 20 + seed)
-        await client.flush_cache()
-        expected, _ = await generate(client, prefix + " now", 8)
-        await client.flush_cache()
-        opened = await client.open_stream(text=prefix)
-        got, usage = await generate(client, prefix + " now", 8, opened.id)
-        assert got == expected
-        assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-        await wait_until_idle(client)
-
-
 async def test_after_a_wrong_prediction_the_common_part_is_used(
     client: EngineClient, words: Words
 ) -> None:
@@ -188,24 +169,3 @@ async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: 
     await client.delete_stream(opened.id)
     state = await wait_until_idle(client)
     assert state.evictable < 6000
-
-
-async def test_streams_give_way_under_kv_pressure(
-    engines: LocalEngines, model: Path, words: Words
-) -> None:
-    """With more streams than the pool holds, requests finish, streams stay valid, no KV leaks."""
-    async with (
-        start_special_engine(engines, model, pool=2000) as tight,
-        EngineClient(tight.url, timeout=120) as client,
-    ):
-        texts = [words(400, 200 + i) for i in range(8)]
-        streams = [await client.open_stream(text=text) for text in texts]
-        # This request needs nearly the whole pool, most of which the streams hold.
-        answer, _ = await generate(client, words(1500, 300), 100)
-        assert answer
-        assert (await fetch_kv_state(client)).gave_way > 0
-        for text, stream in zip(texts, streams, strict=True):
-            got, usage = await generate(client, text + " go", 5, stream.id)
-            assert got
-            assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
-        await wait_until_idle(client)

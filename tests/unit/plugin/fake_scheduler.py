@@ -89,6 +89,8 @@ def request(
     mark = RequestMark(stream, final=final) if stream is not None else None
     return SimpleNamespace(
         rid="some",
+        to_finish=None,
+        finished=lambda: False,
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,
         sampling_params=sampling,

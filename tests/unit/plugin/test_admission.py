@@ -66,17 +66,6 @@ def adder(gave_way: list[str]) -> Adder:
     return Adder(tree)
 
 
-def test_requests_that_arrive_together_get_the_room_that_streams_hold(
-    adder: Adder, gave_way: list[str]
-) -> None:
-    waiting_requests = [request(150, 850) for _ in range(6)]
-    for req in waiting_requests:
-        assert admission.admit(Adder.add, adder, req) == "continue"
-    assert adder.can_run_list == waiting_requests
-    # The sixth request left nothing free, so one more stream gave way for the request after it.
-    assert gave_way == [*"hgfedc"]
-
-
 def test_streams_keep_their_room_while_another_prompt_is_cut_into_chunks(
     adder: Adder, gave_way: list[str]
 ) -> None:
@@ -140,10 +129,6 @@ def test_streams_that_do_not_grow_give_way_first_the_newest_before_the_others() 
     while pins.give_way():
         pass
     assert gave_way == [*"geca", *"fdb"] and not pins
-
-
-def test_a_request_too_large_for_the_pool_waits(adder: Adder) -> None:
-    assert admission.admit(Adder.add, adder, request(9500, 0)) == "no token"
 
 
 def test_streams_give_way_before_requests_are_preempted() -> None:

@@ -116,12 +116,6 @@ def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
     assert choose_increments(sized, 120, 64, SMALLEST, 1) == [(1, 920), (3, 100)]
 
 
-def test_the_end_of_a_stream_is_computed_however_short_it_is() -> None:
-    streams = [Growth(0, 90), Growth(96, 3, ended=True)]
-    assert choose_increments(streams, 1000, 100, SMALLEST, 1) == [(1, 99), (0, 90)]
-    assert choose_increments(streams[1:], 2, 100, SMALLEST, 1) == []
-
-
 @given(costs=any_costs(), pages=st.integers(0, 10_000), page=PAGES)
 def test_a_forward_for_streams_has_half_of_what_waits_and_is_efficient(
     costs: Costs, pages: int, page: int
@@ -145,11 +139,6 @@ def test_a_forward_for_streams_is_at_least_a_page() -> None:
     assert stream_chunk(COSTS, 5000, 96) == 2496
 
 
-def test_a_forward_for_streams_leaves_no_short_rest() -> None:
-    assert stream_chunk(FLAT, 256 + 73, 1) == 256 + 73
-    assert stream_chunk(FLAT, 256 + 74, 1) == 256
-
-
 def nearly_free(costs: Costs, most: int) -> int:
     """Return the most tokens, of at most ``most``, that take 1.1 times as long as very few."""
     longest = 1.1 * costs.prefill(LEAST)
@@ -162,13 +151,6 @@ def test_tokens_that_a_final_request_computes_as_fast_are_left_to_it(
     costs: Costs, page: int
 ) -> None:
     assert least_tokens(costs, page) == max(page, LEAST, nearly_free(costs, 128))
-
-
-def test_fewer_tokens_are_worth_a_forward_that_computes_them_slowly() -> None:
-    assert least_tokens(FLAT, 1) == 74
-    assert least_tokens(Costs(((1, 0.001), (1001, 1.001)), 0.01), 1) == LEAST + 3
-    assert least_tokens(Costs(((1, 0.01), (1001, 0.01)), 0.01), 1) == 128
-    assert least_tokens(COSTS, 64) == 64
 
 
 @given(costs=any_costs(), prefilling=st.integers(0, 300), page=PAGES)
@@ -271,32 +253,6 @@ def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     assert ride(1600, 5, 1.0) == 0
     assert ride(160, 100, 4, fewest=32) == 63
     assert ride(160, 100, 1.35, fewest=128) == 63
-
-
-def test_only_streams_whose_requests_come_soon_hurry() -> None:
-    def ride(waiting: list[int], ends: list[int]) -> int:
-        return choose_stream_ride(possible_rides(MIXED, 2, 4, 1, MANY), 1.0, waiting, ends)
-
-    assert ride([100, 1600], [100, 5]) == 30
-    assert ride([1600, 100], [100, 5]) > 63
-    # There may be more streams than requests that decode.
-    assert ride([100, 100, 1600], [100, 5]) == 30
-
-
-@given(decoding=st.integers(1, 2000), page=PAGES)
-def test_what_rides_fills_the_blocks_that_kernels_compute(decoding: int, page: int) -> None:
-    ride = possible_rides(COSTS, decoding, 1e9, page, MANY)[-1][0]
-    assert ride % page == 0 and ride >= FEWEST_RIDING
-    # There is always room for the tokens of a whole block.
-    assert 512 - page < (decoding + ride) % 512 or (decoding + ride) % 512 == 0
-
-
-def test_nothing_rides_where_that_costs_more_than_a_forward_of_its_own() -> None:
-    mixed = ((1, 0, 0.01), (1, 16, 0.02), (1, 256, 0.2))
-    costs = Costs(COSTS.points, 0.01, mixed)
-    rides = possible_rides(costs, 1, 100, 1, MANY)
-    assert rides and choose_stream_ride(rides, costs.per_token_at_best, [1000], [100]) == 0
-    assert choose_prompt_ride(rides, costs, 8, 1, 1000) == 0
 
 
 @given(

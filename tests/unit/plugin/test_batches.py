@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler import batches, results
 from flashmoa_sglang.scheduler.admission import allocatable_requests
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import is_increment
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, request
@@ -431,3 +434,26 @@ def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
     busy.is_mixed_chunk = True
     step(busy, Noticed())
     assert kept == [True, False, True]
+
+
+@pytest.mark.parametrize("late", ["", "of the test"])
+def test_an_increments_kv_is_published_and_pinned_before_its_forward_or_with_its_result(
+    monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    published: list[Any] = []
+    monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
+    monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
+    monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("before", None))
+    monkeypatch.setattr(results, "match_and_pin", lambda *_: (Pin("with its result", None), 5))
+    idle = engine()
+    idle.flashmoa.late_kv = late
+    idle.open_stream("a", 100)
+    (increment,) = step(idle, Build(takes=lambda _: True)).queues[0]
+    assert published == ([] if late else [increment])
+    assert ("a" in idle.flashmoa.pins) is not bool(late)
+    # What has been published is not inserted once more.
+    assert getattr(increment, "skip_radix_cache_insert", False) is not bool(late)
+    results.stream_output(
+        lambda *_: None, SimpleNamespace(tree_cache=idle.tree_cache), [increment], False
+    )
+    assert idle.flashmoa.pins._pins["a"].node == ("with its result" if late else "before")

@@ -270,12 +270,15 @@ def test_the_plugin_leaves_an_engine_alone_that_it_cannot_serve(
 
 
 def test_a_scheduler_without_the_plugin_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoa_sglang.scheduler import batches
+    from flashmoa_sglang.scheduler import admission, batches
 
     monkeypatch.setattr(RELEASE, "running_batch", lambda *_: None)
     bare = SimpleNamespace()
     assert batches.next_prefill_batch(lambda _: "built", bare) == "built"
     assert state.flush_cache(lambda _: True, bare)
+    waiting = ["one", "other"]
+    admission.order_queue(None, SimpleNamespace(tree_cache=bare), waiting)
+    assert waiting == ["one", "other"]
     handled: list[Any] = []
     state.handle_request(lambda _, message: handled.append(message), bare, "message")
     assert handled == ["message"]

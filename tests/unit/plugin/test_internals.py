@@ -68,18 +68,6 @@ def test_nothing_is_listed_that_the_plugin_does_not_use() -> None:
     assert names <= words
 
 
-def test_only_what_the_installed_release_comes_to_is_looked_for() -> None:
-    names = {release: names_used(release) for release in releases.TESTED}
-    assert "extend_range" in names["0.5.18"] and "prefix_len" not in names["0.5.18"]
-    # 0.5.18's function, that 0.5.23 has not replaced; and one that it has.
-    assert "needs_host_load_back" in names["0.5.23"] and "extend_range" not in names["0.5.23"]
-    assert "fill_ids" in names["0.5.12.post1"] and "sock_send" not in names["0.5.12.post1"]
-
-
-def names_used(release: str) -> set[str]:
-    return {name for _, name, _ in used(release, internals.EVERYBODY)}
-
-
 def test_each_feature_is_looked_at_where_it_is_on(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

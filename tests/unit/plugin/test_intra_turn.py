@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
-from flashmoa_sglang.scheduler.shared_prefill import WORTH_WAITING, BatchTree, Shared
+from flashmoa_sglang.scheduler.request import RequestState
+from flashmoa_sglang.scheduler.shared_prefill import (
+    WORTH_WAITING,
+    BatchTree,
+    Shared,
+    SharedPrefill,
+    _Follower,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +116,14 @@ def test_a_request_waits_for_a_chunked_one_if_that_is_worth_it() -> None:
     assert turn.match(None, tokens[:310]).take(within_forward=True) == 300
     assert turn.match(None, tokens[:310]).take(within_forward=False) is None
     assert turn.match(None, tokens[:20]).take(within_forward=False) == 0
+
+
+def test_prefixes_evicted_while_a_request_waited_are_not_counted_as_saved() -> None:
+    class Request:
+        flashmoa = RequestState(first_wait=500)
+
+    req = Request()
+    batch = SharedPrefill(1, within_forward=True)
+    adder = SimpleNamespace(can_run_list=[req])
+    batch._take(lambda: None, adder, req, _Follower(100, 100, None))
+    assert batch.avoided == 0

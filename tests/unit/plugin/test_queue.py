@@ -47,13 +47,6 @@ def test_the_shortest_job_goes_first_if_that_is_asked_for() -> None:
     assert waiting == [long, short, increment]
 
 
-def test_the_queue_of_a_scheduler_without_the_plugin_is_left_alone() -> None:
-    waiting = [request(9, 0, stream="a"), request(8, 5)]
-    before = [*waiting]
-    admission.order_queue(None, SimpleNamespace(tree_cache=SimpleNamespace()), waiting)
-    assert waiting == before
-
-
 def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> None:
     scheduler = FakeScheduler(running=[request(500, 1000, 10)])
     first, structured = request(10, 5), request(20, 5)
@@ -69,31 +62,20 @@ def _never(*_: object, **__: object) -> None:
     raise AssertionError("a batch is built")
 
 
+@pytest.mark.parametrize("release", [Release0512(), Release(), Release0523()])
 def test_the_prefetch_of_a_request_that_is_dropped_is_released(
-    monkeypatch: pytest.MonkeyPatch,
+    release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[str] = []
-    monkeypatch.setattr(RELEASE, "release_prefetch", lambda _, req: released.append(req.rid))
-    scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="null"))
+    monkeypatch.setattr(RELEASE, "release_prefetch", release.release_prefetch)
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(disaggregation_mode="null"),
+        enable_hicache_storage=True,
+        tree_cache=SimpleNamespace(release_aborted_request=released.append),
+        _release_aborted_request=lambda req: released.append(req.rid),
+    )
     streams.let_go(scheduler, SimpleNamespace(rid="dropped"))
     assert released == ["dropped"]
-
-
-@pytest.mark.parametrize("release", [Release0512(), Release()])
-@pytest.mark.parametrize("storage", [True, False])
-def test_a_prefetch_from_storage_is_released_by_id(release: Release, storage: bool) -> None:
-    released: list[str] = []
-    tree = SimpleNamespace(release_aborted_request=released.append)
-    scheduler = SimpleNamespace(enable_hicache_storage=storage, tree_cache=tree)
-    release.release_prefetch(scheduler, SimpleNamespace(rid="dropped"))
-    assert released == (["dropped"] if storage else [])
-
-
-def test_0_5_23_releases_a_prefetch_itself() -> None:
-    released: list[Any] = []
-    req = SimpleNamespace(rid="dropped")
-    Release0523().release_prefetch(SimpleNamespace(_release_aborted_request=released.append), req)
-    assert released == [req]
 
 
 @pytest.mark.parametrize("release", [Release0512(), Release(), Release0523()])
@@ -187,8 +169,3 @@ def test_a_job_is_overtaken_for_no_longer_than_it_takes(
     long = Job(uncached, output, queued_at=0.0)
     size = uncached + COSTS.decode_weight * output
     assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
-
-
-def test_shorter_jobs_run_first_and_equal_ones_in_their_order() -> None:
-    assert shortest_first([Job(2000, 100, 0.0), Job(100, 10, 5.0)], COSTS) == [1, 0]
-    assert shortest_first([Job(10, 1, 0.0), Job(10, 1, 0.0)], COSTS) == [0, 1]

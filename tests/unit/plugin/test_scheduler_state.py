@@ -9,14 +9,13 @@ import pytest
 from flashmoa_sglang.messages import (
     CountUpdate,
     MeasuredCosts,
-    ReleaseStream,
     RequestMark,
     StreamProgress,
 )
 from flashmoa_sglang.scheduler import state
 from flashmoa_sglang.scheduler.pins import Pin
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, opening
+from tests.unit.plugin.fake_scheduler import FakeScheduler
 
 pytestmark = pytest.mark.usefixtures("fake_release")
 
@@ -34,52 +33,14 @@ def receive(scheduler: Any, message: Any) -> None:
     scheduler._request_dispatcher._mapping[type(message)](message)
 
 
-def marked(mark: RequestMark | None) -> Any:
-    """Make the message of a request with a mark of the plugin's."""
-    custom = mark.to_custom_params() if mark is not None else {"flashmoa": "of a client"}
-    return SimpleNamespace(
-        rid="r", input_ids=[1] * 9, sampling_params=SimpleNamespace(custom_params=custom)
-    )
-
-
-def handle(scheduler: FakeScheduler, message: Any) -> list[Any]:
-    """Handle a request. Return the messages that SGLang's own method got."""
-    handled: list[Any] = []
-
-    def original(scheduler: FakeScheduler, message: Any) -> None:
-        handled.append(message)
-        if message.rid == "open-a":
-            scheduler.make_request(message)
-
-    state.handle_request(original, scheduler, message)
-    return handled
-
-
-def test_a_request_that_opens_a_stream_does_not_stay_in_the_queue(
-    scheduler: FakeScheduler,
-) -> None:
-    receive(scheduler, new_tokens("a", range(50)))
-    assert len(handle(scheduler, opening("a"))) == 1
-    assert scheduler.waiting_queue == [] and scheduler.flashmoa.streams.can_prefill_more()
-    receive(scheduler, ReleaseStream("a"))
-    assert len(scheduler.flashmoa.streams) == 0
-
-
 def test_a_final_request_ends_the_increments_of_its_stream(scheduler: FakeScheduler) -> None:
     for stream in "ab":
         scheduler.open_stream(stream, 50)
-    final = marked(RequestMark("a", final=True))
-    assert handle(scheduler, final) == [final]
-    assert sum(scheduler.flashmoa.streams.waiting_tokens()) == 50
-
-
-@pytest.mark.parametrize("mark", [None, RequestMark(timed=True), RequestMark(expected_output=5)])
-def test_other_requests_are_left_to_sglang(
-    scheduler: FakeScheduler, mark: RequestMark | None
-) -> None:
-    scheduler.open_stream("a", 50)
-    message = marked(mark)
-    assert handle(scheduler, message) == [message]
+    custom = RequestMark("a", final=True).to_custom_params()
+    final = SimpleNamespace(rid="r", sampling_params=SimpleNamespace(custom_params=custom))
+    handled: list[Any] = []
+    state.handle_request(lambda _, message: handled.append(message), scheduler, final)
+    assert handled == [final]
     assert sum(scheduler.flashmoa.streams.waiting_tokens()) == 50
 
 

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from tests.unit.plugin.fake_scheduler import FakeScheduler, new_tokens, opening
 
 MANY = 1 << 20
-IDS = st.sampled_from("abc")
+IDS = st.sampled_from("abcdef")
+TOKENS = st.lists(st.integers(0, 9), max_size=20)
 
 
 @dataclass
@@ -48,14 +49,14 @@ class Ranks(RuleBasedStateMachine):
         for rank in self.ranks:
             rank.page_size = page
             rank.disable_radix_cache = True
-        self.known = {id_: Known() for id_ in "abc"}
+        self.known = {id_: Known() for id_ in "abcdef"}
         # The increments that run, of both ranks, and whether their KV has been published.
         self.running: list[tuple[list[Any], bool]] = []
 
     def streams(self) -> list[SchedulerStreams]:
         return [rank.flashmoa.streams for rank in self.ranks]
 
-    @rule(id_=IDS, tokens=st.lists(st.integers(0, 9), max_size=20), grows=st.booleans())
+    @rule(id_=IDS, tokens=TOKENS, grows=st.booleans())
     def extend(self, id_: str, tokens: list[int], grows: bool) -> None:
         for streams in self.streams():
             streams.extend(new_tokens(id_, tokens, grows=grows))
@@ -66,18 +67,22 @@ class Ranks(RuleBasedStateMachine):
         for streams in self.streams():
             streams.extend(StreamTokens((), (id_,)))
 
-    @rule(id_=IDS)
-    def open(self, id_: str) -> None:
+    @rule(id_=IDS, before=TOKENS, after=TOKENS)
+    def open(self, id_: str, before: list[int], after: list[int]) -> None:
+        """Open a stream, of whose first tokens some come before its request."""
         if not self.known[id_].opened:
+            self.extend(id_, before, grows=False)
             for rank in self.ranks:
                 rank.flashmoa.streams.open(id_, opening(id_), rank.make_request)
             self.known[id_].opened = True
+            self.extend(id_, after, grows=True)
 
+    @precondition(lambda self: any(known.opened for known in self.known.values()))
     @rule(
-        tokens=st.integers(0, 30),
+        tokens=st.one_of(st.just(MANY), st.integers(0, 30)),
         least=st.integers(1, 10),
-        room=st.integers(-5, 40),
-        most=st.integers(0, 3),
+        room=st.one_of(st.just(MANY), st.integers(-5, 40)),
+        most=st.one_of(st.just(16), st.integers(0, 3)),
         growing=st.booleans(),
     )
     def make(self, tokens: int, least: int, room: int, most: int, growing: bool) -> None:
@@ -135,13 +140,15 @@ class Ranks(RuleBasedStateMachine):
     @rule(id_=IDS)
     def claim(self, id_: str) -> None:
         known = self.known[id_]
-        if known.opened and not known.closed:
+        if known.opened and known.prefilled and not known.closed:
             for streams in self.streams():
                 streams.claim(id_)
             known.claimed = True
 
     @rule(id_=IDS)
     def close(self, id_: str) -> None:
+        if self.known[id_].opened and not self.known[id_].prefilled:
+            return  # So that most streams are prefilled.
         for streams in self.streams():
             streams.end(id_)
         self.known[id_].closed = True

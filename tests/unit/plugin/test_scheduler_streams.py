@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.messages import STREAM_OPENED, StreamProgress, StreamTokens
+from flashmoa_sglang.messages import StreamProgress, StreamTokens
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
 from tests.unit.plugin.fake_scheduler import (
-    MANY,
     FakeScheduler,
     make_increments,
     new_tokens,
@@ -21,32 +20,6 @@ from tests.unit.plugin.fake_scheduler import (
 )
 
 pytestmark = pytest.mark.usefixtures("fake_release")
-
-
-@pytest.mark.parametrize("tokens_first", [True, False])
-def test_tokens_may_come_before_or_after_the_opening_request(
-    scheduler: FakeScheduler, streams: SchedulerStreams, tokens_first: bool
-) -> None:
-    messages = [
-        lambda: streams.extend(new_tokens("a", range(20))),
-        lambda: streams.open("a", opening("a"), scheduler.make_request),
-    ]
-    first, second = messages if tokens_first else reversed(messages)
-    first()
-    assert not streams.can_prefill_more() and not make_increments(streams)
-    second()
-    assert streams.can_prefill_more() and sum(streams.waiting_tokens()) == 20
-    assert make_increments(streams)["a"].origin_input_ids == [*range(20)]
-    assert scheduler.waiting_queue == []
-
-
-def test_the_opening_request_is_ended_at_once_and_never_computed(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    streams.open("a", opening("a"), scheduler.make_request)
-    assert scheduler.waiting_queue == [] and not streams.can_prefill_more()
-    (ended,) = scheduler.sent
-    assert (ended.rid, ended.finished_reason["message"]) == ("open-a", STREAM_OPENED)
 
 
 def test_a_stream_that_sglang_refuses_gets_no_increments(
@@ -81,34 +54,6 @@ def test_increments_do_not_wait_in_the_queue_of_clients(
     assert list(make_increments(streams)) == ["a"] and scheduler.waiting_queue == waiting
 
 
-def test_a_stream_has_one_increment_at_a_time(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    for stream in "ab":
-        scheduler.open_stream(stream, 100)
-    first = make_increments(streams, tokens=130)
-    assert [len(first[stream].origin_input_ids) for stream in "ab"] == [100, 30]
-    streams.extend(new_tokens("a", range(100, 150)))
-    assert not streams.can_prefill_more() and not make_increments(streams)
-    streams.settle(first["b"])
-    assert sum(streams.waiting_tokens()) == 70
-    assert make_increments(streams)["b"].origin_input_ids == [*range(100)]
-    streams.settle(first["a"])
-    assert make_increments(streams)["a"].origin_input_ids == [*range(150)]
-
-
-def test_an_increment_is_whole_pages(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
-    scheduler.page_size = 16
-    scheduler.open_stream("a", 47)
-    assert sum(streams.waiting_tokens()) == 32
-    increment = make_increments(streams)["a"]
-    assert len(increment.origin_input_ids) == 32
-    streams.settle(increment)
-    assert not streams.can_prefill_more()
-    streams.extend(new_tokens("a", [47]))
-    assert len(make_increments(streams)["a"].origin_input_ids) == 48
-
-
 def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
     """The radix tree has pairs of tokens, so that 64 tokens are three pages of 16 pairs."""
     scheduler = FakeScheduler(eagle=True)
@@ -123,30 +68,6 @@ def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
     assert sum(streams.waiting_tokens()) == 16
     streams.extend(new_tokens("a", [64]))
     assert len(make_increments(streams)["a"].origin_input_ids) == 65
-
-
-def test_an_increment_that_is_discarded_is_made_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100)
-    streams.discard(make_increments(streams)["a"])
-    streams.extend(new_tokens("a", range(100, 150)))
-    again = make_increments(streams)["a"]
-    assert again.origin_input_ids == [*range(150)]
-    streams.settle(again)
-    assert not streams.can_prefill_more()
-
-
-def test_an_increment_whose_kv_is_not_published_before_counts_once_it_is_computed(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100)
-    increment = make_increments(streams)["a"]
-    assert not streams.can_prefill_more()
-    streams.finish(increment, 0.5)
-    assert not streams.can_prefill_more() and not make_increments(streams)
-    streams.extend(new_tokens("a", range(100, 110)))
-    assert sum(streams.waiting_tokens()) == 10
 
 
 def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
@@ -186,16 +107,6 @@ def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_inst
     assert scheduler.sent[-1].increments == (("a", 70, 70, 0.5),)
     third = make_increments(streams)["a"]
     assert third.origin_input_ids == [*range(60), *range(200, 210), *range(300, 310)]
-
-
-def test_a_stream_whose_final_request_has_come_gets_no_more_increments(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100)
-    streams.claim("a")
-    streams.claim("unknown")
-    assert not streams.can_prefill_more() and not make_increments(streams)
-    assert len(streams) == 1
 
 
 def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
@@ -244,52 +155,6 @@ def test_lost_kv_is_reported_once(scheduler: FakeScheduler, streams: SchedulerSt
         streams.report()
     reports = [one.increments for one in scheduler.sent if isinstance(one, StreamProgress)]
     assert reports == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
-
-
-def test_kv_that_is_lost_is_computed_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    for stream in "ab":
-        scheduler.open_stream(stream, 100)
-    for increment in make_increments(streams).values():
-        streams.settle(increment)
-    streams.lose("a")
-    streams.lose("unknown")
-    increments = make_increments(streams)
-    assert list(increments) == ["a"]
-    streams.settle(increments["a"])
-    streams.lose()
-    assert sorted(map(str, make_increments(streams))) == ["a", "b"]
-
-
-def test_streams_that_do_not_grow_yet_do_not_ride(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100, grows=False)
-    assert streams.can_prefill_more() and sum(streams.waiting_tokens(growing=True)) == 0
-    assert not streams.make(MANY, 1, MANY, 16, growing=True)
-    streams.extend(new_tokens("a", [100]))
-    assert sum(streams.waiting_tokens(growing=True)) == 101
-    assert streams.make(MANY, 1, MANY, 16, growing=True)
-
-
-def test_the_end_of_a_stream_is_computed_even_if_it_is_short(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 5)
-    assert not make_increments(streams, least=50)
-    streams.extend(new_tokens("a", [], ended=True))
-    assert len(make_increments(streams, least=50)["a"].origin_input_ids) == 5
-
-
-def test_no_more_increments_are_made_than_there_are_rows(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    for stream in "abcd":
-        scheduler.open_stream(stream, 100)
-    assert len(make_increments(streams, most=3)) == 3
-    assert not make_increments(streams, most=0)
-    assert len(make_increments(streams, most=3)) == 1
 
 
 def test_streams_without_room_are_named_once_and_again_when_there_is_some(

@@ -10,7 +10,6 @@ Rows for which this machine is too slow are left out, and named.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import random
 import time
@@ -19,13 +18,14 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean, median
+from typing import Annotated
 
 import anyio
 from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import STOCK, make_model
 from flashmoa_bench.harness.modelled_gpus import (
     SLOWDOWN_OPTION,
@@ -36,7 +36,7 @@ from flashmoa_bench.harness.modelled_gpus import (
     overrun_share,
     read_device,
 )
-from flashmoa_bench.harness.report import Report, make_table, progress_bar
+from flashmoa_bench.harness.report import Column, Report, progress_bar
 from flashmoa_bench.harness.requests import ask, random_ids
 
 _PACKAGE = "aiconfigurator_core"
@@ -57,6 +57,11 @@ class Row:
     ttft: float
     tpot: float
     weights: str = "bfloat16"
+
+    def __str__(self) -> str:
+        """Return a name with the times that were measured."""
+        times = f"TTFT {1000 * self.ttft:.0f}, TPOT {1000 * self.tpot:.1f}"
+        return f"{self.name}: {times}"
 
     @property
     def name(self) -> str:
@@ -114,72 +119,47 @@ class Compared:
     """A row, and what the modelled GPU took.
 
     Attributes:
-        slowdown: factor of the GPU's times in the run; the times here are without it.
+        ttft, tpot: its times, without the slowdown.
+        slowdown: factor of the GPU's times in the run.
         overrun: share of the GPU's time by which forwards were computed too late.
     """
 
-    row: Row
-    ttft: float
-    tpot: float
-    slowdown: float
-    overrun: float
+    row: Annotated[Row, Column("row")]
+    ttft: Annotated[float, Column("TTFT", "{:.0f}", 1000)]
+    tpot: Annotated[float, Column("TPOT", "{:.1f}", 1000)]
+    slowdown: Annotated[float, Column("K", "{:g}")]
+    overrun: Annotated[float, Column("overrun", "{:.1%}")]
 
     @property
-    def ttft_error(self) -> float:
+    def ttft_error(self) -> Annotated[float, Column("TTFT error", "{:+.0%}")]:
         return self.ttft / self.row.ttft - 1
 
     @property
-    def tpot_error(self) -> float:
+    def tpot_error(self) -> Annotated[float, Column("TPOT error", "{:+.0%}")]:
         return self.tpot / self.row.tpot - 1
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("device_check", __doc__)
-    parser.add_argument("--rows", type=positive, default=12, help="rows to play, evenly chosen")
-    parser.add_argument(
-        "--answer", type=positive, default=128, help="most tokens in the answers of those rows"
-    )
-    parser.add_argument(
-        "--device-model", default="Qwen/Qwen3-32B", metavar="NAME", help="only rows of this model"
-    )
-    parser.add_argument(
-        "--device-slowdown",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        metavar="K",
-        help="factors of all times",
-    )
-    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where models are kept")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("device_check", arguments)
-    short = [row for row in measured_rows() if row.answer <= arguments.answer]
-    rows = choose_rows(short, arguments.device_model, arguments.rows)
+async def _measure(report: Report) -> None:
+    options = report.options
+    short = [row for row in measured_rows() if row.answer <= options.answer]
+    rows = choose_rows(short, options.device_model, options.rows)
     report.print_head()
-    model = await make_model("test", arguments)
+    model = await make_model("test", options)
     async with local_engines() as engines:
         compared, left_out = await play_rows(
             rows,
-            arguments.device_slowdown,
+            options.device_slowdown,
             lambda row, slowdown: _play(engines, f"hash:{model}", row, slowdown),
             report.console,
         )
     if not compared:
         raise EngineError("no row could be played: give --rows other rows, or a faster machine")
-    show(compared, report.console)
-    report.save(
-        {
-            "rows": [
-                {**asdict(each), "ttft_error": each.ttft_error, "tpot_error": each.tpot_error}
-                for each in compared
-            ],
-            "left_out": left_out,
-        }
-    )
+    show(compared, report)
+    rows_with_errors = [
+        {**asdict(each), "ttft_error": each.ttft_error, "tpot_error": each.tpot_error}
+        for each in compared
+    ]
+    report.save({"rows": rows_with_errors, "left_out": left_out})
 
 
 async def play_rows(
@@ -256,44 +236,20 @@ async def load(engine: LocalEngine, row: Row) -> tuple[float, float]:
     return mean(firsts), mean(betweens)
 
 
-def show(compared: Sequence[Compared], console: Console) -> None:
+def show(compared: Sequence[Compared], report: Report) -> None:
     """Print the table, and the errors' medians and worst."""
-    names = (
-        "row",
-        "TTFT GPU",
-        "modelled",
-        "error",
-        "TPOT GPU",
-        "modelled",
-        "error",
-        "K",
-        "overrun",
-    )
-    table = make_table("Modelled against measured, ms", *names, left=("row",))
-    for each in compared:
-        table.add_row(
-            each.row.name,
-            f"{1000 * each.row.ttft:.0f}",
-            f"{1000 * each.ttft:.0f}",
-            f"{each.ttft_error:+.0%}",
-            f"{1000 * each.row.tpot:.1f}",
-            f"{1000 * each.tpot:.1f}",
-            f"{each.tpot_error:+.0%}",
-            f"{each.slowdown:g}",
-            f"{each.overrun:.1%}",
-        )
-    console.print(table)
+    report.show("Modelled against measured, ms", compared, left=("row",))
     for name, errors in (
         ("TTFT", [each.ttft_error for each in compared]),
         ("TPOT", [each.tpot_error for each in compared]),
     ):
         off = [abs(error) for error in errors]
-        console.print(
+        report.console.print(
             f"{name}: error {median(errors):+.0%} in the median, {median(off):.0%} without its "
             f"sign, {max(off):.0%} at most"
         )
     for name, difference in slowdown_differences(compared).items():
-        console.print(f"{name}: {difference:.1%} between the slowdowns of a row at most")
+        report.console.print(f"{name}: {difference:.1%} between the slowdowns of a row at most")
 
 
 def slowdown_differences(compared: Sequence[Compared]) -> dict[str, float]:
@@ -311,3 +267,17 @@ def slowdown_differences(compared: Sequence[Compared]) -> dict[str, float]:
         "TPOT": [[each.tpot for each in run] for run in runs.values()],
     }
     return {name: max(max(row) / min(row) - 1 for row in rows) for name, rows in times.items()}
+
+
+main = command(
+    "device_check",
+    __doc__,
+    _measure,
+    options=(
+        Option("--rows", positive, 12, "rows to play, evenly chosen"),
+        Option("--answer", positive, 128, "most tokens in the answers of those rows"),
+        Option("--device-model", str, "Qwen/Qwen3-32B", "only rows of this model"),
+        Option("--device-slowdown", float, [1.0], "factors of all times"),
+        Option("--cache", Path, Path(".cache"), "where models are kept"),
+    ),
+)

@@ -1,18 +1,149 @@
-"""Build the command-line parser that all benchmarks have in common, and options of several."""
+"""Make the commands of benchmarks: each declares its options, its engines and what it measures."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import anyio
 
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import add_device_options
+from flashmoa_bench.harness.report import Report
+
+
+def positive(text: str) -> int:
+    """Parse a whole number. Raises: argparse.ArgumentTypeError if it is not above 0."""
+    number = int(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {number}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """Parse a number. Raises: argparse.ArgumentTypeError if it is not above 0."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a benchmark.
+
+    Attributes:
+        name: with its dashes; without them, it is an argument that must be given.
+        kind: parses a value; ``bool`` for an option without one.
+        count: number of values, as argparse's ``nargs``; those with a default list take several.
+    """
+
+    name: str
+    kind: Callable[[str], Any]
+    default: Any = None
+    about: str = ""
+    choices: Sequence[str] | None = None
+    count: int | str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the option to a parser."""
+        if self.kind is bool:
+            parser.add_argument(self.name, action="store_true", help=self.about)
+            return
+        parser.add_argument(
+            self.name,
+            type=self.kind,
+            default=self.default,
+            nargs=self._nargs,
+            choices=self.choices,
+            help=self.about,
+        )
+
+    @property
+    def _nargs(self) -> int | str | None:
+        several = self.count is None and isinstance(self.default, list)
+        return "+" if several else self.count
+
+
+RESUME = Option(
+    "--resume",
+    bool,
+    about="measure only what is not in the --json file, which is written after each cell",
+)
+
+
+def stock_forwards(*default: int) -> Option:
+    """Return an option for further stock engines, with mixed chunks of other sizes.
+
+    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
+    stock SGLang depends on the load.
+    """
+    about = "--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)"
+    return Option("--stock-forwards", positive, list(default), about, count="*")
+
+
+def mixed_roles(sizes: Sequence[int], *arguments: str) -> dict[str, Role]:
+    """Return the stock engines of :func:`stock_forwards` by the names of their ways.
+
+    Args: arguments: further arguments of these engines.
+    """
+    return {
+        f"stock mixed {size}": Role(
+            f"stock_mixed_{size}",
+            plugin=False,
+            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size), *arguments),
+            optional=True,
+        )
+        for size in sizes
+    }
+
+
+def command(  # noqa: PLR0913
+    name: str,
+    doc: str | None,
+    measure: Callable[[Report], Awaitable[None]],
+    roles: Sequence[Role] = (),
+    options: Sequence[Option] = (),
+    *,
+    check: Callable[[argparse.Namespace], str | None] | None = None,
+    repeats: bool = True,
+    defaults: dict[str, Any] | None = None,
+) -> Callable[[Sequence[str]], int]:
+    """Return the ``main`` of a benchmark, which parses a command line and measures.
+
+    Args:
+        measure: measures, prints and saves; the report has the options.
+        check: returns what is wrong with the options, ``None`` if nothing is.
+        defaults: other defaults of the common options.
+
+    The other arguments are those of :func:`make_parser`.
+    """
+
+    def main(arguments: Sequence[str]) -> int:
+        parser = make_parser(name, doc, roles, options, repeats=repeats)
+        parser.set_defaults(**(defaults or {}))
+        chosen = parser.parse_args(arguments)
+        if getattr(chosen, "resume", False) and not chosen.json:
+            parser.error("--resume needs the --json FILE of the run to resume")
+        if check is not None and (problem := check(chosen)):
+            parser.error(problem)
+        anyio.run(measure, Report(name, chosen))
+        return 0
+
+    return main
 
 
 def make_parser(
-    name: str, doc: str | None, roles: Sequence[Role] = (), *, repeats: bool = True
+    name: str,
+    doc: str | None,
+    roles: Sequence[Role] = (),
+    options: Sequence[Option] = (),
+    *,
+    repeats: bool = True,
 ) -> argparse.ArgumentParser:
     """Make a parser for ``flashmoa bench NAME`` with the common options.
 
@@ -20,6 +151,7 @@ def make_parser(
         doc: description of the benchmark, for ``--help``.
         roles: engines that it compares, each with an option for its URL. Without roles, the
             parser gets no options for rounds and engines.
+        options: its own options.
         repeats: whether there are rounds, so that their number is an option.
     """
     parser = argparse.ArgumentParser(
@@ -27,17 +159,15 @@ def make_parser(
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results to this file"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random token ids")
+    common = [
+        Option("--json", Path, about="also write the results to this file"),
+        Option("--seed", int, 0, "seed of the random token ids"),
+    ]
     if roles and repeats:
-        parser.add_argument(
-            "--repeats",
-            type=positive,
-            default=5,
-            help="rounds per measurement; figures are medians over them",
-        )
+        about = "rounds per measurement; figures are medians over them"
+        common.append(Option("--repeats", positive, 5, about))
+    for option in (*common, *options):
+        option.add_to(parser)
     if roles:
         _add_engine_options(parser, roles)
     return parser
@@ -63,43 +193,3 @@ def _add_engine_options(parser: argparse.ArgumentParser, roles: Sequence[Role]) 
     for role in roles:
         optional = "; optional" if role.optional else ""
         running.add_argument(role.flag, metavar="URL", help=f"{role.description()}{optional}")
-
-
-def positive(text: str) -> int:
-    """Parse a whole number. Raises: argparse.ArgumentTypeError if it is not above 0."""
-    number = int(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {number}")
-    return number
-
-
-def add_stock_forwards(parser: argparse.ArgumentParser, default: list[int]) -> None:
-    """Add an option for further stock engines, with mixed chunks of other sizes.
-
-    Smaller chunks lengthen decode steps less and are less efficient; which size is the best for
-    stock SGLang depends on the load.
-    """
-    parser.add_argument(
-        "--stock-forwards",
-        type=positive,
-        nargs="*",
-        default=default,
-        metavar="TOKENS",
-        help="--chunked-prefill-size of further stock engines with mixed chunks (%(default)s)",
-    )
-
-
-def mixed_roles(sizes: Sequence[int], *arguments: str) -> dict[str, Role]:
-    """Return the stock engines of :func:`add_stock_forwards` by the names of their ways.
-
-    Args: arguments: further arguments of these engines.
-    """
-    return {
-        f"stock mixed {size}": Role(
-            f"stock_mixed_{size}",
-            plugin=False,
-            arguments=("--enable-mixed-chunk", "--chunked-prefill-size", str(size), *arguments),
-            optional=True,
-        )
-        for size in sizes
-    }

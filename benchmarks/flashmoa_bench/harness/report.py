@@ -10,14 +10,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -69,12 +70,12 @@ class Report:
 
     Args:
         bench: name of the benchmark.
-        arguments: its parsed command line.
+        arguments: its parsed command line, which are its ``options``.
     """
 
     def __init__(self, bench: str, arguments: argparse.Namespace) -> None:
         self.console = terminal()
-        self._arguments = arguments
+        self.options = arguments
         self._document: dict[str, Any] = {
             "bench": bench,
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -92,9 +93,7 @@ class Report:
 
         Arguments and exceptions are those of :func:`connect_engines`.
         """
-        async with connect_engines(
-            roles, self._arguments, tokens, self.console, documents
-        ) as engines:
+        async with connect_engines(roles, self.options, tokens, self.console, documents) as engines:
             self._document["engines"] = {
                 name: {
                     "url": client.url,
@@ -143,6 +142,18 @@ class Report:
         for line in (*lines, ""):
             self.console.print(line, highlight=False, soft_wrap=True)
 
+    def show(
+        self,
+        title: str,
+        rows: Sequence[Any],
+        note: str = "",
+        left: Collection[str] = ("",),
+    ) -> None:
+        """Print the table of :func:`make_table`, and a note that explains its columns."""
+        self.console.print(make_table(title, rows, left))
+        if note:
+            self.console.print(f"{note}\n", highlight=False)
+
     def save(self, results: dict[str, Any]) -> None:
         """Write everything to the file of ``--json``, if it is given. Results may be dataclasses.
 
@@ -156,13 +167,13 @@ class Report:
                 f"{name}: the GPU computed for {device['device_seconds']:.1f} s, and waited "
                 f"another {starved:.1%} of that for this machine's scheduler."
             )
-        if self._arguments.json is not None:
-            self.console.print(f"The same as JSON: {self._arguments.json}")
+        if self.options.json is not None:
+            self.console.print(f"The same as JSON: {self.options.json}")
         check_keeps_up(self._devices, SLOWDOWN_OPTION)
 
     def write(self, results: dict[str, Any]) -> None:
         """Write what there is so far to the file of ``--json``, if it is given."""
-        file: Path | None = self._arguments.json
+        file: Path | None = self.options.json
         if file is None:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -192,16 +203,67 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def make_table(title: str, *columns: str, left: Collection[str] = ("",), **style: Any) -> Table:
-    """Make an empty table with right-aligned columns, except for those named in ``left``.
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Declares the column of a table in the annotation of a row's field or property.
+
+    Attributes:
+        title: for a mapping, which has a column for each key, with ``{}`` for the key.
+        form: of the value times ``factor``, less ``less``. An unknown value (``None``) is empty.
+    """
+
+    title: str
+    form: str = "{}"
+    factor: float = 1
+    less: float = 0
+
+    def cell(self, value: Any) -> str:
+        """Return the text of a value."""
+        if isinstance(value, int | float) and (self.factor, self.less) != (1, 0):
+            value = value * self.factor - self.less
+        return "" if value is None else self.form.format(value)
+
+
+def make_table(title: str, rows: Sequence[Any], left: Collection[str] = ("",)) -> Table:
+    """Make the table of rows, whose fields and properties declare the columns, in their order.
 
     Args:
-        style: further arguments of :class:`rich.table.Table`.
+        rows: of one class; there is at least one.
+        left: columns that are aligned to the left.
     """
-    table = Table(title=title, title_justify="left", **style)
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    cells: list[list[str]] = [[] for _ in rows]
+    for name, column in _columns(rows[0]):
+        values: list[Any] = [getattr(row, name) for row in rows]
+        found = [(column.title, values)]
+        if any(isinstance(value, Mapping) for value in values):
+            keys = dict.fromkeys(key for value in values for key in value or ())
+            found = [
+                (column.title.format(key), [value.get(key) if value else None for value in values])
+                for key in keys
+            ]
+        for heading, each in found:
+            table.add_column(heading, justify="left" if heading in left else "right")
+            for row, value in zip(cells, each, strict=True):
+                row.append(column.cell(value))
+    for row in cells:
+        table.add_row(*row)
     return table
+
+
+def _columns(row: object) -> Iterator[tuple[str, Column]]:
+    """Yield the names of a row's fields and properties that declare columns."""
+    kind = type(row)
+    hints = get_type_hints(kind, include_extras=True)
+    hints |= {
+        name: get_type_hints(each.fget, include_extras=True)["return"]
+        for name, each in vars(kind).items()
+        if isinstance(each, property)
+    }
+    for name, hint in hints.items():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, Column):
+                yield name, each
 
 
 def versions() -> dict[str, str | None]:

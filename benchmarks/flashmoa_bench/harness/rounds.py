@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import anyio
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from flashmoa.engine import EngineError
@@ -19,25 +19,29 @@ from flashmoa_bench.harness.report import Report, progress_bar
 Key = tuple[str, int]
 
 
-def measured_cells(
-    file: Path, settings: Mapping[str, Any], free: Collection[str]
-) -> list[dict[str, Any]]:
-    """Return the cells in the JSON file of an earlier run; none if there is no file.
+Cell = TypeVar("Cell")
+
+
+def measured_cells(report: Report, kind: type[Cell], free: Collection[str]) -> list[Cell]:
+    """Return the cells in the file of ``--json``, if there is one and ``--resume`` is given.
 
     Args:
-        settings: this run's options, as the file has them.
-        free: options that may differ between the two runs.
+        kind: a dataclass.
+        free: options that may differ between the earlier run and this one.
 
     Raises: EngineError if the file is of a run with other options, or none of this benchmark.
     """
-    if not file.exists():
+    file, settings = report.options.json, report.settings
+    if not report.options.resume or not file.exists():
         return []
     document = json.loads(file.read_text())
+    adapter: TypeAdapter[Cell] = TypeAdapter(kind)
     try:
-        earlier, cells = document["settings"], document["results"]["cells"]
-    except (KeyError, TypeError) as error:
+        earlier = document["settings"]
+        cells = [adapter.validate_python(each) for each in document["results"]["cells"]]
+    except (KeyError, TypeError, ValidationError) as error:
         raise EngineError(f"--resume: {file} holds no cells of this benchmark") from error
-    names = (earlier.keys() | settings.keys()) - set(free)
+    names = (earlier.keys() | settings.keys()) - set(free) - {"json", "resume"}
     if other := sorted(name for name in names if earlier.get(name) != settings.get(name)):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in other)
         raise EngineError(f"--resume: {file} is of a run with other {options}: give another --json")
@@ -59,13 +63,8 @@ async def measure_cells(
             way, number = key
             bars.update(bar, description=f"{way}, number {number}")
             found[key] = await measure()
-            report.write(to_results(list(found.values())))
+            report.write({"cells": list(found.values())})
             bars.advance(bar)
-
-
-def to_results(cells: Sequence[Any]) -> dict[str, Any]:
-    """Return the cells in the form in which :func:`measured_cells` reads them."""
-    return {"cells": cells}
 
 
 Way = TypeVar("Way", bound=str | int)

@@ -7,18 +7,15 @@ and linked on FlashMoA with it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
+from typing import Annotated
 
-import anyio
-from rich.console import Console
-
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.linking.pipelines import PipelineRound, Ways, Workload, play_grid
 
 # SGLang's default on the paper's GPU; its default on a CPU is smaller. The size decides how many
@@ -61,45 +58,40 @@ class AblationRow:
         paper: the paper's seconds by variant; ``None`` if it does not have this row.
     """
 
-    prefix: int
-    pipelines: int
+    prefix: Annotated[int, Column("prefix")]
+    pipelines: Annotated[int, Column("pipelines")]
     decode: float
     floor: float
-    seconds: Mapping[str, float]
-    duplicates: Mapping[str, float]
-    speedup: Mapping[str, float]
-    paper: Mapping[str, float] | None
+    seconds: Annotated[Mapping[str, float], Column("{}", "{:.2f}")]
+    speedup: Annotated[Mapping[str, float], Column("{}/full", "{:.2f}x")]
+    duplicates: Annotated[Mapping[str, float], Column("{} computed", "{:.2f}")]
+    paper: Annotated[Mapping[str, float] | None, Column("paper {}", "{:.2f}")]
+
+    @property
+    def least(self) -> Annotated[float, Column("T_A + floor", "{:.2f}")]:
+        return self.decode + self.floor
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("ablation", __doc__, ROLES)
-    parser.add_argument("--prefix", type=positive, nargs="+", default=[1000, 2000])
-    parser.add_argument("--pipelines", type=positive, nargs="+", default=[1, 8])
-    parser.add_argument("--tps", type=float, default=_TPS, help="upstream tokens per second")
-    parser.add_argument("--upstream", type=positive, default=_UPSTREAM, help="upstream tokens")
-    chosen = parser.parse_args(arguments)
-    if chosen.tps <= 0:
-        parser.error("--tps must be above 0")
-    anyio.run(_main, chosen)
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
+async def _measure(report: Report) -> None:
+    options = report.options
     grid = [
-        Workload(arguments.tps, prefix, arguments.upstream, pipelines)
-        for prefix, pipelines in product(arguments.prefix, arguments.pipelines)
+        Workload(options.tps, prefix, options.upstream, pipelines)
+        for prefix, pipelines in product(options.prefix, options.pipelines)
     ]
-    report = Report("ablation", arguments)
-    pool = max(workload.pool_tokens for workload in grid)
-    async with report.connect(ROLES, pool) as engines:
+    async with report.connect(ROLES, max(workload.pool_tokens for workload in grid)) as engines:
         rows: list[AblationRow] = []
-        played = play_grid(
-            engines, grid, _VARIANTS, arguments.repeats, arguments.seed, report.console
-        )
+        played = play_grid(engines, grid, _VARIANTS, options.repeats, options.seed, report.console)
         async for workload, rounds, _overrun in played:
             rows.append(summarise_row(workload, rounds))
             report.write({"rows": rows})
-    show(rows, report.console)
+    report.show(
+        "Ablation: T in seconds, speed-ups, and the paper's T",
+        rows,
+        "baseline: stock, each pipeline's request by itself; batched: all of them as one; "
+        "streaming: linked, intra-turn cache off; full: as it is. T_A + floor: the least any "
+        "overlap can reach. computed: prompt tokens over unique ones, each shared one counted "
+        "once. paper: Qwen3-32B on one A100.",
+    )
     report.save({"rows": rows})
 
 
@@ -129,36 +121,15 @@ def _paper_seconds(workload: Workload) -> dict[str, float] | None:
     return dict(zip(_COLUMNS, seconds, strict=True)) if seconds else None
 
 
-def show(rows: Sequence[AblationRow], console: Console) -> None:
-    """Print the table, with the paper's numbers next to ours."""
-    table = make_table(
-        "Ablation: T in seconds, here | paper",
-        *("prefix", "pipelines", *_VARIANTS, "T_A + floor", "baseline/full", "batched/full"),
-    )
-    for row in rows:
-        paper = row.paper or {}
-        paper_speedup = paper["baseline"] / paper["full"] if paper else None
-        table.add_row(
-            str(row.prefix),
-            str(row.pipelines),
-            *(_format_pair(row.seconds[name], paper.get(name)) for name in _VARIANTS),
-            f"{row.decode + row.floor:.2f}",
-            _format_pair(row.speedup["baseline"], paper_speedup, "x"),
-            _format_pair(row.speedup["batched"], paper_speedup, "x"),
-        )
-    console.print(table)
-    console.print(
-        "baseline: stock, each pipeline's request by itself; batched: all of them as one; "
-        "streaming: linked, intra-turn cache off; full: as it is. T_A + floor: the least any "
-        "overlap can reach. paper: Qwen3-32B on one A100.\n"
-    )
-    title = "Prompt tokens computed over unique ones (each shared one counted once)"
-    table = make_table(title, "prefix", "pipelines", *_VARIANTS)
-    for row in rows:
-        ratios = (f"{row.duplicates[name]:.2f}" for name in _VARIANTS)
-        table.add_row(str(row.prefix), str(row.pipelines), *ratios)
-    console.print(table)
-
-
-def _format_pair(ours: float, theirs: float | None, unit: str = "") -> str:
-    return f"{ours:.2f}{unit}" + (f" | {theirs:.2f}{unit}" if theirs is not None else "")
+main = command(
+    "ablation",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
+        Option("--pipelines", positive, [1, 8], "pipelines at once"),
+        Option("--tps", positive_float, _TPS, "upstream tokens per second"),
+        Option("--upstream", positive, _UPSTREAM, "upstream tokens"),
+    ),
+)

@@ -11,16 +11,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-
-import anyio
-from rich.console import Console
+from typing import Annotated
 
 from flashmoa.engine import BadAnswer, EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import counted_since, read_device
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
 
@@ -44,48 +42,43 @@ class ChunkSize:
             are at least two full chunks.
     """
 
-    chunk: int
+    chunk: Annotated[int, Column("chunk")]
     seconds: tuple[float, ...]
-    total: float
-    over_single_pass: float
-    last_over_first: float | None
+    total: Annotated[float, Column("total", "{:.1f} ms", 1000)]
+    over_single_pass: Annotated[float, Column("over single pass", "{:.2f}x")]
+    last_over_first: Annotated[float | None, Column("last chunk over first", "{:+.1%}", less=1)]
+
+    @property
+    def paper(self) -> Annotated[str, Column("paper")]:
+        return PAPER.get(self.chunk, "")
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("chunk", __doc__, ROLES)
-    parser.add_argument("--context", type=positive, default=1024, help="tokens in all")
-    parser.add_argument(
-        "--chunks", type=positive, nargs="+", default=[128, 256, 384, 512], help="tokens each"
+def _check(options: argparse.Namespace) -> str | None:
+    if max(options.chunks) > options.context:
+        return "--chunks cannot be larger than --context"
+    return None
+
+
+async def _measure(report: Report) -> None:
+    options = report.options
+    async with report.connect(ROLES, 4096 + 2 * options.context) as engines:
+        dice, engine = random.Random(options.seed), engines["flashmoa"]
+        sizes = sorted({*options.chunks, options.context})
+
+        async def run(chunk: int) -> list[float]:
+            return await _prefill(engine, random_ids(dice, options.context), chunk)
+
+        with RoundPlayer(report.console, options.repeats, len(sizes)) as player:
+            for chunk in sizes:
+                await run(chunk)
+            rounds = await player.play(sizes, run, "chunks of")
+    rows = summarise(rounds, options.context)
+    report.show(
+        f"Chunked prefill of {options.context} tokens",
+        rows,
+        f"The paper's last chunk of 128 is {PAPER_LAST} than its first.",
     )
-    chosen = parser.parse_args(arguments)
-    if max(chosen.chunks) > chosen.context:
-        parser.error("--chunks cannot be larger than --context")
-    anyio.run(_main, chosen)
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("chunk", arguments)
-    async with report.connect(ROLES, 4096 + 2 * arguments.context) as engines:
-        rounds = await _measure(engines["flashmoa"], arguments, report.console)
-    sizes = summarise(rounds, arguments.context)
-    show(sizes, arguments.context, report.console)
-    report.save({"sizes": sizes})
-
-
-async def _measure(
-    engine: EngineClient, arguments: argparse.Namespace, console: Console
-) -> dict[int, list[list[float]]]:
-    dice = random.Random(arguments.seed)
-    sizes = sorted({*arguments.chunks, arguments.context})
-
-    async def run(chunk: int) -> list[float]:
-        return await _prefill(engine, random_ids(dice, arguments.context), chunk)
-
-    with RoundPlayer(console, arguments.repeats, len(sizes)) as player:
-        for chunk in sizes:
-            await run(chunk)
-        return await player.play(sizes, run, "chunks of")
+    report.save({"sizes": rows})
 
 
 async def _prefill(engine: EngineClient, ids: list[int], chunk: int) -> list[float]:
@@ -130,19 +123,14 @@ def _summarise_size(
     return ChunkSize(chunk, seconds, total, total / single, last)
 
 
-def show(sizes: Sequence[ChunkSize], context: int, console: Console) -> None:
-    """Print the table, with the paper's figures next to ours."""
-    names = ("chunk", "chunks", "total", "over single pass", "paper", "last chunk over first")
-    table = make_table(f"Chunked prefill of {context} tokens", *names)
-    for size in sizes:
-        last = size.last_over_first
-        table.add_row(
-            str(size.chunk),
-            str(len(size.seconds)),
-            f"{size.total * 1000:.1f} ms",
-            f"{size.over_single_pass:.2f}x",
-            PAPER.get(size.chunk, ""),
-            f"{(last - 1) * 100:+.1f} %" if last is not None else "",
-        )
-    console.print(table)
-    console.print(f"The paper's last chunk of 128 is {PAPER_LAST} than its first.\n")
+main = command(
+    "chunk",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--context", positive, 1024, "tokens in all"),
+        Option("--chunks", positive, [128, 256, 384, 512], "tokens each"),
+    ),
+    check=_check,
+)

@@ -7,27 +7,24 @@ everything that the client does in between: AutoGen's messages and our links.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-import anyio
 import httpx
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.base import ChatAgent, Team
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer
 
 ROLES = (Role("flashmoa", plugin=True),)
@@ -40,13 +37,10 @@ _WORDS = ("river", "temple", "trail", "valley", "market")
 class Cost:
     """Seconds between two agents' calls; medians over runs of each run's median."""
 
-    prompt_tokens: int
-    stock: float
-    linked: float
-
-    @property
-    def added(self) -> float:
-        return self.linked - self.stock
+    prompt_tokens: Annotated[int, Column("prompt tokens")]
+    stock: Annotated[float, Column("AutoGen alone", "{:.2f}", 1000)]
+    linked: Annotated[float, Column("linked", "{:.2f}", 1000)]
+    added: Annotated[float, Column("added", "{:.2f}", 1000)]
 
 
 class TimingTransport(httpx.AsyncHTTPTransport):
@@ -93,25 +87,16 @@ class _TimedStream(httpx.AsyncByteStream):
         await self._stream.aclose()
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("client", __doc__, ROLES)
-    parser.add_argument("--prompts", type=positive, nargs="+", default=[2000, 28000])
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("client", arguments)
-    async with report.connect(ROLES, 3 * max(arguments.prompts)) as engines:
+async def _measure(report: Report) -> None:
+    prompts: list[int] = report.options.prompts
+    async with report.connect(ROLES, 3 * max(prompts)) as engines:
         url = engines["flashmoa"].url
-        costs = [
-            await _measure(url, tokens, arguments, report.console) for tokens in arguments.prompts
-        ]
-    show(costs, report.console)
-    report.save({"costs": [{**asdict(cost), "added": cost.added} for cost in costs]})
+        costs = [await _compare(url, tokens, report) for tokens in prompts]
+    report.show("From one agent's last token to the next one's request, ms", costs)
+    report.save({"costs": costs})
 
 
-async def _measure(url: str, tokens: int, arguments: argparse.Namespace, console: Console) -> Cost:
+async def _compare(url: str, tokens: int, report: Report) -> Cost:
     transport = TimingTransport()
     settings: dict[str, Any] = {
         "model": "tiny",
@@ -125,21 +110,22 @@ async def _measure(url: str, tokens: int, arguments: argparse.Namespace, console
         base_url=f"{url}/v1", api_key="EMPTY", model_info=ours.model_info, **settings
     )
     clients: dict[str, OpenAIChatCompletionClient] = {"stock": stock, "linked": ours}
-    text = _make_text(ours, tokens, random.Random(arguments.seed))
+    text = _make_text(ours, tokens, random.Random(report.options.seed))
     prompt_tokens = 0
 
     async def run(way: str) -> float:
         await _run_team(clients[way], text)
         return transport.take_gap()
 
-    with RoundPlayer(console, arguments.repeats, len(clients)) as player:
+    with RoundPlayer(report.console, report.options.repeats, len(clients)) as player:
         for client in clients.values():
             prompt_tokens = await _run_team(client, text)
         transport.take_gap()
         gaps = await player.play(list(clients), run, f"{tokens} tokens")
     for client in clients.values():
         await client.close()
-    return Cost(prompt_tokens, median(gaps["stock"]), median(gaps["linked"]))
+    alone, linked = median(gaps["stock"]), median(gaps["linked"])
+    return Cost(prompt_tokens, alone, linked, linked - alone)
 
 
 def _make_text(client: FlashMoAChatCompletionClient, tokens: int, dice: random.Random) -> str:
@@ -165,10 +151,10 @@ async def _run_team(client: OpenAIChatCompletionClient, text: str) -> int:
     return usage.prompt_tokens if usage is not None else 0
 
 
-def show(costs: Sequence[Cost], console: Console) -> None:
-    title = "From one agent's last token to the next one's request, ms"
-    table = make_table(title, "prompt tokens", "AutoGen alone", "linked", "added")
-    for cost in costs:
-        times = (cost.stock, cost.linked, cost.added)
-        table.add_row(str(cost.prompt_tokens), *(f"{value * 1000:.2f}" for value in times))
-    console.print(table)
+main = command(
+    "client",
+    __doc__,
+    _measure,
+    ROLES,
+    [Option("--prompts", positive, [2000, 28000], "tokens of a system message")],
+)

@@ -14,17 +14,20 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-import anyio
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import (
+    RESUME,
+    Option,
+    command,
+    positive,
+    positive_float,
+)
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import measured_cells
 from flashmoa_bench.linking.pipelines import PipelineRound, Ways, Workload, play_grid
 
@@ -52,22 +55,27 @@ class HandoffCell:
         overrun: share of a modelled GPU's time by which forwards were computed too late.
     """
 
-    workload: Workload
-    seconds: Mapping[str, float]
-    speedup: Mapping[str, float]
-    decode: float
-    prefill: float
-    floor: float
-    bound: float
-    hidden: float
+    workload: Annotated[Workload, Column("workload")]
+    seconds: Annotated[Mapping[str, float], Column("T {}", "{:.2f}")]
+    speedup: Annotated[Mapping[str, float], Column("vs {}", "{:.2f}x")]
+    decode: Annotated[float, Column("T_A", "{:.2f}")]
+    prefill: Annotated[float, Column("P_B", "{:.2f}")]
+    floor: Annotated[float, Column("floor", "{:.2f}")]
+    bound: Annotated[float, Column("bound", "{:.2f}")]
+    hidden: Annotated[float, Column("hidden", "{:.2f}")]
     hidden_fraction: float | None
-    late_tokens: float
+    late_tokens: Annotated[float, Column("late", "{:.0f}")]
     overrun: float = 0.0
 
     @property
     def sequential(self) -> float:
         """Return T of the better baseline."""
         return min(value for way, value in self.seconds.items() if way != LINKED)
+
+    @property
+    def worthy_fraction(self) -> Annotated[float | None, Column("fraction", "{:.2f}")]:
+        """Return the hidden fraction of a cell that is worth hiding; ``None`` of another one."""
+        return self.hidden_fraction if self.is_worth_hiding else None
 
     @property
     def is_worth_hiding(self) -> bool:
@@ -149,37 +157,8 @@ _Grid = tuple[list[float], list[int], list[int]]
 _DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
 _CONCURRENCY = [1, 2, 4, 8]
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("json", "resume", "repeats", "tps", "prefix", "upstream", "concurrency")
+_FREE_OPTIONS = ("repeats", "tps", "prefix", "upstream", "concurrency")
 _FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("handoff", __doc__, ROLES)
-    grid = parser.add_argument_group("the grid; 24 cells unless said otherwise")
-    grid.add_argument("--full", action="store_true", help="measure the grid of 240 cells")
-    grid.add_argument("--tps", type=float, nargs="+", help="upstream tokens per second")
-    grid.add_argument("--prefix", type=positive, nargs="+", help="tokens known beforehand")
-    grid.add_argument("--upstream", type=positive, nargs="+", help="tokens the upstream writes")
-    grid.add_argument("--concurrency", type=positive, nargs="+", help="pipelines at once")
-    grid.add_argument(
-        "--policies",
-        nargs="+",
-        choices=("fcfs", "lpm"),
-        default=["fcfs", "lpm"],
-        help="scheduling policies of stock SGLang to compare with",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="measure only cells that are not in the --json file, which is written after each",
-    )
-    chosen = parser.parse_args(arguments)
-    if chosen.resume and not chosen.json:
-        parser.error("--resume needs the --json FILE of the run to resume")
-    if chosen.tps and min(chosen.tps) <= 0:
-        parser.error("--tps must be above 0")
-    anyio.run(_main, chosen)
-    return 0
 
 
 def workloads(arguments: argparse.Namespace) -> list[Workload]:
@@ -197,88 +176,43 @@ def workloads(arguments: argparse.Namespace) -> list[Workload]:
     ]
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    grid = workloads(arguments)
-    report = Report("handoff", arguments)
-    found = _read_cells(arguments, report)
+async def _measure(report: Report) -> None:
+    options = report.options
+    grid = workloads(options)
+    measured = measured_cells(report, HandoffCell, _FREE_OPTIONS)
+    # A cell that overran is measured again.
+    found = {cell.workload: cell for cell in measured if cell.overrun <= TOLERATED_SHARE}
     if todo := [workload for workload in grid if workload not in found]:
-        await _measure(todo, found, arguments, report)
-    cells = [found[workload] for workload in grid]
-    show(cells, report.console)
+        names = [*options.policies, LINKED]
+        roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
+        async with report.connect(roles, max(each.pool_tokens for each in todo)) as engines:
+            # A way whose engine is optional, and is not there, is left out.
+            ways: Ways = {name: _WAYS[name] for name in names if _WAYS[name][0] in engines}
+            played = play_grid(engines, todo, ways, options.repeats, options.seed, report.console)
+            async for workload, rounds, overrun in played:
+                found[workload] = summarise_cell(workload, rounds, overrun)
+                report.write(_to_results(list(found.values())))
+    show([found[workload] for workload in grid], report)
     if todo:
         report.save(_to_results(list(found.values())))
-
-
-async def _measure(
-    grid: Sequence[Workload],
-    found: dict[Workload, HandoffCell],
-    arguments: argparse.Namespace,
-    report: Report,
-) -> None:
-    """Measure the workloads, and write all that is found after each."""
-    pool = max(workload.pool_tokens for workload in grid)
-    names = [*arguments.policies, LINKED]
-    roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
-    async with report.connect(roles, pool) as engines:
-        # A way whose engine is optional, and is not there, is left out.
-        ways: Ways = {name: _WAYS[name] for name in names if _WAYS[name][0] in engines}
-        played = play_grid(engines, grid, ways, arguments.repeats, arguments.seed, report.console)
-        async for workload, rounds, overrun in played:
-            found[workload] = summarise_cell(workload, rounds, overrun)
-            report.write(_to_results(list(found.values())))
 
 
 def _to_results(cells: Sequence[HandoffCell]) -> dict[str, Any]:
     return {"cells": cells, "summary": summarise_grid(cells)}
 
 
-def _read_cells(arguments: argparse.Namespace, report: Report) -> dict[Workload, HandoffCell]:
-    """Return the cells that are measured already; one that overran is measured again."""
-    if not arguments.resume:
-        return {}
-    rows = measured_cells(arguments.json, report.settings, _FREE_OPTIONS)
-    cells: dict[Workload, HandoffCell] = {}
-    for row in rows:
-        fields: dict[str, Any] = {**row, "workload": Workload(**row["workload"])}
-        cell = HandoffCell(**fields)
-        if cell.overrun <= TOLERATED_SHARE:
-            cells[cell.workload] = cell
-    return cells
-
-
-def show(cells: Sequence[HandoffCell], console: Console) -> None:
+def show(cells: Sequence[HandoffCell], report: Report) -> None:
     """Print the table and its summary."""
-    console.print(_make_table(cells))
-    console.print(
+    report.show(
+        "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens/pipelines",
+        cells,
         "T: from A's first token to B's (Eq. 6). T_A: A's decode time. P_B: what the better "
         "baseline adds to T_A. floor: B's time to first token when all that was known before A's "
         "last token is cached. bound: min(T_A, P_B - floor), the most that can be hidden. hidden: "
         "T of the better baseline - T linked. fraction: hidden over bound. late: prompt tokens "
-        "left to compute when B's request came.\n"
+        "left to compute when B's request came.",
     )
-    _show_summary(summarise_grid(cells), console)
-
-
-def _make_table(cells: Sequence[HandoffCell]) -> Table:
-    title = "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens"
-    ways = list(cells[0].speedup)
-    names = ["workload", "C", *(f"T {way}" for way in ways), "T linked"]
-    names += [f"vs {way}" for way in ways]
-    names += ["T_A", "P_B", "floor", "bound", "hidden", "fraction", "late"]
-    table = make_table(title, *names, box=SIMPLE_HEAD, padding=0)
-    for cell in cells:
-        fraction = cell.hidden_fraction
-        times = (cell.decode, cell.prefill, cell.floor, cell.bound, cell.hidden)
-        table.add_row(
-            cell.workload.label,
-            str(cell.workload.concurrency),
-            *(f"{cell.seconds[way]:.2f}" for way in (*ways, LINKED)),
-            *(f"{cell.speedup[way]:.2f}x" for way in ways),
-            *(f"{value:.2f}" for value in times),
-            f"{fraction:.2f}" if fraction is not None and cell.is_worth_hiding else "-",
-            f"{cell.late_tokens:.0f}",
-        )
-    return table
+    _show_summary(summarise_grid(cells), report.console)
 
 
 def _show_summary(summary: GridSummary, console: Console) -> None:
@@ -292,3 +226,20 @@ def _show_summary(summary: GridSummary, console: Console) -> None:
         f"hidden fraction >= 0.95 in {summary.well_hidden} of {summary.worth_hiding} cells whose "
         "bound is above 10 % of T"
     )
+
+
+main = command(
+    "handoff",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
+        Option("--tps", positive_float, about="upstream tokens per second", count="+"),
+        Option("--prefix", positive, about="tokens known beforehand", count="+"),
+        Option("--upstream", positive, about="tokens the upstream writes", count="+"),
+        Option("--concurrency", positive, about="pipelines at once", count="+"),
+        Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
+        RESUME,
+    ),
+)

@@ -6,28 +6,27 @@ and linked.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import mean, median
-from typing import Any
+from typing import Annotated
 
 import anyio
-from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import (
-    add_stock_forwards,
-    make_parser,
+    Option,
+    command,
     mixed_roles,
     positive,
+    stock_forwards,
 )
-from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
 from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
@@ -36,6 +35,7 @@ from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
 # SGLang's.
 GOAL_GAP, GOAL_PIPELINE = 1.25, 1.1
 STOCK = "stock"
+ROLES = (Role(STOCK, plugin=False), Role("flashmoa", plugin=True))
 # The engine's role, whether there are pipelines, and whether they are linked, by way.
 _WAYS = {
     "unlinked": ("flashmoa", True, False),
@@ -106,40 +106,53 @@ class Neighbours:
         completion_mean: the mean; a round has few answers, and not all meet as many pipelines.
         answers: number of the stranger's answers.
         pipeline, pipeline_p99: time from A's first token to B's last; ``None`` without pipelines.
+        of_stock: some of these figures over those of stock SGLang.
     """
 
-    gap: float
-    gap_p99: float
-    longest_gap: float
-    completion: float
-    completion_p99: float
-    completion_mean: float
+    way: Annotated[str, Column("")]
+    gap: Annotated[float, Column("gap p50, ms", "{:.1f}", 1000)]
+    gap_p99: Annotated[float, Column("gap p99, ms", "{:.1f}", 1000)]
+    longest_gap: Annotated[float, Column("longest", "{:.1f}", 1000)]
+    completion: Annotated[float, Column("answer p50, s", "{:.2f}")]
+    completion_p99: Annotated[float, Column("p99", "{:.2f}")]
+    completion_mean: Annotated[float, Column("mean", "{:.2f}")]
     answers: int
-    pipeline: float | None
-    pipeline_p99: float | None
+    pipeline: Annotated[float | None, Column("pipeline p50, s", "{:.2f}")]
+    pipeline_p99: Annotated[float | None, Column("p99", "{:.2f}")]
+    of_stock: Annotated[Mapping[str, float], Column("{} of stock", "{:.2f}x")]
 
 
-async def measure(
-    engines: Engines, load: Load, arguments: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    """Measure, print the table, and return the result for the report."""
-    dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
-    stock = {way: (role.name, True, False) for way, role in mixed.items() if role.name in engines}
-    ways = {STOCK: ("stock", True, False), **stock, **_WAYS}
+async def _measure(report: Report) -> None:
+    options = report.options
+    load = Load(options.pipelines, options.prefix, options.upstream, options.tokens)
+    mixed = mixed_roles(options.stock_forwards)
+    async with report.connect([*ROLES, *mixed.values()], load.pool_tokens + 4096) as engines:
+        dice = random.Random(options.seed)
+        names = {STOCK: "stock", **{way: role.name for way, role in mixed.items()}}
+        stock = {way: (name, True, False) for way, name in names.items() if name in engines}
+        ways = stock | _WAYS
 
-    async def run(way: str) -> LoadRound:
-        role, busy, linked = ways[way]
-        return await _play(engines[role], load, dice, busy=busy, linked=linked)
+        async def run(way: str) -> LoadRound:
+            role, busy, linked = ways[way]
+            return await _play(engines[role], load, dice, busy=busy, linked=linked)
 
-    with RoundPlayer(console, arguments.repeats, len(ways)) as player:
-        for way in ("alone", "linked", STOCK, *stock):  # This round is not counted.
-            await run(way)
-        rounds = await player.play(list(ways), run, "pipelines")
-    figures = {way: summarise(each) for way, each in rounds.items()}
-    gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
-    show(figures, console)
-    console.print(f"Streams gave way to requests {gave_way} times.\n")
-    return {**figures, "gave_way": gave_way}
+        with RoundPlayer(report.console, options.repeats, len(ways)) as player:
+            for way in ("alone", "linked", *stock):  # This round is not counted.
+                await run(way)
+            rounds = await player.play(list(ways), run, "pipelines")
+        gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
+    figures = summarise(rounds)
+    report.show(
+        "A stranger beside pipelines, and the pipelines",
+        figures,
+        "stock, unlinked, linked: under the same pipelines; alone: with none; stock mixed N: with "
+        "--enable-mixed-chunk --chunked-prefill-size N. gap: between two tokens of the stranger "
+        f"(goal for linked: p99 <= {GOAL_GAP}x); answer: from its request to its last token; "
+        f"pipeline: from A's first token to B's last (goal: p99 <= {GOAL_PIPELINE}x).",
+    )
+    report.console.print(f"Streams gave way to requests {gave_way} times.\n")
+    by_way = {each.way: each for each in figures}
+    report.save({"latency": {**by_way, "gave_way": gave_way}})
 
 
 async def _play(
@@ -180,12 +193,19 @@ async def _run_pipeline(engine: EngineClient, pipeline: Pipeline, *, linked: boo
         return answer.last - pipeline.started
 
 
-def summarise(rounds: Sequence[LoadRound]) -> Neighbours:
-    """Summarise the rounds of one way."""
+def summarise(rounds: Mapping[str, Sequence[LoadRound]]) -> list[Neighbours]:
+    """Summarise the rounds of each way, ``stock`` among them."""
+    found = [_summarise_way(way, each) for way, each in rounds.items()]
+    stock = next(each for each in found if each.way == STOCK)
+    return [replace(each, of_stock=_compare(each, stock)) for each in found]
+
+
+def _summarise_way(way: str, rounds: Sequence[LoadRound]) -> Neighbours:
     between = [gap for each in rounds for answer in each.answers for gap in gaps(answer.times)]
     completions = list(chain.from_iterable(each.completions for each in rounds))
     pipelines = list(chain.from_iterable(each.pipelines for each in rounds))
     return Neighbours(
+        way,
         gap=median(between),
         gap_p99=percentile(between, 0.99),
         longest_gap=max(between),
@@ -195,65 +215,31 @@ def summarise(rounds: Sequence[LoadRound]) -> Neighbours:
         answers=len(completions),
         pipeline=median(pipelines) if pipelines else None,
         pipeline_p99=percentile(pipelines, 0.99) if pipelines else None,
+        of_stock={},
     )
 
 
-def show(figures: Mapping[str, Neighbours], console: Console) -> None:
-    """Print the table; figures in brackets are over stock SGLang's."""
-    stock = figures[STOCK]
-    table = make_table(
-        "A stranger beside pipelines (over stock), and the pipelines",
-        *("", "gap p50, ms", "gap p99, ms", "longest", "answer mean, s", "p50", "p99"),
-        *("pipeline p50, s", "pipeline p99, s"),
-    )
-    for way, each in figures.items():
-        table.add_row(
-            way,
-            _format_cell(each.gap, stock.gap, 1000),
-            _format_cell(each.gap_p99, stock.gap_p99, 1000),
-            f"{each.longest_gap * 1000:.1f}",
-            _format_cell(each.completion_mean, stock.completion_mean),
-            _format_cell(each.completion, stock.completion),
-            _format_cell(each.completion_p99, stock.completion_p99),
-            _format_cell(each.pipeline, stock.pipeline),
-            _format_cell(each.pipeline_p99, stock.pipeline_p99),
-        )
-    console.print(table)
-    console.print(
-        "stock, unlinked, linked: under the same pipelines; alone: with none; stock mixed N: with "
-        "--enable-mixed-chunk --chunked-prefill-size N. gap: between two "
-        f"tokens of the stranger (goal for linked: p99 <= {GOAL_GAP}x); answer: from its request "
-        f"to its last token; pipeline: from A's first token to B's last (goal: p99 <= "
-        f"{GOAL_PIPELINE}x).",
-        highlight=False,
-    )
+def _compare(one: Neighbours, stock: Neighbours) -> dict[str, float]:
+    pairs = {
+        "gap": (one.gap, stock.gap),
+        "gap p99": (one.gap_p99, stock.gap_p99),
+        "answer": (one.completion_mean, stock.completion_mean),
+        "pipeline": (one.pipeline, stock.pipeline),
+        "pipeline p99": (one.pipeline_p99, stock.pipeline_p99),
+    }
+    return {name: own / base for name, (own, base) in pairs.items() if own and base}
 
 
-def _format_cell(value: float | None, base: float | None, unit: float = 1) -> str:
-    if value is None or base is None:
-        return ""
-    number = f"{value * unit:.1f}" if unit > 1 else f"{value:.2f}"
-    return number if value is base else f"{number} ({value / base:.2f}x)"
-
-
-ROLES = (Role("stock", plugin=False), Role("flashmoa", plugin=True))
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("interference", __doc__, ROLES)
-    parser.add_argument("--pipelines", type=positive, default=32, help="pipelines of a round")
-    parser.add_argument("--prefix", type=positive, default=2000, help="tokens known of each")
-    parser.add_argument("--upstream", type=positive, default=100, help="tokens of each upstream")
-    parser.add_argument("--tokens", type=positive, default=128, help="of a stranger's answer")
-    add_stock_forwards(parser, [512])
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("interference", arguments)
-    load = Load(arguments.pipelines, arguments.prefix, arguments.upstream, arguments.tokens)
-    roles = [*ROLES, *mixed_roles(arguments.stock_forwards).values()]
-    async with report.connect(roles, load.pool_tokens + 4096) as engines:
-        results = await measure(engines, load, arguments, report.console)
-    report.save({"latency": results})
+main = command(
+    "interference",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--pipelines", positive, 32, "pipelines of a round"),
+        Option("--prefix", positive, 2000, "tokens known of each"),
+        Option("--upstream", positive, 100, "tokens of each upstream"),
+        Option("--tokens", positive, 128, "of a stranger's answer"),
+        stock_forwards(512),
+    ),
+)

@@ -46,10 +46,9 @@ class Workload:
     upstream: int
     concurrency: int
 
-    @property
-    def label(self) -> str:
-        """Return *TPS/Prefix/Upstream*, as Figure 6 labels its workloads."""
-        return f"{self.tps:g}/{self.prefix}/{self.upstream}"
+    def __str__(self) -> str:
+        """Return *TPS/Prefix/Upstream*, as Figure 6 labels its workloads, and the concurrency."""
+        return f"{self.tps:g}/{self.prefix}/{self.upstream} C={self.concurrency}"
 
     @property
     def decode_seconds(self) -> float:
@@ -223,9 +222,8 @@ async def play_grid(
         for name in ways:
             await run(name, largest, random.Random(seed))
         for workload in grid:
-            label = f"{workload.label} C={workload.concurrency}"
-            bars.update(bar, description=label)
-            dice = random.Random(f"{seed} {label}")
+            bars.update(bar, description=str(workload))
+            dice = random.Random(f"{seed} {workload}")
             before = {role: await read_device(engines[role].url) for role in roles}
             play_once = partial(run, workload=workload, dice=dice)
             rounds = await play_cell(list(ways), play_once, repeats, side_by_side=side_by_side)

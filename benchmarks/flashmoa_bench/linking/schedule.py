@@ -8,7 +8,6 @@ and with stock SGLang in this order with mixed chunks of other sizes, which may 
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -16,20 +15,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import mean, median
-
-import anyio
-from rich.console import Console
+from typing import Annotated
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import (
-    add_stock_forwards,
-    make_parser,
+    Option,
+    command,
     mixed_roles,
     positive,
+    stock_forwards,
 )
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 
@@ -194,63 +192,43 @@ class ScheduleRow:
             concurrency.
     """
 
-    way: str
-    concurrency: int
-    mean: float
-    p95: float
-    mean_of_fcfs: float
-    p95_of_fcfs: float
+    concurrency: Annotated[int, Column("C")]
+    way: Annotated[str, Column("")]
+    mean: Annotated[float, Column("mean", "{:.2f}")]
+    mean_of_fcfs: Annotated[float, Column("of fcfs", "{:.2f}")]
+    p95: Annotated[float, Column("p95", "{:.2f}")]
+    p95_of_fcfs: Annotated[float, Column("of fcfs", "{:.2f}")]
+
+    @property
+    def paper(self) -> Annotated[str, Column("paper")]:
+        return PAPER.get(self.way, {}).get(self.concurrency, "")
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("schedule", __doc__, ROLES)
-    parser.add_argument("--concurrency", type=positive, nargs="+", default=[1, 10])
-    parser.add_argument(
-        "--max-running-requests", type=positive, default=4, help="limit of engines started here"
-    )
-    parser.add_argument(
-        "--prefixes",
-        choices=("shared", "own"),
-        default="shared",
-        help="whether workflows of a kind share their agents' fixed prefixes",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        default=1,
-        metavar="F",
-        help="factor of the lengths of prompts and answers; with 5 the longest prompts are as long "
-        "as the paper's guide",
-    )
-    add_stock_forwards(parser, [256, 1024])
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("schedule", arguments)
-    limit = ("--max-running-requests", str(arguments.max_running_requests))
-    mixed = mixed_roles(arguments.stock_forwards, *ROLES[0].arguments)
+async def _measure(report: Report) -> None:
+    options = report.options
+    limit = ("--max-running-requests", str(options.max_running_requests))
+    mixed = mixed_roles(options.stock_forwards, *ROLES[0].arguments)
     roles = [
         replace(role, arguments=(*role.arguments, *limit)) for role in (*ROLES, *mixed.values())
     ]
-    kinds = scale_kinds(arguments.lengths)
-    pool = pool_tokens(max(arguments.concurrency), kinds)
-    async with report.connect(roles, pool) as engines:
-        rounds = await _measure(engines, kinds, arguments, report.console)
+    kinds = scale_kinds(options.lengths)
+    async with report.connect(roles, pool_tokens(max(options.concurrency), kinds)) as engines:
+        stock = {way: (role.name, False) for way, role in mixed.items() if role.name in engines}
+        rounds = await _play_all(engines, kinds, stock | _WAYS, report)
     rows = [row for count, by_way in rounds.items() for row in summarise(count, by_way)]
-    show(rows, report.console)
+    report.show(
+        "Workflow latency, seconds and of stock FCFS",
+        rows,
+        "paper: Figure 9, other workflows on A100s; it gives means only.",
+    )
     report.save({"rows": rows, "kinds": kinds})
 
 
-async def _measure(
-    engines: Engines, kinds: Kinds, arguments: argparse.Namespace, console: Console
+async def _play_all(
+    engines: Engines, kinds: Kinds, ways: Mapping[str, tuple[str, bool]], report: Report
 ) -> dict[int, dict[str, list[list[float]]]]:
     """Return workflow latencies in seconds, by concurrency, way and round."""
-    dice = random.Random(arguments.seed)
-    shared = arguments.prefixes == "shared"
-    mixed = mixed_roles(arguments.stock_forwards)
-    ways = {way: (role.name, False) for way, role in mixed.items() if role.name in engines} | _WAYS
+    dice, shared = random.Random(report.options.seed), report.options.prefixes == "shared"
 
     async def run(way: str, count: int) -> list[float]:
         role, linked = ways[way]
@@ -259,8 +237,8 @@ async def _measure(
             seconds += await play(engines[role], batch, linked=linked)
         return seconds
 
-    counts: list[int] = arguments.concurrency
-    with RoundPlayer(console, arguments.repeats, len(counts) * len(ways)) as player:
+    counts: list[int] = report.options.concurrency
+    with RoundPlayer(report.console, report.options.repeats, len(counts) * len(ways)) as player:
         for way in ways:
             await run(way, max(counts))
         return {
@@ -288,20 +266,22 @@ def summarise(count: int, rounds: Mapping[str, Sequence[Sequence[float]]]) -> li
     ]
 
 
-def show(rows: Sequence[ScheduleRow], console: Console) -> None:
-    """Print the table, with the paper's figures next to ours."""
-    title = "Workflow latency, seconds and of stock FCFS"
-    table = make_table(title, "C", "", "mean", "of fcfs", "paper", "p95", "of fcfs")
-    for row in rows:
-        paper = PAPER.get(row.way, {})
-        table.add_row(
-            str(row.concurrency),
-            row.way,
-            f"{row.mean:.2f}",
-            f"{row.mean_of_fcfs:.2f}",
-            paper.get(row.concurrency, ""),
-            f"{row.p95:.2f}",
-            f"{row.p95_of_fcfs:.2f}",
-        )
-    console.print(table)
-    console.print("paper: Figure 9, other workflows on A100s; it gives means only.\n")
+main = command(
+    "schedule",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--concurrency", positive, [1, 10], "workflows at once"),
+        Option("--max-running-requests", positive, 4, "limit of engines started here"),
+        Option(
+            "--prefixes",
+            str,
+            "shared",
+            "whether workflows of a kind share their agents' fixed prefixes",
+            choices=("shared", "own"),
+        ),
+        Option("--lengths", positive, 1, "factor; with 5, prompts are as long as the paper's"),
+        stock_forwards(256, 1024),
+    ),
+)

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
-
-import anyio
-from rich.console import Console
+from typing import Annotated
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import add_stock_forwards, make_parser, mixed_roles
+from flashmoa_bench.harness.command_line import Option, command, mixed_roles, stock_forwards
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
@@ -87,30 +85,12 @@ class ChainRow:
     of tokens of B's prompt that are computed after its request has come.
     """
 
-    chains: str
-    way: str
-    seconds: float
-    of_stock: float
-    gap: float
-    late: float
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("shared_engine", __doc__, ROLES)
-    parser.add_argument(
-        "--rows",
-        type=lambda text: str(Chains.read(text)),
-        nargs="+",
-        default=list(DEFAULT_ROWS),
-        metavar="ROW",
-        help="COUNT:PROMPT/ANSWER:PROMPT/ANSWER: number of chains, and tokens of A and of B",
-    )
-    parser.add_argument(
-        "--apart", type=float, default=0.07, help="seconds from one chain's start to the next"
-    )
-    add_stock_forwards(parser, [256, 1024])
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
+    chains: Annotated[str, Column("chains")]
+    way: Annotated[str, Column("")]
+    seconds: Annotated[float, Column("mean", "{:.2f}")]
+    of_stock: Annotated[float, Column("of stock", "{:.2f}")]
+    gap: Annotated[float, Column("A's last to B's first", "{:.3f}")]
+    late: Annotated[float, Column("late", "{:.0f}")]
 
 
 def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
@@ -124,22 +104,33 @@ def make_ways(mixed: Mapping[str, Role]) -> dict[str, tuple[str, str]]:
     }
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("shared_engine", arguments)
-    all_chains = [Chains.read(row) for row in arguments.rows]
+async def _measure(report: Report) -> None:
+    options = report.options
+    all_chains = [Chains.read(row) for row in options.rows]
     needs = (each.count * (sum(each.prompts) + sum(each.answers) + 64) for each in all_chains)
-    roles = [*ROLES[:2], *mixed_roles(arguments.stock_forwards).values(), ROLES[2]]
-    async with report.connect(roles, 4096 + max(needs)) as engines:
-        rows = await _measure(engines, all_chains, arguments, report.console)
-    show(rows, report.console)
+    mixed = mixed_roles(options.stock_forwards)
+    async with report.connect(
+        [*ROLES[:2], *mixed.values(), ROLES[2]], 4096 + max(needs)
+    ) as engines:
+        ways = {way: each for way, each in make_ways(mixed).items() if each[0] in engines}
+        rows = await _play_all(engines, all_chains, ways, report)
+    report.show(
+        "Chains of two agents on one engine, seconds",
+        rows,
+        "of stock: over the best of stock SGLang without mixed chunks, and with them, of 8,192 "
+        "tokens on large GPUs or of the given size. late: tokens of B's prompt that were computed "
+        "after its request came.",
+    )
     report.save({"rows": rows})
 
 
-async def _measure(
-    engines: Engines, all_chains: list[Chains], arguments: argparse.Namespace, console: Console
+async def _play_all(
+    engines: Engines,
+    all_chains: Sequence[Chains],
+    ways: Mapping[str, tuple[str, str]],
+    report: Report,
 ) -> list[ChainRow]:
-    dice, mixed = random.Random(arguments.seed), mixed_roles(arguments.stock_forwards)
-    ways = {way: each for way, each in make_ways(mixed).items() if each[0] in engines}
+    options, dice = report.options, random.Random(report.options.seed)
 
     async def run(way: str, chains: Chains) -> list[ChainRun]:
         role, ahead = ways[way]
@@ -147,13 +138,13 @@ async def _measure(
         seed, start = dice.random(), clock.now()
 
         async def play(number: int) -> ChainRun:
-            await clock.sleep_until(start + number * arguments.apart)
+            await clock.sleep_until(start + number * options.apart)
             return await _play(engines[role], chains, random.Random(seed + number), ahead)
 
         return await run_concurrently(play, range(chains.count))
 
     rows: list[ChainRow] = []
-    with RoundPlayer(console, arguments.repeats, len(all_chains) * len(ways)) as player:
+    with RoundPlayer(report.console, options.repeats, len(all_chains) * len(ways)) as player:
         for way in ways:
             await run(way, Chains(2, (64, 64), (8, 8)))
         for chains in all_chains:
@@ -200,15 +191,19 @@ def summarise(chains: Chains, rounds: dict[str, list[list[ChainRun]]]) -> list[C
     ]
 
 
-def show(rows: Sequence[ChainRow], console: Console) -> None:
-    title = "Chains of two agents on one engine, seconds"
-    table = make_table(title, "chains", "", "mean", "of stock", "A's last to B's first", "late")
-    for row in rows:
-        figures = f"{row.seconds:.2f}", f"{row.of_stock:.2f}", f"{row.gap:.3f}", f"{row.late:.0f}"
-        table.add_row(row.chains, row.way, *figures)
-    console.print(table)
-    console.print(
-        "of stock: over the best of stock SGLang without mixed chunks, and with them, of 8,192 "
-        "tokens on large GPUs or of the given size. late: tokens of B's prompt that were computed "
-        "after its request came.\n"
-    )
+main = command(
+    "shared_engine",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option(
+            "--rows",
+            lambda text: str(Chains.read(text)),
+            list(DEFAULT_ROWS),
+            "COUNT:PROMPT/ANSWER:PROMPT/ANSWER: number of chains, and tokens of A and of B",
+        ),
+        Option("--apart", float, 0.07, "seconds from one chain's start to the next"),
+        stock_forwards(256, 1024),
+    ),
+)

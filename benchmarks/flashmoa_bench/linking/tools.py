@@ -17,15 +17,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
+from typing import Annotated
 
 import anyio
-from rich.console import Console
 
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import Feeder, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, percentile, run_concurrently
 
@@ -176,37 +176,16 @@ class ToolsRow:
         bound: the same if nothing but the result of the last tool is left to compute.
     """
 
-    workload: str
-    way: str
-    median: float
-    p90: float
-    of_stock: float
-    mean: float
-    kept: float
-    late: float
-    computed: float
-    bound: float
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("tools", __doc__, ROLES)
-    parser.add_argument(
-        "--measure", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="workloads"
-    )
-    parser.add_argument("--agents", type=positive, default=16, help="agents under pressure")
-    parser.add_argument("--prompt", type=positive, default=4000, help="tokens of first prompts")
-    parser.add_argument("--answer", type=positive, default=60, help="tokens of each answer")
-    parser.add_argument("--calls", type=positive, default=4, help="calls of tools by each agent")
-    parser.add_argument("--result", type=positive, default=100, help="tokens of a result")
-    parser.add_argument("--long-result", type=positive, default=2000, help="tokens of a long one")
-    parser.add_argument(
-        "--seconds", type=float, nargs=2, default=[1.0, 5.0], help="shortest and longest tool"
-    )
-    chosen = parser.parse_args(arguments)
-    if min(chosen.seconds) <= 0:
-        parser.error("--seconds must be above 0")
-    anyio.run(_main, chosen)
-    return 0
+    workload: Annotated[str, Column("workload")]
+    way: Annotated[str, Column("")]
+    median: Annotated[float, Column("p50", "{:.1f}", 1000)]
+    of_stock: Annotated[float, Column("of stock", "{:.2f}x")]
+    p90: Annotated[float, Column("p90", "{:.1f}", 1000)]
+    mean: Annotated[float, Column("mean", "{:.1f}", 1000)]
+    kept: Annotated[float, Column("kept", "{:.0%}")]
+    late: Annotated[float, Column("late", "{:.0f}")]
+    computed: Annotated[float, Column("computed", "{:.1f}", 1000)]
+    bound: Annotated[float, Column("bound", "{:.1f}", 1000)]
 
 
 def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
@@ -229,45 +208,45 @@ def workloads(arguments: argparse.Namespace) -> dict[str, ToolAgents]:
     }
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("tools", arguments)
-    loads = workloads(arguments)
+async def _measure(report: Report) -> None:
+    options = report.options
+    loads = workloads(options)
     pool = int(loads["pressure"].agents * loads["pressure"].context / _OVER)
     # A modelled GPU has the pool of the GPU unless it is given.
-    small = ("--max-total-tokens", str(pool)) if arguments.device else ()
-    roles = [replace(role, arguments=small) for role in ROLES]
-    chosen = {name: loads[name] for name in arguments.measure}
-    async with report.connect(roles, pool) as engines:
-        rows = await _measure(engines, chosen, arguments, report.console)
+    small = ("--max-total-tokens", str(pool)) if options.device else ()
+    chosen = {name: loads[name] for name in options.measure}
+    async with report.connect([replace(role, arguments=small) for role in ROLES], pool) as engines:
+        rows = await _play_all(engines, chosen, report)
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
-    show(rows, report.console)
+    report.show(
+        "Time to the first token after tools, ms",
+        rows,
+        "kept: requests of which less than half was computed after they had come. late: tokens "
+        "that were computed then, median. By itself on an idle engine, a request takes as long as "
+        "*computed* if all that can be missing is computed, and as *bound* if only the result of "
+        "the last tool is.",
+        left=("workload", ""),
+    )
     report.console.print(f"Streams gave way to requests {gave_way} times.\n")
     report.save({"rows": rows, "pool": pool, "gave_way": gave_way})
 
 
-async def _measure(
-    engines: Engines,
-    loads: Mapping[str, ToolAgents],
-    arguments: argparse.Namespace,
-    console: Console,
+async def _play_all(
+    engines: Engines, loads: Mapping[str, ToolAgents], report: Report
 ) -> list[ToolsRow]:
-    dice = random.Random(arguments.seed)
+    repeats, dice = report.options.repeats, random.Random(report.options.seed)
 
     async def run(way: str, load: ToolAgents) -> list[AfterTools]:
         role, is_linked = WAYS[way]
         return await play(engines[role], load, dice, is_linked=is_linked)
 
     async def alone(load: ToolAgents, late: int) -> float:
-        tokens = (load.prompt + load.context) // 2
-        engine = engines["flashmoa"]
-        seconds = [
-            await measure_alone(engine, tokens, min(late, tokens), dice)
-            for _ in range(arguments.repeats)
-        ]
-        return median(seconds)
+        tokens, engine = (load.prompt + load.context) // 2, engines["flashmoa"]
+        late = min(late, tokens)
+        return median([await measure_alone(engine, tokens, late, dice) for _ in range(repeats)])
 
     rows: list[ToolsRow] = []
-    with RoundPlayer(console, arguments.repeats, len(loads) * len(WAYS)) as player:
+    with RoundPlayer(report.console, repeats, len(loads) * len(WAYS)) as player:
         for way in WAYS:
             await run(way, replace(next(iter(loads.values())), agents=1, calls=1))
         for name, load in loads.items():
@@ -309,26 +288,19 @@ def summarise(
     return rows
 
 
-def show(rows: Sequence[ToolsRow], console: Console) -> None:
-    title = "Time to the first token after tools, ms"
-    names = "", "p50", "of stock", "p90", "mean", "kept", "late", "computed", "bound"
-    table = make_table(title, "workload", *names, left=("workload", ""))
-    for row in rows:
-        table.add_row(
-            row.workload,
-            row.way,
-            f"{row.median * 1000:.1f}",
-            f"{row.of_stock:.2f}x",
-            *(f"{seconds * 1000:.1f}" for seconds in (row.p90, row.mean)),
-            f"{row.kept:.0%}",
-            f"{row.late:.0f}",
-            *(f"{seconds * 1000:.1f}" for seconds in (row.computed, row.bound)),
-        )
-    console.print(table)
-    console.print(
-        "kept: requests of which less than half was computed after they had come. late: tokens "
-        "that were computed then, median. By itself on an idle engine, a request takes as long as "
-        "*computed* if all that can be missing is computed, and as *bound* if only the result of "
-        "the last tool is.\n",
-        highlight=False,
-    )
+main = command(
+    "tools",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--measure", str, list(WORKLOADS), "workloads", choices=WORKLOADS),
+        Option("--agents", positive, 16, "agents under pressure"),
+        Option("--prompt", positive, 4000, "tokens of first prompts"),
+        Option("--answer", positive, 60, "tokens of each answer"),
+        Option("--calls", positive, 4, "calls of tools by each agent"),
+        Option("--result", positive, 100, "tokens of a result"),
+        Option("--long-result", positive, 2000, "tokens of a long one"),
+        Option("--seconds", positive_float, [1.0, 5.0], "shortest and longest tool", count=2),
+    ),
+)

@@ -8,32 +8,25 @@ is prefilled ahead takes time from A.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, get_args
-
-import anyio
-from rich.console import Console
+from typing import Annotated, Any, Literal, get_args
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.observe import Event, LinkAdvanced
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer
 
 Way = Literal["unlinked", "linked", "plugin"]
-WAYS: dict[Way, str] = {
-    "unlinked": "stock SGLang, unlinked",
-    "linked": "stock SGLang, linked: prefilled in a few steps",
-    "plugin": "with the plugin, linked",
-}
+# On stock SGLang unlinked and linked, which prefills in a few steps; linked with the plugin.
+WAYS: tuple[Way, ...] = get_args(Way)
 ROLES = (
     Role("writer", plugin=False, core=0),
     Role("stock", plugin=False, arguments=("--enable-cache-report",), core=1),
@@ -67,55 +60,51 @@ class ChainRound:
 class ChainFigures:
     """The medians of one way; ``engines`` is 1 if both agents run on one engine."""
 
-    way: Way
-    engines: int
-    handoff: float
-    whole: float
-    cached: float
-    prompt: float
-    steps: float
+    engines: Annotated[int, Column("engines")]
+    way: Annotated[Way, Column("way")]
+    handoff: Annotated[float, Column("A end to B", "{:.0f} ms", 1000)]
+    speedup: Annotated[float, Column("unlinked/", "{:.2f}x")]
+    whole: Annotated[float, Column("A start to B", "{:.2f} s")]
+    cached: Annotated[float, Column("cached", "{:.0f}")]
+    prompt: Annotated[float, Column("of", "{:.0f}")]
+    steps: Annotated[float, Column("sent", "{:.0f}")]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("without_plugin", __doc__, ROLES)
-    parser.add_argument("--known", type=positive, default=1500, help="tokens of B's known text")
-    parser.add_argument("--written", type=positive, default=300, help="tokens that A writes")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("without_plugin", arguments)
-    pool = 8192 + 4 * (arguments.known + arguments.written)
+async def _measure(report: Report) -> None:
+    options = report.options
+    pool = 8192 + 4 * (options.known + options.written)
     async with report.connect(ROLES, pool) as engines:
-        rows = await _measure(engines.clients, arguments, report.console)
-    show(rows, report.console)
+        rows = await _play_all(engines.clients, report)
+    report.show(
+        "From A's last token to B's first",
+        rows,
+        "unlinked/: the unlinked time over this one. cached: tokens of B's prompt that its request "
+        "found computed, of all. sent: how often the link sent more of the prompt.",
+    )
     report.save({"rows": rows})
 
 
-async def _measure(
-    engines: Mapping[str, EngineClient], arguments: argparse.Namespace, console: Console
-) -> list[ChainFigures]:
-    dice = random.Random(arguments.seed)
+async def _play_all(engines: Mapping[str, EngineClient], report: Report) -> list[ChainFigures]:
+    options, dice = report.options, random.Random(report.options.seed)
     task = " ".join(dice.choices(_WORDS, k=10))
-    known = await _make_text(engines["stock"], arguments.known, dice)
-    ways: tuple[Way, ...] = get_args(Way)
+    known = await _make_text(engines["stock"], options.known, dice)
     rows: list[ChainFigures] = []
     async with EngineClient(engines["stock"].url, without_plugin="off") as off:
         readers = {"unlinked": off, "linked": engines["stock"], "plugin": engines["flashmoa"]}
-        with RoundPlayer(console, arguments.repeats, 2 * len(ways)) as player:
+        with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
             for number in (2, 1):
 
                 async def run(way: Way, number: int = number) -> ChainRound:
                     reader = readers[way]
                     writer = engines["writer"] if number == 2 else reader
-                    return await _play(writer, reader, task, known, arguments.written)
+                    return await _play(writer, reader, task, known, options.written)
 
                 # The first requests of an engine take longer than others.
-                for way in ways:
+                for way in WAYS:
                     await run(way)
-                rounds = await player.play(ways, run, f"{number} engines:")
-                rows += [_summarise(way, number, rounds[way]) for way in ways]
+                rounds = await player.play(WAYS, run, f"{number} engines:")
+                base = median(one.handoff for one in rounds["unlinked"])
+                rows += [_summarise(way, number, rounds[way], base) for way in WAYS]
     return rows
 
 
@@ -152,11 +141,15 @@ async def _play(
     )
 
 
-def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> ChainFigures:
+def _summarise(
+    way: Way, engines: int, rounds: Sequence[ChainRound], unlinked: float
+) -> ChainFigures:
+    handoff = median(one.handoff for one in rounds)
     return ChainFigures(
         way=way,
         engines=engines,
-        handoff=median(one.handoff for one in rounds),
+        handoff=handoff,
+        speedup=unlinked / handoff,
         whole=median(one.whole for one in rounds),
         cached=median(one.cached for one in rounds),
         prompt=median(one.prompt for one in rounds),
@@ -164,22 +157,13 @@ def _summarise(way: Way, engines: int, rounds: Sequence[ChainRound]) -> ChainFig
     )
 
 
-def show(rows: Sequence[ChainFigures], console: Console) -> None:
-    names = ("engines", "way", "A end to B", "unlinked/", "A start to B", "cached", "sent")
-    table = make_table("From A's last token to B's first", *names)
-    for row in rows:
-        unlinked = next(one for one in rows if one.engines == row.engines)
-        table.add_row(
-            str(row.engines),
-            WAYS[row.way],
-            f"{row.handoff * 1000:.0f} ms",
-            f"{unlinked.handoff / row.handoff:.2f}x",
-            f"{row.whole:.2f} s",
-            f"{row.cached:.0f} of {row.prompt:.0f}",
-            f"{row.steps:.0f}" if row.steps else "",
-        )
-    console.print(table)
-    console.print(
-        "unlinked/: the unlinked time over this one. cached: tokens of B's prompt that its request "
-        "found computed. sent: how often the link sent more of the prompt.\n"
-    )
+main = command(
+    "without_plugin",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--known", positive, 1500, "tokens of B's known text"),
+        Option("--written", positive, 300, "tokens that A writes"),
+    ),
+)

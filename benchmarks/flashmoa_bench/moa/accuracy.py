@@ -18,9 +18,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-
-import anyio
-from rich.console import Console
+from typing import Annotated
 
 from flashmoa.engine import EngineClient
 from flashmoa.moa import (
@@ -33,9 +31,9 @@ from flashmoa.moa import (
     Staircase,
 )
 from flashmoa.workflow import Workflow
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table, progress_bar
+from flashmoa_bench.harness.report import Column, Report, progress_bar
 from flashmoa_bench.harness.rounds import run_concurrently
 from flashmoa_bench.moa.latency_ways import LatencyWay, make_ways
 from flashmoa_bench.recorded import SIZES
@@ -83,50 +81,23 @@ class WayRow:
         failed: number of questions without an answer, which count as wrong.
     """
 
-    way: str
-    accuracy: float
-    error: float
-    gain: float | None
-    gain_error: float
-    failed: int
+    way: Annotated[str, Column("")]
+    accuracy: Annotated[float, Column("accuracy", "{:.1%}")]
+    error: Annotated[float, Column("±", "{:.1%}")]
+    gain: Annotated[float | None, Column(f"over {_LARGE}", "{:+.1%}")]
+    gain_error: Annotated[float, Column("±", "{:.1%}")]
+    failed: Annotated[int, Column("without an answer")]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("moa_accuracy", __doc__, ROLES, repeats=False)
-    parser.add_argument("file", type=Path, help="GSM8K's test.jsonl")
-    parser.add_argument("--questions", type=positive, default=100, help="the most questions")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="up to three models, from small to large, for engines that are started here",
-    )
-    for size in SIZES:
-        parser.add_argument(f"--{size}-model", default="default", help="name at its engine")
-    parser.add_argument(
-        "--embedding-url",
-        metavar="URL",
-        help="an engine with an embedding model, by which early exit compares answers; without it, "
-        f"the ways are those without early exit: all but {', '.join(_WITH_EARLY_EXIT)}",
-    )
-    parser.add_argument("--tokens", type=positive, default=1024, help="most that an agent writes")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="for all agents but the last (0)"
-    )
-    parser.add_argument("--concurrency", type=positive, default=8, help="questions at once")
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> str | None:
     if not options.small_url and not 0 < len(options.model or ()) <= len(SIZES):
-        parser.error("accuracy needs real models: give --small-url, or --model and 1 to 3 folders")
-    if options.embedding_url is None:
-        options.ways = [way for way in options.ways if way not in _WITH_EARLY_EXIT]
-    anyio.run(_main, options)
-    return 0
+        return "accuracy needs real models: give --small-url, or --model and 1 to 3 folders"
+    return None
 
 
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("moa_accuracy", options)
+async def _measure(report: Report) -> None:
+    options = report.options
+    ways = [way for way in options.ways if options.embedding_url or way not in _WITH_EARLY_EXIT]
     questions = read(options.file)
     random.Random(options.seed).shuffle(questions)
     questions = questions[: options.questions]
@@ -135,20 +106,20 @@ async def _main(options: argparse.Namespace) -> None:
     roles = [replace(role, model=folder) for role, folder in zip(ROLES, folders, strict=False)]
     async with (
         report.connect(roles, 60_000) as engines,
-        # Without its URL nobody asks it.
+        # Without its URL it is never asked.
         EngineClient(options.embedding_url or "http://localhost") as embedding,
     ):
         ask = _Asker(_by_size(engines, options), EngineEmbedder(embedding), options)
         texts: dict[str, list[str | None]] = {}
         with progress_bar(report.console) as bars:
-            bar = bars.add_task("", total=len(options.ways))
-            for way in options.ways:
+            bar = bars.add_task("", total=len(ways))
+            for way in ways:
                 bars.update(bar, description=way)
                 run = partial(ask, way)
                 texts[way] = await run_concurrently(run, questions, options.concurrency)
                 bars.advance(bar)
     rows = summarise(questions, texts)
-    show(rows, report.console)
+    report.show("Right answers", rows)
     report.save({"questions": len(questions), "rows": rows})
 
 
@@ -273,9 +244,23 @@ def _error(values: Sequence[float]) -> float:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-def show(rows: Sequence[WayRow], console: Console) -> None:
-    table = make_table("Right answers", "", "accuracy", f"over {_LARGE}", "without an answer")
-    for row in rows:
-        gain = "" if row.gain is None else f"{row.gain:+.1%} ± {row.gain_error:.1%}"
-        table.add_row(row.way, f"{row.accuracy:.1%} ± {row.error:.1%}", gain, str(row.failed))
-    console.print(table)
+_NEEDING = ", ".join(_WITH_EARLY_EXIT)
+main = command(
+    "moa_accuracy",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("file", Path, about="GSM8K's test.jsonl"),
+        Option("--questions", positive, 100, "the most questions"),
+        Option("--ways", str, list(WAYS), "by default all", choices=WAYS),
+        Option("--model", Path, None, "up to three, from small to large, to start here", count="+"),
+        *(Option(f"--{size}-model", str, "default", "name at its engine") for size in SIZES),
+        Option("--embedding-url", str, None, f"engine with an embedding model, for {_NEEDING}"),
+        Option("--tokens", positive, 1024, "most that an agent writes"),
+        Option("--temperature", float, 0.8, "for all agents but the last (0)"),
+        Option("--concurrency", positive, 8, "questions at once"),
+    ),
+    check=_check,
+    repeats=False,
+)

@@ -24,7 +24,7 @@ from flashmoa.moa import Limits, Model
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import RESUME, Option, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
 from flashmoa_bench.harness.report import Report
@@ -338,14 +338,12 @@ def compare_devices(
 
 
 @asynccontextmanager
-async def connect_rig(
-    report: Report, arguments: argparse.Namespace, *, plugin: bool, stock: bool
-) -> AsyncGenerator[Rig]:
+async def connect_rig(report: Report, *, plugin: bool, stock: bool) -> AsyncGenerator[Rig]:
     """Connect to the engines with the plugin, the stock ones, or both; start them without URLs.
 
     Exceptions are those of :meth:`Report.connect`.
     """
-    roles = make_roles(arguments.serving, plugin=plugin, stock=stock)
+    roles = make_roles(report.options.serving, plugin=plugin, stock=stock)
     async with (
         report.connect(roles, _POOL, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
@@ -376,82 +374,25 @@ def _words() -> list[str]:
     return sorted(set(re.findall(r" [a-z]{3,8}(?= )", GUIDE.read_text())))
 
 
-def make_latency_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Make the parser of ``flashmoa bench moa_latency``."""
-    parser = make_rig_parser("moa_latency", doc)
-    group = parser.add_argument_group("ways")
-    group.add_argument(
-        "--ways",
-        nargs="+",
-        metavar="WAY",
-        help="all-to-all, tree, 'tree + overlap', undecided, full, 'as published'; by default all",
-    )
-    group.add_argument(
-        "--computed",
-        nargs="*",
+# Of the rig, the questions and the answers.
+RIG_OPTIONS = (
+    Option(
+        "--serving",
+        str,
+        "single",
+        "; ".join(f"{serving}: {about}" for serving, about in SERVINGS.items()),
         choices=tuple(SERVINGS),
-        metavar="SERVING",
-        help="ask no engines: add up the cost tables of --device, for --serving or for each of "
-        f"these ({', '.join(SERVINGS)})",
-    )
-    group.add_argument(
-        "--threshold",
-        type=float,
-        metavar="Q",
-        help="full: leave if Q is at least this, not by chance",
-    )
-    return parser
-
-
-def make_rig_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the options of the rig, of questions and of answers."""
-    parser = make_parser(name, doc, make_roles("single", plugin=True, stock=True), repeats=False)
-    group = parser.add_argument_group("the rig")
-    servings = "; ".join(f"{serving}: {about}" for serving, about in SERVINGS.items())
-    group.add_argument("--serving", choices=tuple(SERVINGS), default="single", help=servings)
-    group = parser.add_argument_group("questions and answers")
-    group.add_argument(
-        "--answers",
-        choices=tuple(load_recorded()),
-        default="alpaca_eval",
-        help="recorded answers whose lengths and similarities are taken",
-    )
-    group.add_argument(
-        "--questions",
-        type=positive,
-        default=4,
-        metavar="N",
-        help="of the recorded ones, spread evenly from short answers to long",
-    )
-    group.add_argument("--scale", type=float, default=1.0, help="factor of all lengths")
-    group.add_argument(
-        "--longest", type=positive, default=1024, metavar="N", help="most tokens of an answer"
-    )
-    group.add_argument(
-        "--equal", type=positive, metavar="N", help="tokens of every answer, as a control"
-    )
-    group.add_argument(
-        "--question-tokens",
-        type=positive,
-        nargs=2,
-        metavar=("LEAST", "MOST"),
-        help="tokens of questions, drawn evenly; by default as recorded",
-    )
-    group.add_argument(
-        "--later-tokens",
-        type=positive,
-        metavar="N",
-        help="tokens of every answer after the first layer's",
-    )
-    group.add_argument(
-        "--last-tokens", type=positive, metavar="N", help="tokens of the last agent's answer"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="measure only what is not in the --json file, which is written after each answer",
-    )
-    return parser
+    ),
+    Option("--answers", str, "alpaca_eval", "recorded ones", choices=tuple(load_recorded())),
+    Option("--questions", positive, 4, "number, spread evenly from short answers to long"),
+    Option("--scale", float, 1.0, "factor of all lengths"),
+    Option("--longest", positive, 1024, "most tokens of an answer"),
+    Option("--equal", positive, None, "tokens of every answer, as a control"),
+    Option("--question-tokens", positive, None, "least and most, drawn evenly", count=2),
+    Option("--later-tokens", positive, None, "of every answer after the first layer's"),
+    Option("--last-tokens", positive, None, "of the last agent's answer"),
+    RESUME,
+)
 
 
 def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:

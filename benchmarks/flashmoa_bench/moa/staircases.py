@@ -14,27 +14,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from typing import Any
-
-import anyio
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from typing import Annotated
 
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
 from flashmoa.moa.prompts import Order
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
-from flashmoa_bench.harness.report import Report, make_table
-from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, to_results
+from flashmoa_bench.harness.report import Column, Report
+from flashmoa_bench.harness.rounds import measure_cells, measured_cells
 from flashmoa_bench.moa.rig import (
+    RIG_OPTIONS,
     GpuUse,
     PromptListener,
     Rig,
     compare_devices,
     connect_rig,
-    make_rig_parser,
+    make_roles,
     make_script_options,
 )
 from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
@@ -162,7 +159,7 @@ def _make_system(
 
 # Options that may differ between a run and the one that it resumes.
 _FREE_OPTIONS = (
-    "json", "resume", "questions", "proposers", "first", "orders", "kinds",
+    "questions", "proposers", "first", "orders", "kinds",
 )  # fmt: skip
 _WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
@@ -180,39 +177,17 @@ class StaircaseRow:
         overran: number of answers in which a GPU's forwards were computed too late.
     """
 
-    way: str
-    questions: int
-    first_token: float
-    relative_first: float | None
-    seconds: float
-    rate: float
-    relative_rate: float | None
-    rounds: float
-    prompt: float
-    late: float | None
+    way: Annotated[str, Column("")]
+    questions: Annotated[int, Column("questions")]
+    first_token: Annotated[float, Column("first token", "{:.2f}")]
+    relative_first: Annotated[float | None, Column("over", "{:+.0%}", less=1)]
+    seconds: Annotated[float, Column("seconds", "{:.2f}")]
+    rate: Annotated[float, Column("tokens/s", "{:.1f}")]
+    relative_rate: Annotated[float | None, Column("over", "{:.2f}x")]
+    rounds: Annotated[float, Column("requests", "{:.1f}")]
+    prompt: Annotated[float, Column("prompt", "{:.0f}")]
+    late: Annotated[float | None, Column("late", "{:.0f}")]
     overran: int
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = make_rig_parser("staircases", __doc__)
-    group = parser.add_argument_group("ways")
-    group.add_argument("--kinds", nargs="+", choices=_KINDS, default=list(_KINDS))
-    group.add_argument(
-        "--proposers", type=positive, nargs="+", default=[3], metavar="N", help="or debaters"
-    )
-    group.add_argument(
-        "--orders", nargs="+", choices=_ORDERS, default=["contiguous", "rounds"], help="of chunks"
-    )
-    group.add_argument(
-        "--first", type=positive, nargs="+", default=[8], metavar="TOKENS", help="first chunk"
-    )
-    chosen = parser.parse_args(arguments)
-    if chosen.resume and not chosen.json:
-        parser.error("--resume needs the --json FILE of the run to resume")
-    if "debate" in chosen.kinds and min(chosen.proposers) < 2:
-        parser.error("a debate needs at least two --proposers")
-    anyio.run(_main, chosen)
-    return 0
 
 
 def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:
@@ -232,41 +207,46 @@ def make_ways(arguments: argparse.Namespace) -> list[StaircaseWay]:
     ]
 
 
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("staircases", arguments)
-    ways, options = make_ways(arguments), make_script_options(arguments)
-    questions = spread(load_recorded()[arguments.answers].questions, arguments.questions)
-    found = _read_answers(arguments, report)
+def _check(options: argparse.Namespace) -> str | None:
+    if "debate" in options.kinds and min(options.proposers) < 2:
+        return "a debate needs at least two --proposers"
+    return None
+
+
+async def _measure(report: Report) -> None:
+    options = report.options
+    ways, script_options = make_ways(options), make_script_options(options)
+    questions = spread(load_recorded()[options.answers].questions, options.questions)
+    cells = measured_cells(report, StaircaseAnswer, _FREE_OPTIONS)
+    # An answer that overran is measured again.
+    found = {(c.way, c.question): c for c in cells if c.gpus.overrun <= TOLERATED_SHARE}
     todo = {
-        (way.name, question.number): (way, write_script(question, way.sizes, options))
+        (way.name, question.number): (way, write_script(question, way.sizes, script_options))
         for question in questions
         for way in ways
         if (way.name, question.number) not in found
     }
     if todo:
-        async with connect_rig(report, arguments, plugin=True, stock=True) as rig:
+        async with connect_rig(report, plugin=True, stock=True) as rig:
             for way, script in {way.name: (way, script) for way, script in todo.values()}.values():
                 warm_up = write_script(script.question, way.sizes, _WARM_UP)
-                await ask(rig, way, warm_up, arguments.seed)  # This answer does not count.
-            asks = {key: partial(ask, rig, *each, arguments.seed) for key, each in todo.items()}
+                await ask(rig, way, warm_up, options.seed)  # This answer does not count.
+            asks = {key: partial(ask, rig, *each, options.seed) for key, each in todo.items()}
             await measure_cells(asks, found, report)
     wanted = {(way.name, question.number) for way in ways for question in questions}
     rows = summarise(ways, [answer for key, answer in found.items() if key in wanted])
-    show(rows, report.console)
+    report.show(
+        "Staircases and debates on modelled GPUs",
+        rows,
+        "  Staircase Streaming's abstract has -93 % and 1.6x at most. tokens/s: that the "
+        "aggregator wrote, over the\n  whole question. over: whole answers. requests, prompt, "
+        "late: of the aggregator; late: computed after a\n  request came.",
+    )
+    for row in rows:
+        if row.overran:
+            report.console.print(f"{row.way}: {row.overran} answers in which a GPU was too late")
     if todo:
-        report.save({**to_results(list(found.values())), "rows": rows})
-
-
-def _read_answers(arguments: argparse.Namespace, report: Report) -> dict[Key, StaircaseAnswer]:
-    """Return the answers that are measured already; one that overran is measured again."""
-    found: dict[Key, StaircaseAnswer] = {}
-    if arguments.resume:
-        for cell in measured_cells(arguments.json, report.settings, _FREE_OPTIONS):
-            fields: dict[str, Any] = {**cell, "gpus": GpuUse(**cell["gpus"])}
-            answer = StaircaseAnswer(**fields)
-            if answer.gpus.overrun <= TOLERATED_SHARE:
-                found[answer.way, answer.question] = answer
-    return found
+        report.save({"cells": list(found.values()), "rows": rows})
 
 
 def summarise(
@@ -309,34 +289,18 @@ def _rate(answer: StaircaseAnswer) -> float:
     return answer.tokens / answer.seconds
 
 
-def show(rows: Sequence[StaircaseRow], console: Console) -> None:
-    """Print the table, and explain its columns."""
-    table = make_table(
-        "Staircases and debates on modelled GPUs",
-        *("", "questions", "first token", "", "seconds", "tokens/s", "", "requests", "prompt"),
-        "late",
-        box=SIMPLE_HEAD,
-    )
-    for row in rows:
-        table.add_row(
-            row.way,
-            f"{row.questions}",
-            f"{row.first_token:.2f}",
-            "" if row.relative_first is None else f"{row.relative_first - 1:+.0%}",
-            f"{row.seconds:.2f}",
-            f"{row.rate:.1f}",
-            "" if row.relative_rate is None else f"{row.relative_rate:.2f}x",
-            f"{row.rounds:.1f}",
-            f"{row.prompt:.0f}",
-            "?" if row.late is None else f"{row.late:.0f}",
-        )
-    console.print(table)
-    console.print(
-        "  Staircase Streaming's abstract has -93 % and 1.6x at most. tokens/s: that the "
-        "aggregator wrote, over the\n  whole question. requests, prompt, late: of the aggregator; "
-        "late: computed after a request came.\n",
-        highlight=False,
-    )
-    for row in rows:
-        if row.overran:
-            console.print(f"{row.way}: {row.overran} answers in which a GPU was too late")
+main = command(
+    "staircases",
+    __doc__,
+    _measure,
+    make_roles("single", plugin=True, stock=True),
+    (
+        *RIG_OPTIONS,
+        Option("--kinds", str, list(_KINDS), "of systems", choices=_KINDS),
+        Option("--proposers", positive, [3], "or debaters"),
+        Option("--orders", str, list(_ORDERS), "of chunks", choices=_ORDERS),
+        Option("--first", positive, [8], "tokens of the first chunk"),
+    ),
+    check=_check,
+    repeats=False,
+)

@@ -18,8 +18,7 @@ from flashmoa.observe.page import page
 from flashmoa_bench.harness.command_line import positive
 from flashmoa_bench.harness.modelled_gpus import slowdown
 from flashmoa_bench.plan.planning import plan
-from flashmoa_bench.plan.report import show
-from flashmoa_bench.plan.result import PlanResult
+from flashmoa_bench.plan.result import PlanResult, show
 
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 _DESCRIPTION = """\

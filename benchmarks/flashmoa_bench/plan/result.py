@@ -1,4 +1,4 @@
-"""Compute the answers of a plan from its rounds (``summarise``).
+"""Compute the answers of a plan from its rounds (``summarise``), and print them (``show``).
 
 The end of a run waits for some of its calls only (``critical_path``). Between two of them the run
 waits for the later one's prompt to be prefilled. Links could at best have prefilled all of it
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
+from rich.console import Console
+
+from flashmoa.observe import LinkDeclined, LinkWaits
 from flashmoa.observe.calls import Call
+from flashmoa.observe.timeline import draw, lanes
 from flashmoa_bench.harness.critical_path import critical_path, end_of
+from flashmoa_bench.harness.report import Column, make_table
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRun
 
 
@@ -31,6 +36,7 @@ class Wait:
         decode: from the first token to the last.
         is_estimated: whether the answer came in one piece, as of an agent with tools, so that its
             first token was not seen: then ``decode`` is as many of the engine's steps as tokens.
+        linked: the same call in the linked run; ``None`` if it does not have it.
     """
 
     agent: str
@@ -41,6 +47,27 @@ class Wait:
     avoidable: float
     decode: float
     is_estimated: bool = False
+    linked: Wait | None = None
+
+    @property
+    def name(self) -> Annotated[str, Column("agent")]:
+        return self.agent if self.turn == 1 else f"{self.agent} ({self.turn})"
+
+    @property
+    def figures(self) -> Annotated[Mapping[str, str | None], Column("{}")]:
+        """Return the texts of the table's other columns, by their titles."""
+        return {
+            "engine": self.engine,
+            "prompt": str(self.prompt_tokens),
+            "TTFT": self._first_token,
+            "hideable": f"{self.avoidable * 1000:.0f} ms",
+            "TTFT linked": "-" if self.linked is None else self.linked._first_token,
+            "decode": f"{self.decode:.2f} s",
+        }
+
+    @property
+    def _first_token(self) -> str:
+        return f"{'~' if self.is_estimated else ''}{self.prefill * 1000:.0f} ms"
 
 
 def waits(
@@ -90,10 +117,14 @@ def _wait(call: Call, turn: int, begin: float, step: float) -> Wait:
 class EngineShare:
     """Says which agents an engine has, and for what share of the time its GPU computed."""
 
-    name: str
+    name: Annotated[str, Column("engine")]
     gpu: str
     agents: tuple[str, ...]
-    busy: Mapping[str, float]
+    busy: Annotated[Mapping[str, float], Column("{}", "{:.0%}")]
+
+    @property
+    def users(self) -> Annotated[str, Column("agents")]:
+        return ", ".join(self.agents) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +137,6 @@ class PlanResult:
         typical: for each way, the run that has the median, or is next below it; what is said of
             calls is theirs.
         waits: what ``typical`` waited for unlinked, call by call.
-        linked_waits: the same calls in the linked run; ``None`` for one that it does not have.
     """
 
     rounds: int
@@ -116,7 +146,6 @@ class PlanResult:
     spread: Mapping[str, tuple[float, float]]
     typical: Mapping[str, TeamRun]
     waits: Sequence[Wait]
-    linked_waits: Sequence[Wait | None]
     engines: Sequence[EngineShare]
 
     @property
@@ -154,8 +183,8 @@ class PlanResult:
             "busiest_engine": self.busiest.name,
             "engines": [asdict(engine) for engine in self.engines],
             "calls": [
-                {**asdict(wait), "prefill_linked": linked and linked.prefill}
-                for wait, linked in zip(self.waits, self.linked_waits, strict=True)
+                {**asdict(wait), "prefill_linked": wait.linked and wait.linked.prefill}
+                for wait in self.waits
             ],
         }
 
@@ -193,8 +222,7 @@ def summarise(
         seconds={way: median(values) for way, values in times.items()},
         spread={way: (values[0], values[-1]) for way, values in times.items()},
         typical=typical,
-        waits=unlinked,
-        linked_waits=[linked.get((wait.agent, wait.turn)) for wait in unlinked],
+        waits=[replace(wait, linked=linked.get((wait.agent, wait.turn))) for wait in unlinked],
         engines=[
             EngineShare(
                 name,
@@ -210,3 +238,76 @@ def summarise(
 def _busy_share(rounds: Sequence[Round], engine: str) -> float:
     computed = sum(played.devices[engine]["device_seconds"] for played in rounds)
     return computed / sum(played.seconds for played in rounds)
+
+
+# A smaller share of the bound may be this machine's doing.
+_MOSTLY_REACHED = 0.8
+
+
+def show(result: PlanResult, console: Console) -> None:
+    """Print the answers, tables of calls and engines, and a timeline of each way."""
+    console.print(f"\n{result.describe_gpus()}", markup=False)
+    console.print(
+        f"Modelled, not measured on GPUs. Medians (ranges); rounds: {result.rounds}, "
+        f"copies at once: {result.copies}.\n"
+    )
+    _print_answers(result, console)
+    title = "Calls that the end of the unlinked run waits for"
+    console.print(make_table(title, result.waits, left=("agent", "engine")))
+    console.print(
+        "TTFT: from the request to the first token, ~ where the answer comes in one piece; "
+        "hideable: what of it links could hide at most\n"
+    )
+    title = "Share of the time in which the GPU computes"
+    console.print(make_table(title, result.engines, left=("engine", "agents")))
+    for way, run in result.typical.items():
+        console.print(f"\n{way} ({run.seconds:.2f} s)")
+        console.print(
+            draw(lanes(run.events), min(console.width, 110)), markup=False, highlight=False
+        )
+    for line in _notes(result.typical["linked"]):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_answers(result: PlanResult, console: Console) -> None:
+    unlinked, saved, most = result.seconds["unlinked"], result.saved, result.bound
+    decode = sum(wait.decode for wait in result.waits)
+    reached = f", links reach {saved / most:.0%} of that" if most > 0 else ""
+    spread = {way: f"{low:.2f} to {high:.2f}" for way, (low, high) in result.spread.items()}
+    console.print(f"unlinked    {unlinked:7.2f} s   ({spread['unlinked']})")
+    console.print(
+        f"linked      {result.seconds['linked']:7.2f} s   ({spread['linked']}), saves "
+        f"{saved:.2f} s, {saved / unlinked:.0%}"
+    )
+    console.print(f"the bound   {unlinked - most:7.2f} s   would save {most:.2f} s{reached}")
+    console.print(f"decoding    {decode:7.2f} s   of the unlinked time; links do not change it")
+    busiest = result.busiest
+    console.print(
+        f"busiest     {busiest.busy['unlinked']:7.0%}     {busiest.name} computes; near 100% it is "
+        "the bottleneck",
+        markup=False,
+    )
+    if saved < _MOSTLY_REACHED * most:
+        console.print(
+            "If a larger --slowdown brings linked nearer to the bound, this machine's clients and "
+            "HTTP take the time that is missing, and not the GPUs."
+        )
+    if result.slowdown != 1:
+        scale = result.slowdown
+        console.print(
+            f"These times are those of GPUs {scale:g} times slower. At their own speed: unlinked "
+            f"{unlinked / scale:.2f} s, linked {result.seconds['linked'] / scale:.2f} s, saved "
+            f"{saved / scale:.2f} s, at most {most / scale:.2f} s."
+        )
+    console.print()
+
+
+def _notes(linked: TeamRun) -> list[str]:
+    """Return why agents were not linked, or not fully."""
+    lines: dict[str, None] = {}
+    for event in linked.events:
+        if isinstance(event, LinkDeclined):
+            lines[f"{event.agent} is not linked: {event.reason}"] = None
+        elif isinstance(event, LinkWaits):
+            lines[f"the link to {event.agent} waits for {event.upstream}: {event.reason}"] = None
+    return list(lines)

@@ -9,22 +9,18 @@ answer is decoded greedily and searched for the first label.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import anyio
-from rich.console import Console
+from typing import Annotated, Any
 
 from flashmoa.engine import EngineClient
 from flashmoa.scoring import Scorer
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import run_concurrently
 
 OURS = "flashmoa"
@@ -69,27 +65,17 @@ class AccuracyRow:
         same: texts where both ways give the same label, of those with a decoded label.
     """
 
-    question: str
-    texts: int
-    scored: float
-    decoded: float
-    unread: float
-    same: float
-    mass: float
+    question: Annotated[str, Column("")]
+    texts: Annotated[int, Column("texts")]
+    scored: Annotated[float, Column("scored", "{:.1%}")]
+    decoded: Annotated[float, Column("decoded", "{:.1%}")]
+    unread: Annotated[float, Column("no label", "{:.1%}")]
+    same: Annotated[float, Column("same label", "{:.1%}")]
+    mass: Annotated[float, Column("mass", "{:.1%}")]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("score_accuracy", __doc__, [Role(OURS, plugin=True)])
-    parser.add_argument("file", type=Path, help="the file of snippets")
-    parser.add_argument("--texts", type=positive, default=300, help="the most texts")
-    parser.add_argument("--tokens", type=positive, default=8, help="decoded tokens of an answer")
-    parser.add_argument("--model", type=Path, help="folder of the model for an engine made here")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("score_accuracy", options)
+async def _measure(report: Report) -> None:
+    options = report.options
     snippets = read(options.file)
     random.Random(options.seed).shuffle(snippets)
     role = Role(OURS, plugin=True, model=options.model)
@@ -98,7 +84,7 @@ async def _main(options: argparse.Namespace) -> None:
             await _ask_all(engines[OURS], name, snippets[: options.texts], options.tokens)
             for name in _QUESTIONS
         ]
-    show(rows, report.console)
+    report.show("Right answers by prefills alone and decoded", rows)
     report.save({"rows": rows})
 
 
@@ -180,10 +166,15 @@ def summarise(question: str, outcomes: Sequence[Outcome]) -> AccuracyRow:
     )
 
 
-def show(rows: Sequence[AccuracyRow], console: Console) -> None:
-    columns = ("texts", "scored", "decoded", "no label", "same label", "mass")
-    table = make_table("Right answers by prefills alone and decoded", "", *columns)
-    for row in rows:
-        shares = (row.scored, row.decoded, row.unread, row.same, row.mass)
-        table.add_row(row.question, str(row.texts), *(f"{share:.1%}" for share in shares))
-    console.print(table)
+main = command(
+    "score_accuracy",
+    __doc__,
+    _measure,
+    [Role(OURS, plugin=True)],
+    (
+        Option("file", Path, about="the file of snippets"),
+        Option("--texts", positive, 300, "the most texts"),
+        Option("--tokens", positive, 8, "decoded tokens of an answer"),
+        Option("--model", Path, about="folder of the model for an engine made here"),
+    ),
+)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import anyio
-from rich.console import Console
 
 from flashmoa.engine import EngineClient, EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import ask_batch, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer
 from flashmoa_bench.prefill.passes import prefill
@@ -58,14 +58,14 @@ class ForwardRow:
         mfu: ``teraflops`` over the device's peak; ``None`` if that is not given.
     """
 
-    way: str
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    of_resident: float
-    exposed: float
-    teraflops: float | None
-    mfu: float | None
+    tokens: Annotated[int, Column("tokens", "{:,}")]
+    way: Annotated[str, Column("way")]
+    seconds: Annotated[float, Column("ms", "{:,.1f}", 1000)]
+    tokens_per_second: Annotated[float, Column("tokens/s", "{:,.0f}")]
+    of_resident: Annotated[float, Column("of resident", "{:.2f}")]
+    exposed: Annotated[float, Column("exposed", "{:,.1f} ms", 1000)]
+    teraflops: Annotated[float | None, Column("TFLOP/s", "{:.3g}")]
+    mfu: Annotated[float | None, Column("MFU", "{:.1%}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,49 +78,35 @@ class EngineMemory:
         kv: the KV pool.
     """
 
-    way: str
-    device_experts: int | None
-    host_experts: int
-    misses: int
-    kv: int | None
+    way: Annotated[str, Column("")]
+    device_experts: Annotated[int | None, Column("experts on the device", "{:,.1f}", 1 / _MIB)]
+    host_experts: Annotated[int, Column("on the host", "{:,.1f}", 1 / _MIB)]
+    misses: Annotated[int, Column("misses", "{:,}")]
+    kv: Annotated[int | None, Column("KV pool", "{:,.1f}", 1 / _MIB)]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("asyncep", __doc__, ROLES)
-    parser.set_defaults(shape="experts")
-    parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=[256, 1024, 4096], help="tokens of a forward"
-    )
-    parser.add_argument("--prompt", type=positive, default=1024, help="tokens of each prompt")
-    parser.add_argument("--peak-tflops", type=float, help="peak of the device, for the MFU")
-    parser.add_argument(
-        "--model-config",
-        type=Path,
-        metavar="FILE",
-        help="its config.json, if the engine's is not on this machine",
-    )
-    chosen = parser.parse_args(arguments)
-    if chosen.device:
-        parser.error(
+def _check(options: argparse.Namespace) -> str | None:
+    if options.device:
+        return (
             "--device knows no time of copying experts to the device, which is what asyncep "
             "measures: leave it out"
         )
-    anyio.run(_main, chosen)
-    return 0
+    return None
 
 
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("asyncep", options)
+async def _measure(report: Report) -> None:
+    options = report.options
     most = max(options.tokens)
     sizes = ("--chunked-prefill-size", str(most), "--max-prefill-tokens", str(most))
     options.engine_arguments = [*sizes, *options.engine_arguments]
     async with report.connect(ROLES, 2 * most) as engines:
         differences = await _compare_logprobs(engines, random.Random(options.seed))
-        seconds = await _measure(engines, options, report.console)
+        seconds = await _play_all(engines, report)
         memory = await _fetch_memory(engines)
-        config = options.model_config or await _find_config(engines[RESIDENT])
+        config = await _find_config(engines[RESIDENT])
     rows = summarise(seconds, options, config)
-    show(rows, memory, report.console)
+    report.show("Forwards", rows, left=("way",))
+    report.show("Memory, MiB", memory)
     for way, difference in differences.items():
         report.console.print(f"{way}'s log-probabilities differ by {difference:.1e} at most.")
     report.save(
@@ -161,8 +147,8 @@ def _prompt_lengths(tokens: int, prompt: int) -> list[int]:
 Seconds = dict[str, dict[int, list[float]]]
 
 
-async def _measure(engines: Engines, options: argparse.Namespace, console: Console) -> Seconds:
-    dice = random.Random(options.seed)
+async def _play_all(engines: Engines, report: Report) -> Seconds:
+    options, dice = report.options, random.Random(report.options.seed)
     ways = list(engines.clients)
     sizes: list[int] = options.tokens
     seconds: Seconds = {way: {} for way in ways}
@@ -170,7 +156,7 @@ async def _measure(engines: Engines, options: argparse.Namespace, console: Conso
     async def run(way: str, size: int) -> float:
         return await _run_batch(engines[way], make_batch(size, options.prompt, dice))
 
-    with RoundPlayer(console, options.repeats, len(ways) * len(sizes)) as player:
+    with RoundPlayer(report.console, options.repeats, len(ways) * len(sizes)) as player:
         for size in sizes:
             for way in ways:
                 await run(way, size)
@@ -260,30 +246,16 @@ def flops(config: Path | None, tokens: int, prompt: int) -> int | None:
     return sum(measure.work(0, length) for length in _prompt_lengths(tokens, prompt))
 
 
-def show(rows: Sequence[ForwardRow], memory: Sequence[EngineMemory], console: Console) -> None:
-    """Print both tables."""
-    columns = ("tokens", "way", "ms", "tokens/s", "of resident", "exposed", "TFLOP/s", "MFU")
-    table = make_table("Forwards", *columns, left=("way",))
-    for row in rows:
-        table.add_row(
-            f"{row.tokens:,}",
-            row.way,
-            f"{row.seconds * 1000:,.1f}",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.of_resident:.2f}",
-            f"{row.exposed * 1000:,.1f} ms" if row.way == H2D else "",
-            _format(row.teraflops, "{:.3g}"),
-            _format(row.mfu, "{:.1%}"),
-        )
-    console.print(table)
-    columns = ("experts on the device", "on the host", "misses", "KV pool")
-    table = make_table("Memory, MiB", "", *columns)
-    for engine in memory:
-        sizes = (engine.device_experts, engine.host_experts, engine.kv)
-        device, host, kv = (_format(size and size / _MIB, "{:,.1f}") for size in sizes)
-        table.add_row(engine.way, device, host, f"{engine.misses:,}", kv)
-    console.print(table)
-
-
-def _format(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+main = command(
+    "asyncep",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
+        Option("--prompt", positive, 1024, "tokens of each prompt"),
+        Option("--peak-tflops", float, None, "peak of the device, for the MFU"),
+    ),
+    check=_check,
+    defaults={"shape": "experts"},
+)

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import anyio
 import httpx
 
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
@@ -30,7 +29,6 @@ from flashmoa_bench.prefill.passes import (
     TokenSender,
     median_seconds,
     play,
-    show,
     summarise,
     unique_tokens,
 )
@@ -48,24 +46,8 @@ _TIMEOUT_SECONDS = 600.0
 _LONGEST, _SPREAD = 32_000, 0.05
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("prefill_only", __doc__, ROLES)
-    parser.set_defaults(shape="small")
-    for name, kind, default, text in (
-        ("--scale", float, 0.004, "share of Table 2's 73,800 requests"),
-        ("--lengths", float, 0.25, "lengths of prompts and forwards over the paper's"),
-        ("--concurrency", positive, 64, "requests at a time"),
-        ("--forward", positive, 8192, "tokens of a forward at --lengths 1"),
-        ("--stock-forward", positive, None, "the same for stock engines, if different"),
-        ("--kv-tokens", positive, 65_536, "tokens of a cache"),
-    ):
-        parser.add_argument(name, type=kind, default=default, help=text)
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("prefill_only", options)
+async def _measure(report: Report) -> None:
+    options = report.options
     requests = make_requests(options)
     roles = [replace(role, arguments=_arguments(role, options)) for role in ROLES]
     async with (
@@ -94,7 +76,7 @@ async def _main(options: argparse.Namespace) -> None:
     stock_ways = [way for way in passes if way != OURS]
     fastest = min(stock_ways, key=lambda way: median_seconds(passes[way]))
     rows = summarise(passes, fastest, expected, unique)
-    show("one engine", rows, {OURS: GOAL}, report.console)
+    report.show(f"One engine; the goal is a gain of {GOAL}", rows)
     mix: Mapping[str, int] = {"requests": len(requests), "tokens": tokens, "unique": unique}
     report.save({"mix": mix, "one engine": rows})
 
@@ -137,3 +119,20 @@ def _scale(dataset: Dataset, lengths: float) -> Dataset:
         instruction=tokens(dataset.instruction),
         own=tokens(dataset.own),
     )
+
+
+main = command(
+    "prefill_only",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--scale", float, 0.004, "share of Table 2's 73,800 requests"),
+        Option("--lengths", float, 0.25, "lengths of prompts and forwards over the paper's"),
+        Option("--concurrency", positive, 64, "requests at a time"),
+        Option("--forward", positive, 8192, "tokens of a forward at --lengths 1"),
+        Option("--stock-forward", positive, None, "the same for stock engines, if different"),
+        Option("--kv-tokens", positive, 65_536, "tokens of a cache"),
+    ),
+    defaults={"shape": "small"},
+)

@@ -15,16 +15,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-import anyio
 import httpx
-from rich.console import Console
 
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
@@ -119,36 +117,20 @@ class ListRow:
             that gives other scores.
     """
 
-    way: str
-    items: int
-    seconds: float
+    way: Annotated[str, Column("")]
+    items: Annotated[int, Column("items", "{:,}")]
+    seconds: Annotated[float, Column("ms", "{:.0f}", 1000)]
     rounds: list[float]
-    first: float
-    items_per_second: float
-    gain: float
-    bound: float | None
-    computed: float | None
-    difference: float | None
+    first: Annotated[float, Column("first", "{:.0f}", 1000)]
+    items_per_second: Annotated[float, Column("items/s", "{:,.0f}")]
+    gain: Annotated[float, Column("of best stock", "{:.2f}")]
+    bound: Annotated[float | None, Column("bound", "{:.0f}", 1000)]
+    computed: Annotated[float | None, Column("computed", "{:,.0f}")]
+    difference: Annotated[float | None, Column("difference", "{:.0e}")]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("score_lists", __doc__, (*ROLES, _CROSS_ENCODER))
-    parser.add_argument("--items", type=positive, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument(
-        "--stock-forwards",
-        type=positive,
-        nargs="*",
-        default=[512, 1024, 2048],
-        help="tokens of the largest forward of further stock engines",
-    )
-    parser.add_argument("--query", type=positive, default=64, help="tokens of the query")
-    parser.add_argument("--item", type=positive, default=64, help="tokens of each item")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("score_lists", options)
+async def _measure(report: Report) -> None:
+    options = report.options
     tokens = options.query + 2 * max(options.items) * options.item
     # With a request for each item, a list needs as many connections. SGLang closes a connection
     # that was idle for five seconds.
@@ -158,8 +140,8 @@ async def _main(options: argparse.Namespace) -> None:
         report.connect(_make_roles(options), 2 * tokens) as engines,
         httpx.AsyncClient(timeout=timeout, limits=limits) as http,
     ):
-        rows = await _measure(engines, http, options, report.console)
-    show(rows, report.console)
+        rows = await _play_all(engines, http, report)
+    report.show("One request with a list of items", rows)
     report.save({"rows": rows})
 
 
@@ -177,16 +159,14 @@ def _stock_with_forwards(tokens: int) -> Role:
     return Role(f"{STOCK}_{tokens}", plugin=False, arguments=arguments, optional=True)
 
 
-async def _measure(
-    engines: Engines, http: httpx.AsyncClient, options: argparse.Namespace, console: Console
-) -> list[ListRow]:
-    dice = random.Random(options.seed)
+async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -> list[ListRow]:
+    options, dice = report.options, random.Random(report.options.seed)
     costs = (await engines[OURS].info()).costs
     ways: list[str] = []
     for name in engines.clients:
         ways += (SINGLE, OURS) if name == OURS else (name,)
     rows: list[ListRow] = []
-    with RoundPlayer(console, options.repeats, len(ways) * len(options.items)) as player:
+    with RoundPlayer(report.console, options.repeats, len(ways) * len(options.items)) as player:
         for count in options.items:
             # All ways of a round have one list, so that their scores can be compared.
             lists = [_make_list(dice, options, count) for _ in range(options.repeats + 1)]
@@ -268,28 +248,21 @@ def _difference(stock: Sequence[ListAnswer], other: Sequence[ListAnswer]) -> flo
     )
 
 
-def show(rows: Sequence[ListRow], console: Console) -> None:
-    columns = (
-        "items",
-        "ms",
-        "first",
-        "items/s",
-        "of best stock",
-        "bound",
-        "computed",
-        "difference",
-    )
-    table = make_table("One request with a list of items", "", *columns)
-    for row in rows:
-        table.add_row(
-            row.way,
-            f"{row.items:,}",
-            f"{row.seconds * 1000:.0f}",
-            f"{row.first * 1000:.0f}",
-            f"{row.items_per_second:,.0f}",
-            f"{row.gain:.2f}",
-            "" if row.bound is None else f"{row.bound * 1000:.0f}",
-            "" if row.computed is None else f"{row.computed:,.0f}",
-            "" if row.difference is None else f"{row.difference:.0e}",
-        )
-    console.print(table)
+main = command(
+    "score_lists",
+    __doc__,
+    _measure,
+    (*ROLES, _CROSS_ENCODER),
+    (
+        Option("--items", positive, [1, 8, 32, 128], "items of a list"),
+        Option(
+            "--stock-forwards",
+            positive,
+            [512, 1024, 2048],
+            "tokens of the largest forward of further stock engines",
+            count="*",
+        ),
+        Option("--query", positive, 64, "tokens of the query"),
+        Option("--item", positive, 64, "tokens of each item"),
+    ),
+)

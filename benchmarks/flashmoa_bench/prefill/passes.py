@@ -9,16 +9,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 from pydantic import BaseModel
-from rich.console import Console
 
 from flashmoa.engine import BadAnswer, EngineClient
 from flashmoa.scoring import Scorer
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.report import make_table
+from flashmoa_bench.harness.report import Column
 from flashmoa_bench.harness.rounds import percentile, run_concurrently
 
 _ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -203,6 +202,10 @@ class Agreement:
     same: int
     logprob: float | None
 
+    def __str__(self) -> str:
+        apart = "" if self.logprob is None else f", {self.logprob:.0e}"
+        return f"{self.same:,} of {self.answers:,}{apart}"
+
 
 def agreement(expected: Mapping[str, PrefillAnswer], passes: Sequence[PrefillPass]) -> Agreement:
     """Compare all answers in ``passes`` with those in ``expected``, by their names."""
@@ -232,17 +235,17 @@ class PassRow:
         gain: throughput over that of the reference.
     """
 
-    way: str
-    seconds: float
+    way: Annotated[str, Column("")]
+    seconds: Annotated[float, Column("seconds", "{:.2f}")]
     rounds: list[float]
-    tokens_per_second: float
-    requests_per_second: float
-    computed: float
-    duplicates: float
-    p50: float
-    p99: float
-    gain: float
-    agreement: Agreement
+    tokens_per_second: Annotated[float, Column("tokens/s", "{:,.0f}")]
+    requests_per_second: Annotated[float, Column("requests/s", "{:.1f}")]
+    computed: Annotated[float, Column("computed", "{:,.0f}")]
+    duplicates: Annotated[float, Column("of unique", "{:.2f}")]
+    p50: Annotated[float, Column("p50", "{:.2f}")]
+    p99: Annotated[float, Column("p99", "{:.2f}")]
+    gain: Annotated[float, Column("gain", "{:.2f}")]
+    agreement: Annotated[Agreement, Column("same, logprobs")]
 
 
 def summarise(
@@ -282,26 +285,3 @@ def summarise(
 
 def median_seconds(passes: Sequence[PrefillPass]) -> float:
     return median(each.seconds for each in passes)
-
-
-def show(title: str, rows: Sequence[PassRow], goals: Mapping[str, float], console: Console) -> None:
-    """Print one table; ``goals`` are gains that ways should reach."""
-    columns = ("seconds", "tokens/s", "requests/s", "computed", "of unique", "p50", "p99")
-    table = make_table(title, "", *columns, "gain", "goal", "same", "logprobs")
-    for row in rows:
-        same = row.agreement
-        table.add_row(
-            row.way,
-            f"{row.seconds:.2f}",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.requests_per_second:.1f}",
-            f"{row.computed:,.0f}",
-            f"{row.duplicates:.2f}",
-            f"{row.p50:.2f}",
-            f"{row.p99:.2f}",
-            f"{row.gain:.2f}",
-            f"{goals[row.way]:.2f}" if row.way in goals else "",
-            f"{same.same:,} of {same.answers:,}",
-            "" if same.logprob is None else f"{same.logprob:.0e}",
-        )
-    console.print(table)

@@ -38,7 +38,7 @@ class RecordedQuestion:
     similarities: Mapping[tuple[int, int], float]
 
     def length(self, size: str, draw: int) -> int:
-        """Return the tokens of an answer of a size; draws beyond the recorded ones begin anew."""
+        """Return the tokens of an answer of a size; draws beyond the recorded ones start over."""
         lengths = self.lengths[size]
         return lengths[draw % len(lengths)]
 

@@ -16,19 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
-
-import anyio
-from rich.console import Console
+from typing import Annotated, Any
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import free_port
 from flashmoa_bench.harness import routers
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import RESUME, Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
-from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, percentile, to_results
+from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells, percentile
+from flashmoa_bench.prefill.mix import MIXES
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
@@ -36,7 +34,6 @@ from flashmoa_bench.prefill.passes import (
     play,
     unique_tokens,
 )
-from flashmoa_bench.routing.mixes import MIXES
 
 IN_TURN = "round_robin"
 # Qwen3-30B-A3B.
@@ -54,7 +51,7 @@ SHAPE: dict[str, Any] = {
 _BATCH_TOKENS, _KV_TOKENS = 8192, 776_000
 ROLES = (Role("engine_1", plugin=True, core=0), Role("engine_2", plugin=True, core=1))
 # Options in which a run may differ from the earlier one that it goes on with.
-_FREE = ("json", "resume", "seeds", "routers")
+_FREE = ("seeds", "routers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +74,10 @@ class MeasuredCell:
     p99: float
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("router_measured", __doc__, ROLES, repeats=False)
-    known = [IN_TURN, *routers.installed_routers()]
-    parser.set_defaults(shape="test", device="h200_sxm", device_model=["Qwen/Qwen3-30B-A3B"])
-    parser.add_argument("--mix", choices=tuple(MIXES), default="table-2", help="%(default)s")
-    parser.add_argument("--engines", type=positive, default=8, help="number (%(default)s)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the requests (0)")
-    parser.add_argument(
-        "--share", type=float, default=1.0, help="part of the mix's requests (%(default)g)"
-    )
-    parser.add_argument(
-        "--routers", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known)
-    )
-    parser.add_argument(
-        "--concurrency", type=positive, default=64, help="requests at a time, per engine (64)"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the file of --json")
-    options = parser.parse_args(arguments)
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json FILE, the file to go on with")
-    anyio.run(_main, options)
-    return 0
-
-
-async def _main(options: argparse.Namespace) -> None:
-    report = Report("router_measured", options)
-    found: dict[Key, MeasuredCell] = {}
-    if options.resume:
-        for each in measured_cells(options.json, report.settings, _FREE):
-            cell = MeasuredCell(**each)
-            found[cell.router, cell.seed] = cell
+async def _measure_all(report: Report) -> None:
+    options = report.options
+    cells = measured_cells(report, MeasuredCell, _FREE)
+    found: dict[Key, MeasuredCell] = {(cell.router, cell.seed): cell for cell in cells}
     async with report.connect(make_roles(options), _KV_TOKENS) as engines:
         todo = {
             (router, seed): partial(_measure, engines, router, seed, options)
@@ -118,8 +88,8 @@ async def _main(options: argparse.Namespace) -> None:
         if todo:  # Processes that have not served anything are slow at first.
             await _play(engines, IN_TURN, make_requests(options, -1)[:200], options)
         await measure_cells(todo, found, report)
-    show(list(found.values()), report.console)
-    report.save(to_results(list(found.values())))
+    report.show("Measured on modelled engines", summarise(list(found.values())), left=("router",))
+    report.save({"cells": list(found.values())})
 
 
 def make_roles(options: argparse.Namespace) -> list[Role]:
@@ -188,21 +158,59 @@ async def _play(
         return await play([PrefillSender(client, likeliest)], requests, limit)
 
 
-def show(cells: Sequence[MeasuredCell], console: Console) -> None:
-    """Print the medians over the seeds; gains are over taking turns with the same seed."""
+@dataclass(frozen=True, slots=True)
+class RouterRow:
+    """The medians of one router over the seeds; ``gain`` is over taking turns with the same."""
+
+    router: Annotated[str, Column("router")]
+    seeds: Annotated[int, Column("seeds")]
+    tokens_per_second: Annotated[float, Column("tokens/s", "{:,.0f}")]
+    gain: Annotated[float | None, Column("over in turn", "{:.2f}")]
+    computed: Annotated[float, Column("computed", "{:.2f}")]
+    p50: Annotated[float, Column("p50", "{:.2f} s")]
+    p99: Annotated[float, Column("p99", "{:.2f} s")]
+
+
+def summarise(cells: Sequence[MeasuredCell]) -> list[RouterRow]:
+    """Return a row for each router."""
     base = {cell.seed: cell.seconds for cell in cells if cell.router == IN_TURN}
-    names = ("router", "seeds", "tokens/s", "over in turn", "computed", "p50", "p99")
-    table = make_table("Measured on modelled engines", *names, left=("router",))
+    rows: list[RouterRow] = []
     for router in dict.fromkeys(cell.router for cell in cells):
         own = [cell for cell in cells if cell.router == router]
         gains = [base[cell.seed] / cell.seconds for cell in own if cell.seed in base]
-        table.add_row(
-            router,
-            str(len(own)),
-            f"{median(cell.tokens / cell.seconds for cell in own):,.0f}",
-            f"{median(gains):.2f}" if gains else "",
-            f"{median(cell.computed / cell.unique for cell in own):.2f}",
-            f"{median(cell.p50 for cell in own):.2f} s",
-            f"{median(cell.p99 for cell in own):.2f} s",
+        rows.append(
+            RouterRow(
+                router,
+                len(own),
+                median(cell.tokens / cell.seconds for cell in own),
+                median(gains) if gains else None,
+                median(cell.computed / cell.unique for cell in own),
+                median(cell.p50 for cell in own),
+                median(cell.p99 for cell in own),
+            )
         )
-    console.print(table)
+    return rows
+
+
+_ROUTERS = [IN_TURN, *routers.installed_routers()]
+main = command(
+    "router_measured",
+    __doc__,
+    _measure_all,
+    ROLES,
+    (
+        Option("--mix", str, "table-2", "%(default)s", choices=tuple(MIXES)),
+        Option("--engines", positive, 8, "number (%(default)s)"),
+        Option("--seeds", int, [0], "of the requests (0)"),
+        Option("--share", float, 1.0, "part of the mix's requests (%(default)g)"),
+        Option("--routers", str, _ROUTERS, "by default all", choices=_ROUTERS),
+        Option("--concurrency", positive, 64, "requests at a time, per engine (64)"),
+        RESUME,
+    ),
+    repeats=False,
+    defaults={
+        "shape": "test",
+        "device": "h200_sxm",
+        "device_model": ["Qwen/Qwen3-30B-A3B"],
+    },
+)

@@ -6,20 +6,15 @@ with the plugin. Each way of running them adds one technique to the way before i
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
-from typing import Literal, Protocol
+from typing import Annotated, Literal
 
-import anyio
 from autogen_agentchat.teams import BaseGroupChat
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
@@ -27,10 +22,10 @@ from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
-from flashmoa_bench.harness.command_line import make_parser, positive
+from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 from flashmoa_bench.workflows import agents
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
@@ -107,67 +102,44 @@ class WorkflowRun:
     texts: Mapping[str, str]
 
 
-class AgentWorkflow(Protocol):
+@dataclass(frozen=True, slots=True)
+class AgentWorkflow:
     """A workflow that can be played.
 
     Attributes:
         ways: ways in which it can be played.
-        paper: FlashAgents' latency over that of its baseline, by number of copies.
         upstream: names of the agents that the last ones wait for.
+        paper: FlashAgents' latency over that of its baseline, by number of copies.
+        run: plays the copy of this number, which differs from the others, and reports its events.
     """
 
     name: str
     ways: tuple[WorkflowWay, ...]
-    paper: Mapping[int, float]
     upstream: Collection[str]
-
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-        """Play copy number ``copy``, which differs from the others, and report its events."""
-        ...
+    paper: Mapping[int, float]
+    run: Callable[[Clients, WorkflowWay, int, Listener], Awaitable[None]]
 
 
-class TeamWorkflow:
-    """Plays an AutoGen team as a workflow.
+async def _run_chain(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+    team = agents.chain(clients.small, clients.large)
+    await _run_team(team, agents.TRIP, way, copy, listener)
 
-    Args:
-        build: makes the team, given the clients of the small and of the larger model; the
-            function's name is the workflow's.
-        task: the team's task.
-        upstream, paper: see :class:`AgentWorkflow`.
-        build_sequential: makes the team with its agents one after the other, if that is different.
-            Without it, the workflow is not played as ``sequential``.
-    """
 
-    def __init__(
-        self,
-        build: Callable[
-            [FlashMoAChatCompletionClient, FlashMoAChatCompletionClient], BaseGroupChat
-        ],
-        task: str,
-        upstream: Collection[str],
-        paper: Mapping[int, float],
-        build_sequential: Callable[..., BaseGroupChat] | None = None,
-    ) -> None:
-        self.name = build.__name__
-        self.upstream = upstream
-        self.paper = paper
-        self._build = build
-        self._build_sequential = build_sequential
-        self._task = task
-        ways: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked")
-        self.ways: tuple[WorkflowWay, ...] = ("sequential", *ways) if build_sequential else ways
+async def _run_mapreduce(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+    sequential = way == "sequential"
+    team = agents.mapreduce(clients.small, clients.large, sequential=sequential)
+    await _run_team(team, agents.REVIEW, way, copy, listener)
 
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-        """Play one copy, whose task has the copy's number."""
-        build = self._build
-        if way == "sequential" and self._build_sequential is not None:
-            build = self._build_sequential
-        team = build(clients.small, clients.large)
-        linked = attach(team, _AHEAD[way], listener)
-        try:
-            await team.run(task=f"{self._task} This is request {copy}.")
-        finally:
-            await linked.close()
+
+async def _run_team(
+    team: BaseGroupChat, task: str, way: WorkflowWay, copy: int, listener: Listener
+) -> None:
+    """Run a team whose task has the copy's number."""
+    linked = attach(team, _AHEAD[way], listener)
+    try:
+        await team.run(task=f"{task} This is request {copy}.")
+    finally:
+        await linked.close()
 
 
 def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
@@ -177,36 +149,29 @@ def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
     return link(team, stream=ahead == "text", listener=listener)
 
 
-class SlidesWorkflow:
-    """Plays the slides workflow (FlashAgents §6.3), which uses the plain API."""
-
-    name = "pptagent"
-    ways: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked", "eager")
-    upstream: Collection[str] = ("analyst",)
-    paper: Mapping[int, float] = {1: 0.759}
-
-    async def run(self, clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
-        """Play one copy, whose topic has the copy's number."""
-        small, large = clients.small.engine, clients.large.engine
-        async with Workflow(small, ahead=_AHEAD[way], listener=listener) as flow:
-            topic = f"for engineers, number {copy}"
-            await agents.slides(flow, small, large, topic=topic, eager=way == "eager")
+async def _run_slides(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:
+    """Run the workflow of slides (FlashAgents §6.3), which uses the plain API."""
+    small, large = clients.small.engine, clients.large.engine
+    async with Workflow(small, ahead=_AHEAD[way], listener=listener) as flow:
+        topic = f"for engineers, number {copy}"
+        await agents.slides(flow, small, large, topic=topic, eager=way == "eager")
 
 
 def agent_workflows() -> list[AgentWorkflow]:
     """Return the workflows of FlashAgents §6.2 and 6.3, with the latencies of its Figure 7."""
+    ways: tuple[WorkflowWay, ...] = ("unlinked", "shared", "warmed", "linked")
     return [
-        TeamWorkflow(
-            agents.chain, agents.TRIP, list(agents.TRAVEL_AGENTS)[:-1], {1: 0.982, 8: 0.881}
+        AgentWorkflow(
+            "chain", ways, list(agents.TRAVEL_AGENTS)[:-1], {1: 0.982, 8: 0.881}, _run_chain
         ),
-        TeamWorkflow(
-            agents.mapreduce,
-            agents.REVIEW,
+        AgentWorkflow(
+            "mapreduce",
+            ("sequential", *ways),
             list(agents.REVIEWERS),
             {1: 0.597, 8: 0.853},
-            partial(agents.mapreduce, sequential=True),
+            _run_mapreduce,
         ),
-        SlidesWorkflow(),
+        AgentWorkflow("pptagent", (*ways, "eager"), ["analyst"], {1: 0.759}, _run_slides),
     ]
 
 
@@ -285,42 +250,25 @@ class WorkflowRow:
         return self.seconds[way] / self.seconds[base]
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = make_parser("workflows", __doc__, ROLES)
-    names = [workflow.name for workflow in agent_workflows()]
-    parser.add_argument("--workflows", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument(
-        "--copies", type=positive, nargs="+", help="copies at once; by default as in the paper"
-    )
-    parser.add_argument(
-        "--tokens", type=positive, default=48, help="number that an agent of a team writes"
-    )
-    parser.add_argument("--model", default="default", help="name by which the engines serve it")
-    anyio.run(_main, parser.parse_args(arguments))
-    return 0
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    report = Report("workflows", arguments)
+async def _measure(report: Report) -> None:
     async with (
         report.connect(ROLES, _POOL, [GUIDE, PAPER]) as engines,
         AsyncExitStack() as stack,
     ):
-        clients = _make_clients(engines, arguments)
+        clients = _make_clients(engines, report.options.tokens)
         for pair in clients.values():
             stack.push_async_callback(pair.close)
-        workflows = [each for each in agent_workflows() if each.name in arguments.workflows]
-        rows = await _measure(workflows, clients, arguments, report.console)
-    show(rows, report.console)
+        rows = await _play_all(clients, report)
+    show(rows, report)
     report.save({"rows": rows})
 
 
-def _make_clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool, Clients]:
+def _make_clients(engines: Engines, tokens: int) -> dict[bool, Clients]:
     """Return the clients by whether their engines have the plugin."""
 
     def make_pair(small: str, large: str) -> Clients:
         urls = (engines[name].url for name in (small, large))
-        return Clients(*(greedy_client(url, arguments.model, arguments.tokens) for url in urls))
+        return Clients(*(greedy_client(url, "default", tokens) for url in urls))
 
     clients = {True: make_pair("small", "large")}
     if "stock_small" in engines and "stock_large" in engines:
@@ -328,16 +276,13 @@ def _make_clients(engines: Engines, arguments: argparse.Namespace) -> dict[bool,
     return clients
 
 
-async def _measure(
-    workflows: Sequence[AgentWorkflow],
-    clients: Mapping[bool, Clients],
-    arguments: argparse.Namespace,
-    console: Console,
-) -> list[WorkflowRow]:
+async def _play_all(clients: Mapping[bool, Clients], report: Report) -> list[WorkflowRow]:
+    options = report.options
     grid: list[tuple[AgentWorkflow, int, list[WorkflowWay]]] = [
         (workflow, copies, [way for way in workflow.ways if (way not in STOCK) in clients])
-        for workflow in workflows
-        for copies in arguments.copies or workflow.paper
+        for workflow in agent_workflows()
+        if workflow.name in options.workflows
+        for copies in options.copies or workflow.paper
     ]
 
     async def run(way: WorkflowWay, workflow: AgentWorkflow, copies: int) -> list[WorkflowRun]:
@@ -345,7 +290,7 @@ async def _measure(
 
     rows: list[WorkflowRow] = []
     total = sum(len(ways) for _workflow, _copies, ways in grid)
-    with RoundPlayer(console, arguments.repeats, total) as player:
+    with RoundPlayer(report.console, options.repeats, total) as player:
         for workflow, copies, ways in grid:
             play_once = partial(run, workflow=workflow, copies=copies)
             for way in ways:  # This round is not counted.
@@ -380,59 +325,63 @@ def _make_row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> W
     )
 
 
-def show(rows: Sequence[WorkflowRow], console: Console) -> None:
-    """Print the tables, and explain their columns."""
-    ways: list[WorkflowWay] = [way for way in WAYS if any(way in row.seconds for row in rows)]
-    base: WorkflowWay = "unlinked" if "unlinked" in ways else "shared"
-    console.print(_latency_table(rows, ways, base))
-    for way in ways:
-        console.print(f"  {way}: {WAYS[way]}", highlight=False)
-    console.print(
-        f"  least: what the agents on the critical path decode; no linking can be faster.\n"
-        f"  in brackets: over {base}. paper: FlashAgents, Figure 7, over a baseline that runs "
-        "one agent at a time.\n",
-        highlight=False,
+@dataclass(frozen=True, slots=True)
+class _WayRow:
+    workflow: Annotated[str, Column("workflow")]
+    copies: Annotated[int, Column("N")]
+    way: Annotated[WorkflowWay, Column("way")]
+    seconds: Annotated[float, Column("seconds", "{:.2f}")]
+    over_unlinked: Annotated[float | None, Column("over unlinked", "{:+.0%}", less=1)]
+    over_sequential: Annotated[float | None, Column("over sequential", "{:+.1%}", less=1)]
+    paper: Annotated[float | None, Column("paper", "{:+.1%}", less=1)]
+    response: Annotated[float, Column("response", "{:.2f}")]
+    least: Annotated[float, Column("least", "{:.2f}")]
+
+
+def show(rows: Sequence[WorkflowRow], report: Report) -> None:
+    """Print the table, and explain its columns."""
+    ways = [
+        _WayRow(
+            row.workflow,
+            row.copies,
+            way,
+            row.seconds[way],
+            row.relative(way, "unlinked"),
+            row.relative(way, "sequential"),
+            row.paper if way == "linked" else None,
+            row.response[way],
+            row.least,
+        )
+        for row in rows
+        for way in row.seconds
+    ]
+    played = {each.way for each in ways}
+    report.show(
+        "End to end, seconds",
+        ways,
+        "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
+        + "  response: from the last token that the last agents waited for to their own.\n"
+        "  least: what the agents on the critical path decode; no linking can be faster.\n"
+        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.",
+        left=("workflow", "way"),
     )
-    console.print(_response_table(rows, ways))
     for row in rows:
-        console.print(
+        report.console.print(
             f"{row.workflow}, {row.copies} at once: {row.same_texts} of {row.texts} texts are the "
-            f"same as in the first round of {base}",
+            "same as in the first round of the first way",
             highlight=False,
         )
 
 
-def _latency_table(
-    rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay], base: WorkflowWay
-) -> Table:
-    columns = ("workflow", "N", *ways, "least", "linked/sequential", "paper")
-    table = make_table("End to end, seconds", *columns, left=("workflow",), box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(
-            row.workflow,
-            str(row.copies),
-            *(_format_cell(row.seconds.get(way), row.relative(way, base)) for way in ways),
-            _format_cell(row.least, row.least / row.seconds[base] if base in row.seconds else None),
-            _format_change(row.relative("linked", "sequential")),
-            _format_change(row.paper),
-        )
-    return table
-
-
-def _response_table(rows: Sequence[WorkflowRow], ways: Sequence[WorkflowWay]) -> Table:
-    title = "Response: from the last token that the last agents waited for to their own, seconds"
-    table = make_table(title, "workflow", "N", *ways, left=("workflow",), box=SIMPLE_HEAD)
-    for row in rows:
-        cells = (_format_cell(row.response.get(way), None) for way in ways)
-        table.add_row(row.workflow, str(row.copies), *cells)
-    return table
-
-
-def _format_cell(seconds: float | None, relative: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds:.2f}" + (f" ({relative - 1:+.0%})" if relative not in (None, 1) else "")
-
-
-def _format_change(relative: float | None) -> str:
-    return "" if relative is None else f"{relative - 1:+.1%}"
+_NAMES = [workflow.name for workflow in agent_workflows()]
+main = command(
+    "workflows",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--workflows", str, _NAMES, "by default all", choices=_NAMES),
+        Option("--copies", positive, None, "at once; by default as in the paper", count="+"),
+        Option("--tokens", positive, 48, "that an agent of a team writes"),
+    ),
+)

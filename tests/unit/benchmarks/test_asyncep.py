@@ -8,14 +8,13 @@ import random
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.harness.report import terminal
+from flashmoa_bench.harness.report import make_table, terminal
 from flashmoa_bench.prefill.asyncep import (
     H2D,
     RESIDENT,
     EngineMemory,
     flops,
     make_batch,
-    show,
     summarise,
 )
 
@@ -48,7 +47,8 @@ def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixtu
         EngineMemory(RESIDENT, 1 << 20, 0, 0, 1 << 20),
         EngineMemory(H2D, 1 << 19, 1 << 19, 3, 1 << 30),
     ]
-    show(rows, memory, terminal())
+    for each in (rows, memory):
+        terminal().print(make_table("", each))
     assert "1,024.0" in capsys.readouterr().out
 
 

@@ -39,6 +39,30 @@ def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixtur
     assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("handoff --resume", "--resume needs the --json FILE"),
+        ("handoff --tps 0", "must be above 0, not 0"),
+        ("handoff --device-slowdown 0.5", "must be at least 1, not 0.5"),
+        ("chunk --context 64", "--chunks cannot be larger than --context"),
+        ("shared_engine --rows 8:1/2", "'8:1/2' is not COUNT:PROMPT/ANSWER:PROMPT/ANSWER"),
+        ("asyncep --device h200_sxm", "--device knows no time of copying experts"),
+        ("moa_latency --computed", "--computed needs the --device"),
+        ("moa_latency --ways tree shrub", "invalid choice: 'shrub'"),
+        ("staircases --proposers 1 3", "a debate needs at least two --proposers"),
+        ("moa_accuracy test.jsonl", "accuracy needs real models"),
+        ("moa_accuracy test.jsonl --model a b c d", "accuracy needs real models"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    command: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(command.split())
+    assert problem in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "run"), [("bench", bench.main), ("plan", bench.plan)])
 def test_commands_without_their_package_report_how_to_install_it(
     name: str,

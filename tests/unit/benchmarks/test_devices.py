@@ -28,7 +28,7 @@ from flashmoa_bench.harness.modelled_gpus import (
     counted_since,
     device_environment,
 )
-from flashmoa_bench.prefill import asyncep
+from flashmoa_bench.harness.report import Report
 from rich.console import Console
 
 from flashmoa.engine import EngineError
@@ -85,12 +85,6 @@ def test_engines_that_are_compared_are_slowed_down_alike() -> None:
     assert common_slowdown({"one": device(0), "two": device(0)}) == 2
     with pytest.raises(EngineError, match="by different factors"):
         common_slowdown({"one": device(0), "two": device(0) | {"slowdown": 1.0}})
-
-
-def test_asyncep_refuses_a_modelled_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        asyncep.main(["--device", "h200_sxm"])
-    assert "--device knows no time of copying experts" in capsys.readouterr().err
 
 
 def device(overrun: float) -> dict[str, Any]:
@@ -168,12 +162,11 @@ async def test_only_rows_for_which_the_machine_is_too_slow_are_left_out() -> Non
         await play_rows([slow, good], [1.0], play, Console())
 
 
-def test_the_table_says_the_errors() -> None:
+def test_the_table_says_the_errors(capsys: pytest.CaptureFixture[str]) -> None:
     row = choose_rows(measured_rows(), "Qwen/Qwen3-32B", 1)[0]
-    console = Console(width=140, record=True)
     compared = Compared(row, ttft=1.1 * row.ttft, tpot=0.8 * row.tpot, slowdown=2.0, overrun=0.0)
-    show([compared], console)
-    text = console.export_text()
+    show([compared], Report("device_check", argparse.Namespace(json=None)))
+    text = capsys.readouterr().out
     assert "+10%" in text and "-20%" in text
     assert "between the slowdowns" not in text
     assert "TPOT: error -20% in the median, 20% without its sign, 20% at most" in text

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
-from flashmoa_bench.harness.command_line import make_parser
 from flashmoa_bench.harness.critical_path import decoding_seconds
-from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.report import Column, Report, make_table
 from flashmoa_bench.harness.rounds import measured_cells
-from flashmoa_bench.linking import handoff
 from flashmoa_bench.linking.pipelines import PipelineRound, play_cell
 from flashmoa_bench.linking.schedule import KINDS, scale_kinds
 
@@ -51,30 +50,54 @@ async def test_ways_side_by_side_play_as_many_rounds() -> None:
     assert [len(each) for each in rounds.values()] == [1, 1]
 
 
+@dataclass
+class Cell:
+    late: int
+
+
+def resuming(file: Path, **options: object) -> Report:
+    return Report("any", argparse.Namespace(json=file, resume=True, **options))
+
+
 def test_a_run_resumes_only_one_with_the_same_options(tmp_path: Path) -> None:
-    file, free = tmp_path / "cells.json", {"repeats"}
-    assert measured_cells(file, {}, free) == []
-    settings = {"device": "h200_sxm", "repeats": 3}
-    file.write_text(json.dumps({"settings": settings, "results": {"cells": [{"late": 1}]}}))
-    assert measured_cells(file, {**settings, "repeats": 5}, free) == [{"late": 1}]
+    file = tmp_path / "cells.json"
+    h200 = resuming(file, device="h200_sxm", repeats=5)
+    assert measured_cells(h200, Cell, {"repeats"}) == []
+    h200.write({"cells": [Cell(1)]})
+    assert measured_cells(resuming(file, device="h200_sxm", repeats=3), Cell, {"repeats"}) == [
+        Cell(1)
+    ]
     with pytest.raises(EngineError, match="run with other --device: give another --json"):
-        measured_cells(file, {**settings, "device": "a100_sxm"}, free)
-    file.write_text(json.dumps({"settings": settings, "results": {"rows": []}}))
+        measured_cells(resuming(file, device="a100_sxm", repeats=5), Cell, ())
+    h200.write({"rows": []})
     with pytest.raises(EngineError, match="holds no cells"):
-        measured_cells(file, settings, free)
+        measured_cells(h200, Cell, ())
 
 
-def test_handoff_resumes_from_a_file_only(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        handoff.main(["--resume"])
-    assert "--resume needs the --json FILE" in capsys.readouterr().err
+@dataclass
+class Figures:
+    """Rows of different keys, and a value that is unknown."""
+
+    way: Annotated[str, Column("")]
+    hidden: int
+    seconds: Annotated[dict[str, float], Column("{} ms", "{:.0f}", 1000)]
+    ratio: Annotated[float | None, Column("change", "{:+.0%}", less=1)]
+
+    @property
+    def double(self) -> Annotated[str, Column("twice")]:
+        return 2 * self.way
 
 
-def test_a_gpu_cannot_be_faster_than_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    parser: argparse.ArgumentParser = make_parser("any", None, [Role("flashmoa", plugin=True)])
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--device-slowdown", "0.5"])
-    assert "must be at least 1, not 0.5" in capsys.readouterr().err
+def test_a_table_has_the_columns_that_its_rows_declare() -> None:
+    rows = [Figures("a", 1, {"one": 0.5}, None), Figures("b", 2, {"two": 2}, 0.75)]
+    table = make_table("title", rows)
+    assert [(column.header, list(column.cells)) for column in table.columns] == [
+        ("", ["a", "b"]),
+        ("one ms", ["500", ""]),
+        ("two ms", ["", "2000"]),
+        ("change", ["", "-25%"]),
+        ("twice", ["aa", "bb"]),
+    ]
 
 
 def make_call(agent: str, sent: float, token: float | None, end: float) -> Call:

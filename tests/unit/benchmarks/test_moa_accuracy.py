@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.moa import accuracy
 from flashmoa_bench.moa.accuracy import Question, find_number, read, summarise
 
 
@@ -65,12 +64,3 @@ def test_ways_are_compared_with_the_large_model_question_by_question() -> None:
     assert (tree.accuracy, tree.gain, tree.failed) == (0.75, 0.25, 0)
     assert tree.gain_error == pytest.approx(0.25) and tree.error == pytest.approx(0.25)
     assert summarise(questions, {"tree": texts["tree"]})[0].gain is None
-
-
-@pytest.mark.parametrize("models", [[], ["--model", "a", "b", "c", "d"]])
-def test_accuracy_is_that_of_real_models(
-    models: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        accuracy.main(["test.jsonl", *models])
-    assert "accuracy needs real models" in capsys.readouterr().err

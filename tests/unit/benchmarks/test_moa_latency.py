@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from io import StringIO
 from typing import cast
 
 import pytest
-from flashmoa_bench.moa.computed import compute, plan, show_computed
-from flashmoa_bench.moa.latency_figures import show, summarise
+from flashmoa_bench.harness.report import Report, make_table
+from flashmoa_bench.moa.latency import show, summarise
 from flashmoa_bench.moa.latency_ways import LatencyAnswer, make_ways
+from flashmoa_bench.moa.least_times import compute, plan
 from flashmoa_bench.moa.rig import GpuUse, compare_devices, make_roles
 from flashmoa_bench.moa.script import ScriptOptions, write_script
 from flashmoa_bench.recorded import RecordedQuestion
@@ -89,7 +91,9 @@ def test_what_gpus_did_is_without_the_slowdown_and_the_worst_overrun_counts() ->
     assert compare_devices({}, {}) == GpuUse()
 
 
-def test_figures_are_compared_question_by_question_with_all_to_all() -> None:
+def test_figures_are_compared_question_by_question_with_all_to_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     quick = replace(
         ANSWER,
         way="full",
@@ -108,10 +112,9 @@ def test_figures_are_compared_question_by_question_with_all_to_all() -> None:
     assert (full.questions, full.seconds, full.relative) == (2, 6.0, 0.5)
     assert full.relative_second == 0.25 and full.left == {"1 large": pytest.approx(2 / 3)}
     assert full.deciding == pytest.approx((0.1 / 5 + 0.1 / 7) / 2) and full.overran == 2
-    printed = StringIO()
-    show([base, full], Console(width=160, file=printed))
-    shown = printed.getvalue()
-    assert "6.00 (-50%)" in shown and "full: 2 answers in which a GPU was too late" in shown
+    show([base, full], Report("moa_latency", argparse.Namespace(json=None)))
+    shown = capsys.readouterr().out
+    assert "-50%" in shown and "full: 2 answers in which a GPU was too late" in shown
     assert "67%" in shown and "20 ms" in shown
 
 
@@ -154,5 +157,5 @@ def test_cost_tables_leave_out_whom_early_exit_leaves_behind() -> None:
     [different] = compute([WAYS["full"]], scripts, times, "pd", policy)
     assert different.seconds == overlap and not different.left
     printed = StringIO()
-    show_computed(rows, Console(width=140, file=printed))
-    assert "1 large 100%, 2 large 100%" in printed.getvalue()
+    Console(width=140, file=printed).print(make_table("", rows))
+    assert "2 large left out" in printed.getvalue()

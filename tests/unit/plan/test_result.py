@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from flashmoa_bench.plan.report import show
-from flashmoa_bench.plan.result import PlanResult, summarise
+from flashmoa_bench.plan.result import PlanResult, show, summarise
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 from rich.console import Console
 
@@ -51,7 +50,7 @@ def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanRes
     assert result.saved == pytest.approx(0.3)
     assert result.bound == pytest.approx(0.5 - 0.01)
     assert [wait.agent for wait in result.waits] == ["writer", "reader"]
-    prefills = [wait.prefill for wait in result.linked_waits if wait is not None]
+    prefills = [wait.linked.prefill for wait in result.waits if wait.linked is not None]
     assert prefills == pytest.approx([1, 0.2])
     assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
 
@@ -77,7 +76,7 @@ def test_a_call_that_holds_up_the_unlinked_run_only_is_found_in_the_linked_one()
     run = TeamRun(1, 3.5, tuple(events))
     linked = Round("linked", 3.5, [run], unlinked.devices)
     result = summarise([unlinked, linked], GPUS, STEPS, PLACEMENT)
-    reader = result.linked_waits[1]
+    reader = result.waits[1].linked
     assert reader is not None
     assert (reader.prefill, reader.is_estimated) == (pytest.approx(0.4), True)
     console = Console(record=True, width=100, quiet=False)

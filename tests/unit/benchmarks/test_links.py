@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,20 @@ from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
-from flashmoa_bench.linking import ablation, chunk, handoff, interference, schedule
+from flashmoa_bench.linking import (
+    ablation,
+    chunk,
+    handoff,
+    interference,
+    schedule,
+    shared_engine,
+    tools,
+)
 from flashmoa_bench.linking.handoff import LINKED, HandoffCell, summarise_cell, summarise_grid
 from flashmoa_bench.linking.pipelines import PipelineRound, Workload
 from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
-from rich.console import Console
+from flashmoa_bench.linking.shared_engine import DEFAULT_ROWS, ChainRun, Chains
+from flashmoa_bench.linking.tools import WORKLOADS, AfterTools, workloads
 
 from flashmoa.engine import EngineError
 
@@ -182,17 +190,16 @@ def test_a_strangers_figures_are_over_all_rounds() -> None:
         interference.LoadRound([one], [4.0], [7.0]),
         interference.LoadRound([one, other], [4.0, 2.0], [9.0]),
     ]
-    found = interference.summarise(rounds)
+    busy = {"stock": rounds, "linked": [*rounds, *rounds[:1]]}
+    alone = [interference.LoadRound([one], [4.0], [])]
+    found, linked, idle = interference.summarise({**busy, "alone": alone})
     # The time from one answer to the next is no gap.
     assert (found.gap, found.longest_gap) == (1.0, 2.0)
     assert (found.completion, found.answers) == (4.0, 3)
     assert (found.pipeline, found.pipeline_p99) == (8.0, 9.0)
-    alone = interference.summarise([interference.LoadRound([one], [4.0], [])])
-    assert alone.pipeline is None
-    console = Console(width=160, record=True)
-    linked = replace(found, pipeline_p99=9.9)
-    interference.show({"stock": found, "linked": linked, "alone": alone}, console)
-    assert "9.90 (1.10x)" in console.export_text()
+    assert set(found.of_stock.values()) == {1.0}
+    assert linked.of_stock["answer"] == 3.5 / (10 / 3) and idle.pipeline is None
+    assert "pipeline" not in idle.of_stock
 
 
 def test_pipelines_arrive_evenly_and_fit_into_the_pool() -> None:
@@ -221,3 +228,68 @@ def test_paths_in_a_report_are_relative_to_this_folder_or_to_home() -> None:
     assert _to_json(Path.cwd() / "a.json") == "a.json"
     assert _to_json(str(Path.home() / ".cache" / "model")) == "~/.cache/model"
     assert _to_json("/elsewhere") == "/elsewhere" and _to_json(3) == 3
+
+
+def test_rows_are_read_and_written_alike() -> None:
+    assert Chains.read("8:1200/150:2000/60") == Chains(8, (1200, 2000), (150, 60))
+    assert [str(Chains.read(row)) for row in DEFAULT_ROWS] == list(DEFAULT_ROWS)
+
+
+@pytest.mark.parametrize("row", ["8", "8:1/2", "a:1/2:3/4", "0:9/2:9/2", "1:9/5:4/2", "1:9/2:9/0"])
+def test_a_row_that_cannot_be_played_is_refused(row: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=row):
+        Chains.read(row)
+
+
+def test_latencies_are_compared_with_the_better_stock_engine() -> None:
+    chains = Chains.read("2:9/2:9/2")
+
+    def rounds(*seconds: float) -> list[list[ChainRun]]:
+        return [[ChainRun(each - 1, 0.5, 7), ChainRun(each + 1, 0.7, 9)] for each in seconds]
+
+    played = {
+        "stock": rounds(4, 5, 9),
+        "stock mixed": rounds(4, 4, 4),
+        "known": rounds(4, 4, 4),
+        "linked": rounds(2, 3, 4),
+    }
+    rows = shared_engine.summarise(chains, played)
+    assert [(row.way, row.seconds, row.of_stock) for row in rows] == [
+        ("stock", 5, 1.25), ("stock mixed", 4, 1), ("known", 4, 1), ("linked", 3, 0.75),
+    ]  # fmt: skip
+    assert all(row.gap == pytest.approx(0.6) and row.late == 8 for row in rows)
+
+
+ARGUMENTS = argparse.Namespace(
+    agents=16,
+    prompt=4000,
+    answer=60,
+    calls=4,
+    result=100,
+    long_result=2000,
+    seconds=[1.0, 5.0],
+)
+
+
+def test_only_under_pressure_the_agents_exceed_a_pool_for_half_of_them() -> None:
+    loads = workloads(ARGUMENTS)
+    assert tuple(loads) == WORKLOADS
+    pool = 16 * loads["pressure"].context / 2
+    assert loads["pressure"].context == 4000 + 4 * 160 + 60
+    tokens = {name: load.agents * load.context for name, load in loads.items()}
+    assert [name for name in WORKLOADS if tokens[name] > pool] == ["pressure"]
+
+
+def test_times_are_compared_with_stock_sglangs() -> None:
+    def played(*rounds: list[float], late: int) -> list[list[AfterTools]]:
+        return [[AfterTools(seconds, 100, late) for seconds in each] for each in rounds]
+
+    stock = played([1, 2, 9], [4, 4, 4], [3, 3, 3], late=90)
+    linked = played([1, 1, 1], [1, 1, 3], [2, 2, 2], late=10)
+    rows = tools.summarise("pressure", {"stock": stock, "linked": linked}, computed=0.9, bound=0.1)
+    assert [(row.way, row.median, row.of_stock, row.p90) for row in rows] == [
+        ("stock", 3, 1, 4),
+        ("linked", 1, pytest.approx(1 / 3), 2),
+    ]
+    assert [(row.kept, row.late) for row in rows] == [(0, 90), (1, 10)]
+    assert all((row.computed, row.bound) == (0.9, 0.1) for row in rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, cast
 from weakref import WeakSet
@@ -24,13 +25,19 @@ from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._concurrency import all_of
 from flashmoa._stack import owners
-from flashmoa.completions import watch_completions
 from flashmoa.engine import (
     EngineClient,
     WithoutPlugin,
     self_hosted_url,
 )
-from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, ObservedCall
+from flashmoa.linking.calls import (
+    CallObserver,
+    CallRequest,
+    CallResult,
+    ObservedCall,
+    current_attempts,
+)
+from flashmoa.openai_http import advising, observe_completions
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
@@ -103,7 +110,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             default_headers=default_headers,
             **kwargs,
         )
-        watch_completions(cast("Any", self.client))
+        observe_completions(cast("Any", self.client)._client, current_attempts)
         self.engine = EngineClient(
             url,
             api_key=api_key,
@@ -143,66 +150,52 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         stream: bool = False,
         **kwargs: Any,
     ) -> Awaitable[ChatResponse] | ResponseStream[ChatResponseUpdate, ChatResponse]:
-        inner = super()._inner_get_response
-
-        def send(with_options: Mapping[str, Any]) -> Any:
-            return inner(messages=messages, options=with_options, stream=stream, **kwargs)
-
-        if not self.linked_workflows:
-            return send(options)
+        answer: Any = super()._inner_get_response(
+            messages=messages, options=options, stream=stream, **kwargs
+        )
         if stream:
-            updates = self._observe_updates(send, options)
+            updates = self._observe_updates(answer, options)
             return self._build_response_stream(
                 updates, response_format=options.get("response_format")
             )
-        return self._observe_response(send, options)
+        return self._observe_response(answer, options)
 
     async def _observe_response(
-        self,
-        send: Callable[[Mapping[str, Any]], Awaitable[ChatResponse]],
-        options: Mapping[str, Any],
+        self, answer: Awaitable[ChatResponse], options: Mapping[str, Any]
     ) -> ChatResponse:
-        call = self._begin(options)
-        if call is None:
-            return await send(options)
-        with call:
-            response = await send(_add_call_body(options, call))
+        with self._begin(options) as call, call.making(), advising(self.engine.url):
+            response = await answer
             contents = [part for message in response.messages for part in message.contents]
             _finish_call(call, contents, response.finish_reason)
             return response
 
     async def _observe_updates(
         self,
-        send: Callable[[Mapping[str, Any]], ResponseStream[ChatResponseUpdate, ChatResponse]],
+        answer: ResponseStream[ChatResponseUpdate, ChatResponse],
         options: Mapping[str, Any],
     ) -> AsyncGenerator[ChatResponseUpdate]:
-        call = self._begin(options)
-        if call is None:
-            async for update in send(options):
-                yield update
-            return
         contents: list[Content] = []
         reason: str | None = None
-        with call:
-            async for update in send(_add_call_body(options, call)):
-                contents += update.contents
-                reason = update.finish_reason or reason
-                yield update
+        with self._begin(options) as call, advising(self.engine.url):
+            async with aclosing(call.items(aiter(answer))) as updates:
+                async for update in updates:
+                    contents += update.contents
+                    reason = update.finish_reason or reason
+                    yield update
             _finish_call(call, contents, reason)
 
-    def _begin(self, options: Mapping[str, Any]) -> ObservedCall | None:
-        """Begin a request that is about to be sent; ``None`` if no linked workflow observes it."""
-        executor = find_calling_executor()
-        if executor is None:
-            return None
+    def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
+        """Begin a request that is about to be sent; linked workflows observe it."""
         held = "it calls tools" if options.get("tools") else None
         request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
+        executor = find_calling_executor() if self.linked_workflows else None
         observers = [
             observer
             for workflow in list(self.linked_workflows)
+            if executor is not None
             if (observer := workflow.observe(executor, request)) is not None
         ]
-        return ObservedCall(observers, held) if observers else None
+        return ObservedCall(observers, held)
 
     def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
         details = super()._parse_usage_from_openai(usage)
@@ -232,11 +225,6 @@ def find_calling_executor() -> Executor | None:
         if isinstance(owner, BaseAgent):
             agents.append(owner)
     return None
-
-
-def _add_call_body(options: Mapping[str, Any], call: ObservedCall) -> dict[str, Any]:
-    """Return a request's options, with an ``extra_body`` through which it is observed."""
-    return {**options, "extra_body": call.body(options.get("extra_body") or {})}
 
 
 def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:

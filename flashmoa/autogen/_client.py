@@ -27,13 +27,9 @@ from flashmoa.autogen._model_call import (
     SCORED_REASON,
     JsonOutput,
     finish_call,
-    log_as,
-    log_items_as,
-    make_extra_args,
     score_call,
     why_held_back,
 )
-from flashmoa.completions import watch_completions
 from flashmoa.engine import (
     EngineClient,
     EngineError,
@@ -45,10 +41,17 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.connections import verification
 from flashmoa.errors import BadAnswer
-from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam, ObservedCall
+from flashmoa.linking.calls import (
+    CallObserver,
+    CallRequest,
+    LinkedTeam,
+    ObservedCall,
+    current_attempts,
+)
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
+from flashmoa.openai_http import advising, observe_completions
 from flashmoa.scoring import Candidate, Scorer, Scores
 
 logger = logging.getLogger(__name__)
@@ -137,7 +140,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self._connect()
 
     def _connect(self) -> None:
-        watch_completions(cast("Any", self._client))
+        observe_completions(cast("Any", self._client)._client, current_attempts)
         key, model = self._raw_config["api_key"], self._create_args["model"]
         self.engine = EngineClient(
             self._raw_config["base_url"],
@@ -283,13 +286,13 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> CreateResult:
         await self._learn_model_info()
         held = why_held_back(tools, json_output, self.model_info)
-        with self._begin(held) as call, log_as(call):
+        with self._begin(held) as call, call.making(), advising(self.engine.url):
             result = await super().create(
                 messages,
                 tools=tools,
                 tool_choice=tool_choice,
                 json_output=json_output,
-                extra_create_args=make_extra_args(self._create_args, extra_create_args, call),
+                extra_create_args=extra_create_args,
                 cancellation_token=cancellation_token,
             )
             return finish_call(call, result, json_output, tools)
@@ -308,20 +311,20 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
     ) -> AsyncGenerator[str | CreateResult, None]:
         await self._learn_model_info()
         held = why_held_back(tools, json_output, self.model_info, is_stream=True)
-        with self._begin(held) as call:
-            args = make_extra_args(self._create_args, extra_create_args, call)
-            if include_usage is None and "stream_options" not in {**self._create_args, **args}:
+        with self._begin(held) as call, advising(self.engine.url):
+            given = {**self._create_args, **extra_create_args}
+            if include_usage is None and "stream_options" not in given:
                 include_usage = True
             stream = super().create_stream(
                 messages,
                 tools=tools,
                 tool_choice=tool_choice,
                 json_output=json_output,
-                extra_create_args=args,
+                extra_create_args=extra_create_args,
                 cancellation_token=cancellation_token,
                 include_usage=include_usage,
             )
-            async with aclosing(log_items_as(call, stream)) as items:
+            async with aclosing(stream), aclosing(call.items(stream)) as items:
                 async for item in items:
                     if isinstance(item, CreateResult):
                         item = finish_call(call, item, json_output, tools)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +21,8 @@ from pydantic import BaseModel
 
 from flashmoa.autogen._callers import Tools, note_tools
 from flashmoa.engine import PromptUsage
-from flashmoa.linking.calls import CallResult, ObservedCall
+from flashmoa.linking.calls import CallResult, ObservedCall, current_call
 from flashmoa.scoring import Candidate, Scorer, Scores
-
-# The call to which AutoGen's log events belong.
-_current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=None)
 
 # Why the answer of a scoring call does not reach other agents as it is written.
 SCORED_REASON = "its answer is scored, not written"
@@ -85,20 +80,6 @@ def why_held_back(
     return None
 
 
-def make_extra_args(
-    configured: Mapping[str, Any], extra: Mapping[str, Any], call: ObservedCall
-) -> dict[str, Any]:
-    """Return a call's extra arguments, with an ``extra_body`` through which it is observed.
-
-    Args:
-        configured: the client's own arguments.
-        extra: the extra arguments given with the call.
-    """
-    own_body: dict[str, Any] = configured.get("extra_body") or {}
-    given_body: dict[str, Any] = extra.get("extra_body") or {}
-    return {**extra, "extra_body": call.body(own_body | given_body)}
-
-
 def finish_call(
     call: ObservedCall,
     result: CreateResult,
@@ -129,39 +110,11 @@ def finish_call(
     return result
 
 
-@contextmanager
-def log_as(call: ObservedCall) -> Generator[None]:
-    """Attribute what AutoGen logs within this context to ``call``."""
-    before = _current.get()
-    _current.set(call)
-    try:
-        yield
-    finally:
-        # A coroutine that is thrown away is closed in another context, where a token is invalid.
-        _current.set(before)
-
-
-async def log_items_as(
-    call: ObservedCall, stream: AsyncGenerator[str | CreateResult, None]
-) -> AsyncGenerator[str | CreateResult, None]:
-    """Yield the items of a stream, each made within :func:`log_as`.
-
-    The reader may make other calls between two items, so each item needs its own context.
-    """
-    async with aclosing(stream):
-        while True:
-            with log_as(call):
-                item = await anext(stream, None)
-            if item is None:
-                return
-            yield item
-
-
 class _PromptTokensFilter(logging.Filter):
     """Adds the current call's token counts to its log event."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        call, event = _current.get(), record.msg
+        call, event = current_call(), record.msg
         if call is None or call.usage is None:
             return True
         if isinstance(event, LLMCallEvent | LLMStreamEndEvent):
@@ -184,7 +137,7 @@ async def score_call(
 ) -> Scores:
     """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
     with call:
-        call.report_prompt({"messages": messages, "chat_template_kwargs": scorer.template_args})
+        call.send({"messages": messages, "chat_template_kwargs": scorer.template_args})
         request = asyncio.ensure_future(
             scorer.score(
                 messages,

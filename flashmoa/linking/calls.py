@@ -5,14 +5,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from flashmoa.completions import WatchedBody
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.calls import CallReporter
+
+Item = TypeVar("Item")
 
 # Older answers of an agent say little about its next one.
 _REMEMBERED_LENGTHS = 8
@@ -64,10 +75,12 @@ class CallObserver:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
         expected_output_tokens: how long the answer is likely to be, if that is known. Engines with
             the plugin may put short jobs first (FlashAgents §6.6); others ignore it.
+        takes_text: whether it takes the answer's text before the answer is complete.
     """
 
     prompt_stream_id: str | None = None
     expected_output_tokens: int | None = None
+    takes_text: bool = True
     report: CallReporter | None = None
 
     def __init__(self, report: CallReporter | None = None) -> None:
@@ -77,6 +90,9 @@ class CallObserver:
         """Receive the body of the chat completion, as it is about to be sent."""
         if self.report is not None:
             self.report.prompt_sent(body)
+
+    def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Receive the function that closes the answer's connection, if its reader does not."""
 
     def on_text(self, text: str) -> None:
         """Receive the next piece of the answer's text."""
@@ -110,9 +126,10 @@ class LinkedTeam(ABC):
 
 
 class ObservedCall:
-    """A context manager around one request, which notifies the request's observers.
+    """A context manager around one call, which notifies the call's observers.
 
-    If it is left without :meth:`finish`, it notifies them of a failure.
+    If it is left without :meth:`finish`, it notifies them of a failure. The client may repeat the
+    call's request; observers hear of one.
 
     Args:
         hold_reason: see :class:`CallRequest`.
@@ -120,49 +137,82 @@ class ObservedCall:
     Attributes:
         prompt_stream_id: the id of the prompt stream that the request is to use, if any. If several
             observers offer one, the last one's is used, and the others release theirs.
+        expected_output_tokens: see :class:`CallObserver`.
+        takes_text: see :class:`CallObserver`.
+        usage: the token usage that the engine has reported; ``None`` until it has.
     """
+
+    usage: PromptUsage | None = None
 
     def __init__(self, observers: Sequence[CallObserver], hold_reason: str | None) -> None:
         self._observers = observers
-        self._hold_reason = hold_reason
-        self._finished = False
-        self._body: WatchedBody | None = None
+        # An answer that is held back may be a tool call, and servers may format tool calls in a
+        # stream in another way.
+        self.takes_text = bool(observers) and hold_reason is None
+        self._is_finished = False
+        self._is_sent = False
+        self._pieces: list[str] = []
+        self._closes: list[Callable[[], Awaitable[None]]] = []
+        lengths = [each.expected_output_tokens for each in observers]
+        self.expected_output_tokens = next((each for each in lengths if each is not None), None)
         offers = [observer for observer in observers if observer.prompt_stream_id is not None]
         self.prompt_stream_id = offers[-1].prompt_stream_id if offers else None
         for observer in reversed(offers[:-1]):
             observer.release_stream()
 
-    @property
-    def usage(self) -> PromptUsage | None:
-        """The token usage that the engine has reported; ``None`` until it has."""
-        return self._body.usage if self._body is not None else None
+    @contextmanager
+    def making(self) -> Generator[None]:
+        """Attribute the requests of this context to the call; see :func:`current_call`."""
+        before = _current.get()
+        _current.set(self)
+        try:
+            yield
+        finally:
+            # A coroutine that is thrown away is closed in another context, where a token is
+            # invalid.
+            _current.set(before)
 
-    def body(self, extra_body: Mapping[str, Any]) -> WatchedBody:
-        """Return the request's ``extra_body``, which names its prompt stream and is watched.
+    async def items(self, stream: AsyncIterator[Item]) -> AsyncGenerator[Item]:
+        """Yield the items of a stream, each made within :meth:`making`; then close the answer.
 
-        Args:
-            extra_body: the fields that the caller has set.
+        The reader may make other calls between two items, so each item needs its own context.
+        Frameworks do not close the answer of a stream that they leave early.
         """
-        body = dict(extra_body)
-        if self.prompt_stream_id is not None:
-            body["prompt_stream_id"] = self.prompt_stream_id
-        for observer in self._observers:
-            if observer.expected_output_tokens is not None:
-                body.setdefault("expected_output_tokens", observer.expected_output_tokens)
-        # An answer that is held back may be a tool call, and servers may format tool calls in a
-        # stream in another way.
-        taps = bool(self._observers) and self._hold_reason is None
-        self._body = WatchedBody(body, self._on_text, on_request=self.report_prompt, taps=taps)
-        return self._body
+        try:
+            while True:
+                with self.making():
+                    try:
+                        item = await anext(stream)
+                    except StopAsyncIteration:
+                        return
+                yield item
+        finally:
+            for close in self._closes:
+                await close()
 
-    def report_prompt(self, body: Mapping[str, Any]) -> None:
+    def attempt(self, _request: object, _body: Mapping[str, Any]) -> CallObserver:
+        """Return the observer of one of the client's attempts at the request."""
+        return _CallAttempt(self, "".join(self._pieces))
+
+    def send(self, body: Mapping[str, Any]) -> None:
         """Notify the observers of the body of the chat completion that is about to be sent."""
-        for observer in self._observers:
+        is_first, self._is_sent = not self._is_sent, True
+        for observer in self._observers if is_first else ():
             observer.on_prompt(body)
+
+    def add_text(self, text: str) -> None:
+        """Notify the observers of the next piece of the answer's text."""
+        self._pieces.append(text)
+        for observer in self._observers:
+            observer.on_text(text)
+
+    def add_response(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have an answer closed at the end of :meth:`items`."""
+        self._closes.append(close)
 
     def finish(self, result: CallResult) -> None:
         """Notify the observers that the answer is complete."""
-        self._finished = True
+        self._is_finished = True
         for observer in self._observers:
             observer.on_finish(result)
 
@@ -170,13 +220,60 @@ class ObservedCall:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._finished:
+        if not self._is_finished:
             for observer in self._observers:
                 observer.on_failure(error or RuntimeError("the answer was not read to its end"))
 
-    def _on_text(self, text: str) -> None:
-        for observer in self._observers:
-            observer.on_text(text)
+
+_current: ContextVar[ObservedCall | None] = ContextVar("flashmoa_call", default=None)
+
+
+def current_call() -> ObservedCall | None:
+    """Return the call to which requests in this context belong."""
+    return _current.get()
+
+
+def current_attempts() -> Callable[[object, Mapping[str, Any]], CallObserver] | None:
+    """Return what finds the observers of requests in this context; ``None`` outside of calls."""
+    call = _current.get()
+    return call.attempt if call is not None else None
+
+
+class _CallAttempt(CallObserver):
+    """Hears one attempt at the request of a call.
+
+    Its text is passed on where it goes beyond that of the attempts before it; if it differs from
+    that, none of it is.
+
+    Args:
+        known: the text of the attempts before it.
+    """
+
+    def __init__(self, call: ObservedCall, known: str) -> None:
+        super().__init__()
+        self.prompt_stream_id = call.prompt_stream_id
+        self.expected_output_tokens = call.expected_output_tokens
+        self.takes_text = call.takes_text
+        self._call = call
+        self._known = known
+        self._place: int | None = 0
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._call.send(body)
+
+    def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
+        self._call.add_response(close)
+
+    def on_text(self, text: str) -> None:
+        if self._place is None:
+            return
+        known = self._known[self._place : self._place + len(text)]
+        self._place = self._place + len(text) if text.startswith(known) else None
+        if self._place is not None and len(text) > len(known):
+            self._call.add_text(text[len(known) :])
+
+    def on_finish(self, result: CallResult) -> None:
+        self._call.usage = result.usage
 
 
 class OutputLengths:

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import openai
 
 from flashmoa.engine import self_hosted_url
-from flashmoa.openai._observed_http import observe_completions
-from flashmoa.openai._runs import find_observer, run
+from flashmoa.openai._runs import current_finder, run
 from flashmoa.openai._sent_requests import linked_clients
+from flashmoa.openai_http import observe_completions
 
 __all__ = ["AsyncOpenAI", "link", "run"]
 
@@ -60,7 +60,7 @@ def link(client: Client) -> Client:
     """
     found = _find_client(client)
     linked_clients.add(found)
-    observe_completions(found._client, find_observer)
+    observe_completions(found._client, current_finder)
     return client
 
 

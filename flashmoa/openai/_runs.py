@@ -23,8 +23,8 @@ from flashmoa.linking.learned_planner import LearnedLinkPlanner, SentInPlace
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import traced
-from flashmoa.openai._observed_http import Request
 from flashmoa.openai._sent_requests import headers_now, read_request
+from flashmoa.openai_http import FindObserver, Request
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +184,15 @@ class Run:
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
 
-    def observe(self, request: RecordedRequest, hold_reason: str | None) -> CallObserver:
-        """Return the observer of a request that is about to be sent."""
-        return self._planner.observe(calling_agent(), request, hold_reason)
+    def find_observer(self, request: Request, body: Mapping[str, Any]) -> CallObserver | None:
+        """Return the observer of a request that is about to be sent; ``None`` if it is odd."""
+        try:
+            hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
+            return self._planner.observe(calling_agent(), read_request(request, body), hold_reason)
+        except Exception:
+            # Whatever is wrong with a link, the request must be sent.
+            logger.exception("A call runs unlinked because of the error below")
+            return None
 
     async def close(self, *, learn: bool) -> None:
         """End the links; see :meth:`LearnedLinkPlanner.close`."""
@@ -210,18 +216,10 @@ class Run:
         return engine
 
 
-def find_observer(request: Request, body: Mapping[str, Any]) -> CallObserver | None:
-    """Return the observer of a request that is made in this context; ``None`` outside of runs."""
+def current_finder() -> FindObserver | None:
+    """Return what finds the observers of requests in this context; ``None`` outside of runs."""
     current = _current.get()
-    if current is None or current.is_closed:
-        return None
-    try:
-        hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
-        return current.observe(read_request(request, body), hold_reason)
-    except Exception:
-        # Whatever is wrong with a link, the request must be sent.
-        logger.exception("A call runs unlinked because of the error below")
-        return None
+    return current.find_observer if current is not None and not current.is_closed else None
 
 
 def calling_agent() -> str:

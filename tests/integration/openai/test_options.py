@@ -9,8 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.engine.local import LocalEngine
 from flashmoa.openai import run
 from tests.integration.openai.programs import BODY, SETTINGS, Clients
 
@@ -47,7 +45,7 @@ def options(eos: int, word: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-async def answers(client: openai.AsyncOpenAI, asked: list[dict[str, Any]], watched: bool) -> Any:
+async def answers(client: openai.AsyncOpenAI, asked: list[dict[str, Any]]) -> Any:
     """Return a plan, and the answers of calls that read it, each of which asks for something."""
     create: Any = client.chat.completions.create
     task = [{"role": "user", "content": "Plan three days in Nepal."}]
@@ -56,7 +54,6 @@ async def answers(client: openai.AsyncOpenAI, asked: list[dict[str, Any]], watch
     messages = [{"role": "user", "content": f"Check this plan:\n{found[0]}"}]
     for number, fields in enumerate(asked):
         body: dict[str, Any] = {"max_tokens": 24, **fields}
-        body = WatchedBody(body, lambda _: None, taps=True) if watched else body
         checker = [{"role": "system", "content": f"You are checker {number}."}, *messages]
         answer = await create(model="tiny", temperature=0, messages=checker, extra_body=body)
         found.append(answer.to_dict())
@@ -83,22 +80,16 @@ def comparable(answer: Any) -> Any:
 
 
 @pytest.mark.slow
-async def test_an_answer_has_the_same_fields_linked_watched_and_neither(
-    clients: Clients, engine: LocalEngine, model: Path
-) -> None:
+async def test_an_answer_has_the_same_fields_linked_and_not(clients: Clients, model: Path) -> None:
     eos: int = json.loads((model / "config.json").read_text())["eos_token_id"]
-    (_, plain) = await answers(clients.first, [{}], watched=False)
+    (_, plain) = await answers(clients.first, [{}])
     word = plain["choices"][0]["message"]["content"].split()[3]
     asked = options(eos, word)
-    unlinked = await answers(clients.first, asked, watched=False)
+    unlinked = await answers(clients.first, asked)
     runs: list[Any] = []
     for _ in range(2):
         async with run("options"):
-            runs.append(await answers(clients.first, asked, watched=False))
-    url = f"{engine.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
-        watch_completions(client)
-        runs.append(await answers(client, asked, watched=True))
+            runs.append(await answers(clients.first, asked))
     expected = [comparable(answer) for answer in unlinked]
     for found in runs:
         for fields, one, other in zip([None, *asked], found, expected, strict=True):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import httpx
 from agent_framework import Agent, Message, Workflow
 from agent_framework.orchestrations import SequentialBuilder
-from openai.types.chat import ChatCompletion
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
-from flashmoa.completions import WatchedBody
 from flashmoa.observe import Event, LinkDeclined
 
 ANSWER = "one two three four"
@@ -55,8 +54,8 @@ class FakeEngine:
         engine: Any = client.engine
         engine.render, engine.open_stream, engine.append = self._render, self._open, self._append
         engine.delete_stream = engine.keep_alive = self._ignore
-        completions: Any = client.client.chat.completions
-        completions.create = self._create
+        openai: Any = client.client
+        openai._client._transport = _Transport(self._chat)
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
         self.rendered.append(fields)
@@ -78,25 +77,53 @@ class FakeEngine:
             id=name, next_seq=next_seq, pace_seconds=0.001, received_tokens=0, prefilled_tokens=0
         )
 
-    async def _create(self, **request: Any) -> ChatCompletion:
-        body = request.get("extra_body") or {}
-        streamed = self._streams.get(body.get("prompt_stream_id"))
-        self.sent.append(Sent(render(request["messages"], request.get("tools")), streamed))
-        answer = self._answer(request)
+    async def _chat(self, request: httpx.Request) -> httpx.Response:
+        body: dict[str, Any] = json.loads(await request.aread())
+        streamed = self._streams.get(body.get("prompt_stream_id", ""))
+        self.sent.append(Sent(render(body["messages"], body.get("tools")), streamed))
+        answer = self._answer(body)
+        if body.get("stream"):
+            assert isinstance(answer, str)
+            return httpx.Response(
+                200, headers={"content-type": "text/event-stream"}, stream=_Words(answer.split())
+            )
         text, tool_calls = (answer, None) if isinstance(answer, str) else (None, answer)
-        for index, word in enumerate((text or "").split()):
-            await anyio.sleep(0.03)
-            if isinstance(body, WatchedBody) and body.taps:
-                body.on_text(f" {word}" if index else word)
         message = {"role": "assistant", "content": text, "tool_calls": tool_calls}
         reason = "tool_calls" if tool_calls else "stop"
-        return ChatCompletion.model_validate({
-            "id": "1",
-            "object": "chat.completion",
-            "created": 1,
-            "model": "m",
-            "choices": [{"index": 0, "finish_reason": reason, "message": message}],
-        })  # fmt: skip
+        return httpx.Response(200, json=_completion(reason, message=message))
+
+
+class _Transport(httpx.AsyncBaseTransport):
+    """Answers chat completions by a function."""
+
+    def __init__(self, answer: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> None:
+        self._answer = answer
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._answer(request)
+
+
+class _Words(httpx.AsyncByteStream):
+    """Is a stream of words that are written one after the other."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        for index, word in enumerate(self._words):
+            await anyio.sleep(0.03)
+            yield _event(_completion(None, delta={"content": f" {word}" if index else word}))
+        yield _event(_completion("stop", delta={}))
+
+
+def _completion(reason: str | None, **message: Any) -> dict[str, Any]:
+    kind = "chat.completion" if "message" in message else "chat.completion.chunk"
+    choice = {"index": 0, "finish_reason": reason, **message}
+    return {"id": "1", "object": kind, "created": 1, "model": "m", "choices": [choice]}
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
 
 
 def render(

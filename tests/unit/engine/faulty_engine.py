@@ -14,7 +14,7 @@ from anyio.abc import SocketAttribute, SocketStream
 # another text); half-way its connection is lost ("cut"), or its answer ends, hangs or becomes an
 # error; or it is refused, with a status or with HTML.
 Fate = Literal[
-    "fine", "slow", "other", "no done", "cut", "ends", "hang", "error", 500, 429, 404, "html"
+    "fine", "slow", "other", "no done", "cut", "ends", "hang", "error", 500, 429, 401, 404, "html"
 ]  # fmt: skip
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)

@@ -21,7 +21,7 @@ from flashmoa.engine import EngineError
 from flashmoa.observe import CallStarted, Event, LinkClosed
 from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
-from tests.unit.linking.test_openai_tap import INFO
+from tests.unit.openai.test_observed_calls import INFO
 
 pytestmark = pytest.mark.anyio
 # Seconds that every operation here may take. A request to an engine that hangs takes 25 s.

@@ -15,7 +15,7 @@ from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.observe import Event, LinkClosed, LinkOpened, ignore
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
-from tests.unit.linking.test_openai_tap import INFO
+from tests.unit.openai.test_observed_calls import INFO
 
 pytestmark = pytest.mark.anyio
 # Seconds that a stream lives; short, since the tests wait for a part of it.

@@ -338,20 +338,16 @@ async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pai
     planner.begin("writer", REQUEST)
     engine = (await planner.link()).engine
 
-    def call(agent: str, given: dict[str, int], answered: int) -> dict[str, object]:
+    def call(agent: str, answered: int) -> int | None:
         linked = LinkedCall(planner, agent, REQUEST)
-        body = ObservedCall([linked], None).body(given)
+        expected = ObservedCall([linked], None).attempt(None, {}).expected_output_tokens
         usage = PromptUsage(prompt_tokens=9, completion_tokens=answered)
         linked.on_finish(CallResult("text", usage, "stop", is_forwarded=False))
-        return dict(body)
+        return expected
 
-    assert "expected_output_tokens" not in call("a", {}, 10)
-    assert "expected_output_tokens" not in call("a", {}, 30)
+    assert [call("a", 10), call("a", 30)] == [None, None]
     engine.has_plugin = True
-    assert call("a", {}, 900)["expected_output_tokens"] == 20
-    assert call("a", {}, 30)["expected_output_tokens"] == 30
-    assert "expected_output_tokens" not in call("b", {}, 5)
-    assert call("b", {"expected_output_tokens": 7}, 5)["expected_output_tokens"] == 7
+    assert [call("a", 900), call("a", 30), call("b", 5)] == [20, 30, None]
 
 
 async def test_an_engine_whose_plugin_is_missing_is_known_to_have_none_any_more() -> None:

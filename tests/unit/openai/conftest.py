@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoa import openai_tap
+from flashmoa import openai_http
 from tests.unit.openai.fake_server import FakeServer, serve
 
 
@@ -21,4 +21,4 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 @pytest.fixture(autouse=True)
 def no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what the servers of other tests, which have the same URL, have refused."""
-    monkeypatch.setattr(openai_tap, "_refused", {})
+    monkeypatch.setattr(openai_http, "_refused", {})

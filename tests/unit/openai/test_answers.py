@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.openai._observed_http import AnswerReader
+from flashmoa.openai_answers import AnswerReader
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:

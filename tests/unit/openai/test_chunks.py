@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.openai_tap import MergedChunks, UnusableStream
+from flashmoa.openai_answers import MergedChunks, UnusableStream
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 TOP = {"id": "c1", "object": "chat.completion", "created": 1, "model": "m"}

@@ -16,7 +16,7 @@ import pytest
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai._observed_http import watch
+from flashmoa.openai_http import watch
 from tests.unit.openai.fake_server import (
     TEXT,
     WORDS,
@@ -231,7 +231,7 @@ class Unending(httpx.AsyncByteStream):
 async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
     """Nobody may close the response afterwards."""
     response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
-    response.stream = watch(response, recorder, httpx)
+    response.stream = watch(response, recorder, recorder.on_text, httpx)
     with anyio.CancelScope() as scope:
         async for _ in response.aiter_bytes():
             scope.cancel()
@@ -242,7 +242,7 @@ async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
 
 async def test_an_answer_whose_reader_leaves_has_ended() -> None:
     response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
-    pieces = aiter(watch(response, recorder, httpx))
+    pieces = aiter(watch(response, recorder, recorder.on_text, httpx))
     await anext(pieces)
     await pieces.aclose()
     assert recorder.found[0] == WORDS[0] and len(recorder.found) == 2
@@ -263,7 +263,7 @@ async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str
 
     headers = {"content-type": "text/event-stream", "content-encoding": "gzip"}
     response, recorder = http.Response(200, headers=headers, stream=Pieces()), Recorder()
-    response.stream = watch(response, recorder, http)
+    response.stream = watch(response, recorder, recorder.on_text, http)
     passed = 0
     async for _ in response.aiter_bytes():
         passed += 1

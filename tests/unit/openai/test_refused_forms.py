@@ -11,11 +11,10 @@ import httpx
 import openai
 import pytest
 
-from flashmoa import openai_tap
-from flashmoa.completions import WatchedBody, watch_completions
+from flashmoa import openai_http
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.openai import run
-from flashmoa.openai._observed_http import observe_completions
+from flashmoa.openai_http import observe_completions
 from tests.unit.openai import fake_server
 from tests.unit.openai.fake_server import TEXT, FakeServer, chunk, chunks, in_pieces, stream, whole
 
@@ -23,26 +22,21 @@ pytestmark = pytest.mark.anyio
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
 REFUSAL = {"object": "error", "message": "not like this", "code": 400}
 TOOL = {"type": "function", "function": {"name": "look"}}
-How = Literal["plain", "run", "watched"]
+How = Literal["plain", "run"]
 Create = Callable[..., Any]
 
 
 @asynccontextmanager
 async def calls(server: FakeServer, how: How) -> AsyncGenerator[Create]:
-    """Yield a function that asks for an answer, in a run, watched, or neither."""
+    """Yield a function that asks for an answer, in a run or not."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(server.client())
         if how == "run":
             await stack.enter_async_context(run("forms"))
-        if how == "watched":
-            watch_completions(client)
+        create: Any = client.chat.completions.create
 
         async def ask(extra: Mapping[str, Any] = {}, **more: Any) -> Any:
-            body: dict[str, Any] = dict(extra)
-            if how == "watched":
-                body = WatchedBody(extra, lambda _: None, taps=True)
-            create: Any = client.chat.completions.create
-            return await create(model="m", messages=MESSAGES, extra_body=body, **more)
+            return await create(model="m", messages=MESSAGES, extra_body=dict(extra), **more)
 
         yield ask
 
@@ -52,28 +46,26 @@ def refuse_streams(status: int) -> Callable[[dict[str, Any]], httpx.Response]:
 
 
 @pytest.mark.parametrize("status", [400, 405, 406, 415, 422, 501])
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_a_server_that_refuses_streams_is_asked_once_for_one(
-    server: FakeServer, how: How, status: int, caplog: pytest.LogCaptureFixture
+    server: FakeServer, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = refuse_streams(status)
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         texts = [(await create()).choices[0].message.content for _ in range(3)]
     assert texts == [TEXT] * 3
     assert [bool(body.get("stream")) for body in server.chats()] == [True, False, False, False]
     assert caplog.text.count("refuses requests with") == 1
 
 
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_requests_with_other_fields_or_models_are_still_sent_as_streams(
-    server: FakeServer, how: How
+    server: FakeServer,
 ) -> None:
     def chat(body: dict[str, Any]) -> httpx.Response:
         odd = body.get("stream") and "seed" in body
         return httpx.Response(400, json=REFUSAL) if odd else stream(chunks())
 
     server.chat = chat
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for options in ({"seed": 1}, {"seed": 2}, {}, {"extra": {"seed": 1, "other": 2}}):
             await create(**options)
     streamed = [bool(body.get("stream")) for body in server.chats()]
@@ -87,56 +79,50 @@ ERRORS: list[Any] = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=str)
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_an_error_event_in_place_of_an_answer_is_a_refusal(
-    server: FakeServer, how: How, error: Any
+    server: FakeServer, error: Any
 ) -> None:
     server.chat = lambda body: stream([{"error": error}]) if body.get("stream") else whole()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for _ in range(2):
             assert (await create()).choices[0].message.content == TEXT
     assert [body.get("stream") for body in server.chats()] == [True, None, None]
 
 
 @pytest.mark.parametrize("before", [[], [chunk({"content": "The "})]], ids=["first", "after text"])
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_any_other_error_event_is_the_callers(
-    server: FakeServer, how: How, before: list[dict[str, Any]]
+    server: FakeServer, before: list[dict[str, Any]]
 ) -> None:
     """The text of an answer that has begun is not paid for twice."""
     error = {**REFUSAL, "code": 400 if before else 503}
     server.chat = lambda body: stream([*before, {"error": error}])
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         with pytest.raises(openai.APIStatusError) as raised:
             await create()
     assert raised.value.status_code == error["code"] and len(server.chats()) == 1
 
 
-@pytest.mark.parametrize("how", ["run", "watched"])
 @pytest.mark.parametrize("status", [400, 200])
 async def test_a_refused_form_is_tried_again_after_a_while(
-    server: FakeServer, how: How, status: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    server: FakeServer, status: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     server.chat = lambda body: httpx.Response(status) if body.get("stream") else whole()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for seconds in (300.0, 0.0, 0.0):
-            monkeypatch.setattr(openai_tap, "_REFUSED_SECONDS", seconds)
+            monkeypatch.setattr(openai_http, "_REFUSED_SECONDS", seconds)
             await create()
             await create()
-            openai_tap._refused.update(dict.fromkeys(openai_tap._refused, 0.0))
+            openai_http._refused.update(dict.fromkeys(openai_http._refused, 0.0))
     first, later = [True, None, None], [True, None] * 4
     assert [body.get("stream") for body in server.chats()] == [*first, *later]
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("how", ["run", "watched"])
-async def test_a_form_is_not_to_blame_if_the_request_fails_as_it_was(
-    server: FakeServer, how: How
-) -> None:
+async def test_a_form_is_not_to_blame_if_the_request_fails_as_it_was(server: FakeServer) -> None:
     server.chat = lambda body: (
         stream([]) if body.get("stream") else httpx.Response(503, json=REFUSAL)
     )
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for _ in range(2):
             with pytest.raises(openai.InternalServerError):
                 await create()
@@ -149,19 +135,18 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(
 ) -> None:
     server.chat = lambda _: httpx.Response(status, json=REFUSAL)
     errors: list[Any] = []
-    ways: list[How] = ["plain", "run", "watched"]
+    ways: list[How] = ["plain", "run"]
     for how in ways:
         async with calls(server, how) as create:
             with pytest.raises(openai.APIStatusError) as raised:
                 await create()
         error = raised.value
         errors.append((type(error), error.status_code, error.body, error.request.content))
-    assert errors == errors[:1] * 3
-    assert len(server.chats()) == (5 if status in (400, 422) else 3)
+    assert errors == errors[:1] * 2
+    assert len(server.chats()) == (3 if status in (400, 422) else 2)
     assert "refuses requests with" not in caplog.text
 
 
-@pytest.mark.parametrize("how", ["run", "watched"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -172,9 +157,9 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(
     ids=str,
 )  # fmt: skip
 async def test_what_streams_do_not_carry_is_not_asked_for_as_a_stream(
-    server: FakeServer, how: How, fields: dict[str, Any]
+    server: FakeServer, fields: dict[str, Any]
 ) -> None:
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         await create(fields)
     assert [body.get("stream") for body in server.chats()] == [None]
 
@@ -209,9 +194,8 @@ OWN = {"prompt_stream_id": "s", "expected_output_tokens": 7}
 
 
 @pytest.mark.parametrize("asked", [{}, {"stream": True}, {"tools": [TOOL]}], ids=str)
-@pytest.mark.parametrize("is_run", [True, False])
 async def test_a_server_that_refuses_our_own_fields_gets_them_once(
-    server: FakeServer, is_run: bool, asked: dict[str, Any]
+    server: FakeServer, asked: dict[str, Any]
 ) -> None:
     def chat(body: dict[str, Any]) -> httpx.Response:
         if OWN.keys() & body.keys():
@@ -221,20 +205,16 @@ async def test_a_server_that_refuses_our_own_fields_gets_them_once(
     server.chat = chat
     observer, texts = Linked(), list[str]()
     async with openai.AsyncOpenAI(base_url="http://engine:30000/v1", api_key="x") as client:
-        if is_run:
-            observe_completions(client._client, lambda _request, _body: observer)
-        else:
-            watch_completions(client)
+        observe_completions(client._client, lambda: lambda _request, _body: observer)
         for _ in range(3):
-            body = None if is_run else WatchedBody(OWN, lambda _: None, taps=not asked)
             create: Any = client.chat.completions.create
-            answer: Any = await create(model="m", messages=MESSAGES, extra_body=body, **asked)
+            answer: Any = await create(model="m", messages=MESSAGES, **asked)
             if asked.get("stream"):
                 deltas = [event.choices[0].delta.content or "" async for event in answer]
                 texts.append("".join(deltas))
             else:
                 texts.append(answer.choices[0].message.content)
-    assert texts == [TEXT] * 3 and len(observer.results) == (3 if is_run else 0)
+    assert texts == [TEXT] * 3 and len(observer.results) == 3
     assert [OWN.keys() <= body.keys() for body in server.chats()] == [True, False, False, False]
     assert server.chats()[1] == {"model": "m", "messages": MESSAGES, **asked}
 
@@ -302,14 +282,13 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", READABLE)
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_an_odd_stream_is_read_as_the_answer_that_it_is(
-    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+    server: FakeServer, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = lambda body: in_pieces([READABLE[name]]) if body.get("stream") else whole()
     async with calls(server, "plain") as create:
         plain = (await create()).to_dict()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         answer = (await create()).to_dict()
     assert len(server.chats()) == 2 and not caplog.records
     if name == "null tool calls":  # It is null in these chunks, but the whole answer has none.
@@ -318,12 +297,11 @@ async def test_an_odd_stream_is_read_as_the_answer_that_it_is(
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_a_server_of_unusable_streams_is_asked_once_for_one(
-    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+    server: FakeServer, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = lambda body: in_pieces([UNUSABLE[name]]) if body.get("stream") else whole()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for options in ({}, {"seed": 1}, {}, {"seed": 1}, {"temperature": 0}):
             assert (await create(**options)).choices[0].message.content == TEXT
     assert [bool(body.get("stream")) for body in server.chats()] == [True, *[False] * 5]
@@ -333,14 +311,13 @@ async def test_a_server_of_unusable_streams_is_asked_once_for_one(
 @pytest.mark.parametrize(
     "kind", ["text/plain; charset=utf-8", "application/octet-stream", "application/x-ndjson"]
 )
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_a_stream_that_says_to_be_something_else_is_not_the_answer(
-    server: FakeServer, how: How, kind: str
+    server: FakeServer, kind: str
 ) -> None:
     read: list[bytes] = []
     pieces = (read.append(piece) or piece for piece in [USUAL])
     server.chat = lambda body: in_pieces(pieces, kind) if body.get("stream") else whole()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for _ in range(2):
             assert (await create()).choices[0].message.content == TEXT
     assert [body.get("stream") for body in server.chats()] == [True, None, None]
@@ -351,12 +328,11 @@ async def test_a_stream_that_says_to_be_something_else_is_not_the_answer(
 @pytest.mark.parametrize(
     "body", [{"error": REFUSAL}, chunk({"content": "The"}, "stop"), {"choices": []}], ids=str
 )
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_json_that_is_no_whole_answer_is_not_the_answer(
-    server: FakeServer, how: How, body: dict[str, Any]
+    server: FakeServer, body: dict[str, Any]
 ) -> None:
     server.chat = lambda asked: httpx.Response(200, json=body) if asked.get("stream") else whole()
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         for _ in range(2):
             assert (await create()).choices[0].message.content == TEXT
     assert [body.get("stream") for body in server.chats()] == [True, None, None]
@@ -378,7 +354,7 @@ async def test_listeners_are_told_of_the_text_of_the_whole_answer(server: FakeSe
         in_pieces([UNUSABLE["no reason but done"]]) if body.get("stream") else whole()
     )
     async with httpx.AsyncClient() as http:
-        observe_completions(http, lambda _request, _body: Listening())
+        observe_completions(http, lambda: lambda _request, _body: Listening())
         body = {"model": "m", "messages": MESSAGES}
         await http.post("http://engine:30000/v1/chat/completions", json=body)
     assert told == ["The ", CallResult(TEXT, None, "stop", is_forwarded=True)]
@@ -387,20 +363,19 @@ async def test_listeners_are_told_of_the_text_of_the_whole_answer(server: FakeSe
 async def test_what_was_refused_last_is_remembered(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_tap, "_MAX_REFUSED", 2)
+    monkeypatch.setattr(openai_http, "_MAX_REFUSED", 2)
     server.chat = refuse_streams(400)
-    async with calls(server, "watched") as create:
+    async with calls(server, "run") as create:
         for seed in (1, 2, 3, 3):
             await create({f"field {seed}": 0})
-            openai_tap._refused.update(dict.fromkeys(openai_tap._refused, 0.0))
-    fields = [sorted(form[1])[0] for form in list(openai_tap._refused)]
+            openai_http._refused.update(dict.fromkeys(openai_http._refused, 0.0))
+    fields = [sorted(form[1])[0] for form in list(openai_http._refused)]
     assert fields == ["field 2", "field 3"]
 
 
-@pytest.mark.parametrize("how", ["run", "watched"])
-async def test_content_types_have_no_case(server: FakeServer, how: How) -> None:
+async def test_content_types_have_no_case(server: FakeServer) -> None:
     server.chat = lambda _: in_pieces([USUAL], "Text/Event-Stream")
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         assert (await create()).choices[0].message.content == TEXT
     assert [body.get("stream") for body in server.chats()] == [True]
 
@@ -416,13 +391,12 @@ async def outcome(create: Create) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [*READABLE, *UNUSABLE])
-@pytest.mark.parametrize("how", ["run", "watched"])
 async def test_an_odd_stream_that_the_caller_asked_for_passes_as_it_is(
-    server: FakeServer, how: How, name: str, caplog: pytest.LogCaptureFixture
+    server: FakeServer, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.chat = lambda _: in_pieces([{**READABLE, **UNUSABLE}[name]])
     async with calls(server, "plain") as create:
         plain = await outcome(create)
-    async with calls(server, how) as create:
+    async with calls(server, "run") as create:
         assert await outcome(create) == plain
     assert len(server.chats()) == 2 and not caplog.records

@@ -1,9 +1,10 @@
-"""Get the text of a non-streaming chat completion while it is being generated.
+"""Observe the chat completions of an OpenAI client, in the HTTP client below it.
 
-A tap replaces ``send`` on the HTTP client below an OpenAI client. It sends the request as a
-streaming one, passes each piece of text on, and returns the response that the non-streaming request
-would have had. It sits inside OpenAI's retry loop, so retries, exceptions and timeouts behave as
-without it. What a server does not take in this form is sent to it as it was.
+Every request passes there, below OpenAI's retry loop: those of ``create``, ``stream`` and
+``parse``, of copies of the client, and of frameworks that were given it. Retries, exceptions and
+timeouts stay as they are. A request whose whole answer is asked for is sent as a streaming one, so
+that its text is observed while it is being generated; its response is put together as it would have
+been. What a server does not take in this form is sent to it as it was.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Hashable, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from contextvars import ContextVar
-from functools import partial
-from io import StringIO
+from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import anyio
-
-from flashmoa.engine.generation import (
-    is_event_stream,
-    read_choices,
-    read_content,
-    read_event_data,
+import httpx
+from openai import (
+    APIConnectionError,
+    APIError,
+    APITimeoutError,
+    AuthenticationError,
+    NotFoundError,
 )
+
+from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
+from flashmoa.engine.refusals import make_refusal
+from flashmoa.linking.calls import CallObserver
+from flashmoa.openai_answers import AnswerReader, MergedChunks, UnusableStream, parse_event
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +40,15 @@ OnText = Callable[[str], None]
 
 # OpenAI's client 3 is built on httpx2, earlier ones on httpx. Both have the same interface, but
 # share no types.
-_Request: TypeAlias = Any
+Request: TypeAlias = Any
 _Response: TypeAlias = Any
-Send = Callable[..., Awaitable[_Response]]
+_Send = Callable[..., Awaitable[_Response]]
+FindObserver = Callable[[Request, Mapping[str, Any]], CallObserver | None]
 
-# The fields that FlashMoA adds to requests, for engines with its plugin.
-OWN_FIELDS = frozenset(("prompt_stream_id", "expected_output_tokens"))
-_tapped: WeakSet[Any] = WeakSet()
-_current_filter: ContextVar[RetryFilter | None] = ContextVar("flashmoa_retry_filter", default=None)
+# By HTTP client, the functions that :func:`observe_completions` was given for it.
+_finders: WeakKeyDictionary[Any, dict[Callable[[], FindObserver | None], None]] = (
+    WeakKeyDictionary()
+)
 # Headers that describe the bytes of the stream and are wrong for the response made from it.
 _BODY_HEADERS = ("content-type", "content-length", "content-encoding", "transfer-encoding")
 # The statuses with which servers refuse a form of a request that they take in another one: 400 and
@@ -62,52 +68,6 @@ _REFUSED_SECONDS = 300.0
 _LEAST_SECONDS = 1.0
 
 
-class RetryFilter:
-    """Passes an answer's text on exactly once, although OpenAI's client may retry the request.
-
-    If the text of a later attempt differs from what was passed on, no more text is passed on.
-    """
-
-    def __init__(self, on_text: OnText) -> None:
-        self._on_text = on_text
-        self._passed_on = ""
-
-    def start_attempt(self) -> OnText:
-        """Return the function to call with each piece of the next attempt's text."""
-        attempt = ""
-
-        def add(piece: str) -> None:
-            nonlocal attempt
-            attempt += piece
-            if len(attempt) > len(self._passed_on) and attempt.startswith(self._passed_on):
-                new, self._passed_on = attempt[len(self._passed_on) :], attempt
-                self._on_text(new)
-
-        return add
-
-
-@contextmanager
-def text_goes_to(on_text: OnText) -> Generator[None]:
-    """Call ``on_text`` with the text of completions that tapped clients request in this context.
-
-    Args:
-        on_text: the function to call with each piece of text. It must not raise: OpenAI's client
-            would send the request again.
-    """
-    before = _current_filter.get()
-    _current_filter.set(RetryFilter(on_text))
-    try:
-        yield
-    finally:
-        # Not _current_filter.reset(token): a coroutine that is garbage-collected is closed in
-        # another context, where reset() raises ValueError.
-        _current_filter.set(before)
-
-
-class UnusableStream(Exception):
-    """Raised when an answer does not arrive as chunks that make a completion."""
-
-
 class RefusedForm(Exception):
     """Raised when a server refuses the form that FlashMoA gave to a request."""
 
@@ -121,58 +81,116 @@ class UntappedClient:
 
     def __init__(self, http: Any) -> None:
         self._http = http
-        self._earlier: Send | None = cast("dict[str, Any]", vars(http)).get("send")
+        self._earlier: _Send | None = cast("dict[str, Any]", vars(http)).get("send")
 
     @property
     def has_response_hooks(self) -> bool:
         """Whether functions of its user read the responses, which expect them as they were."""
         return bool(self._http.event_hooks["response"])
 
-    async def send(self, request: _Request, **options: Any) -> _Response:
+    async def send(self, request: Request, **options: Any) -> _Response:
         # Looked up at each call, so that a patch of the class still takes effect.
         send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
         return await send(request, **options)
 
 
-def tap(http: Any) -> None:
-    """Tap the chat completions of an HTTP client, which is one of httpx or httpx2.
+def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -> None:
+    """Have the chat completions of an HTTP client observed. Repeating this is harmless.
 
-    Its other requests are sent unchanged. Tapping a client twice is harmless.
+    Each attempt of a retried request is a request of its own.
+
+    Args:
+        http: an ``AsyncClient`` of httpx or httpx2.
+        current: returns the function that finds the observers of requests which are made in this
+            context, given a request and its body; ``None`` if none of them is observed. Of several
+            functions that were given for a client, the first one with an observer counts.
     """
-    if http in _tapped:
+    if http in _finders:
+        _finders[http].setdefault(current)
         return
-    _tapped.add(http)
+    finders = _finders[http] = {current: None}
     client = UntappedClient(http)
 
-    async def send(request: _Request, **options: Any) -> _Response:
-        retry_filter = _current_filter.get()
-        body = read_chat_body(request)
-        if body is None or (retry_filter is None and not OWN_FIELDS & body.keys()):
+    async def send(request: Request, **options: Any) -> _Response:
+        found = [find for each in finders if (find := each()) is not None]
+        # Without them, prompts of megabytes need not be parsed.
+        body = read_chat_body(request) if found else None
+        if body is None:
             return await client.send(request, **options)
-        if OWN_FIELDS & body.keys():
-            # Whoever made the call has added them.
-            plain = {name: body[name] for name in body if name not in OWN_FIELDS}
-            request = with_body(request, plain)
-        on_text = retry_filter.start_attempt() if retry_filter is not None else None
-        return await send_changed(client, request, body, options, on_text)
+        observer = next(filter(None, (find(request, body) for find in found)), None)
+        if observer is None:
+            return await client.send(request, **options)
+        try:
+            return await _send_observed(client, request, body, options, observer)
+        except BaseException as error:
+            observer.on_failure(error)
+            raise
 
     http.send = send
 
 
+async def _send_observed(
+    client: UntappedClient,
+    request: Request,
+    body: Mapping[str, Any],
+    options: Mapping[str, Any],
+    observer: CallObserver,
+) -> _Response:
+    try:
+        observer.on_prompt(body)
+    except Exception:
+        # The server decides what is wrong with a request.
+        logger.exception("A prompt could not be reported; the request is sent all the same")
+    fields: dict[str, Any] = {}
+    if observer.prompt_stream_id is not None:
+        fields["prompt_stream_id"] = observer.prompt_stream_id
+    if observer.expected_output_tokens is not None:
+        fields["expected_output_tokens"] = observer.expected_output_tokens
+    on_text = _contained(observer.on_text)
+    # A server may format tool calls in a stream in another way, so such an answer is not tapped.
+    taps = observer.takes_text and not body.get("tools")
+    response = await send_changed(client, request, body, fields, options, on_text if taps else None)
+    if options.get("stream"):
+        response.stream = watch(response, observer, on_text, http_module(request))
+        observer.on_response(response.aclose)
+    else:
+        is_stream = is_event_stream(response)
+        report_whole(response, response.content, observer, is_stream=is_stream)
+    return response
+
+
+def _contained(on_text: OnText) -> OnText:
+    """Return a function that passes text on until that fails, which OpenAI's client would retry."""
+    is_failed = False
+
+    def pass_on(text: str) -> None:
+        nonlocal is_failed
+        if not is_failed:
+            try:
+                on_text(text)
+            except Exception:
+                is_failed = True
+                logger.exception("An observer of a call failed; it gets no more of the call's text")
+
+    return pass_on
+
+
 async def send_changed(
     client: UntappedClient,
-    request: _Request,
+    request: Request,
     body: Mapping[str, Any],
+    fields: Mapping[str, Any],
     options: Mapping[str, Any],
     on_text: OnText | None,
 ) -> _Response:
-    """Send a request for a chat completion in another form; if that is refused, as it was.
+    """_Send a request for a chat completion in another form; if that is refused, as it was.
 
     What a server refuses is remembered for a while, so that it is not asked twice for the like.
 
     Args:
         request: the request as it was.
-        body: its body, and the fields that FlashMoA adds.
+        body: its body.
+        fields: what to add to it, for engines with the plugin.
         options: the arguments of ``send``.
         on_text: the function to call with each piece of the answer's text, for which the request is
             sent as a streaming one if that is possible.
@@ -183,9 +201,9 @@ async def send_changed(
     server = f"{url.scheme}://{url.netloc.decode()}{url.path}", str(body.get("model"))
     is_tapped = not (is_streamed or client.has_response_hooks or _is_refused(server))
     streaming = as_stream(body) if is_tapped and on_text is not None else None
-    changed = streaming or body
+    changed = {**fields, **(streaming or body)}
     form = server, frozenset(changed)
-    is_same = not (streaming or OWN_FIELDS & body.keys())
+    is_same = streaming is None and changed == body
     # With an idempotency key, a server may take one request only.
     if is_same or _is_refused(form) or "idempotency-key" in request.headers:
         return await client.send(request, **options)
@@ -215,7 +233,7 @@ async def send_changed(
     return plain
 
 
-def _take_time(request: _Request, seconds: float) -> None:
+def _take_time(request: Request, seconds: float) -> None:
     """Take the time that another form of a request took from its read timeout."""
     timeout: Mapping[str, float | None] = request.extensions.get("timeout", {})
     if (read := timeout.get("read")) is not None:
@@ -251,7 +269,7 @@ class _TappedRequest:
         on_text: the function to call with each piece of the answer's text.
     """
 
-    def __init__(self, request: _Request, on_text: OnText) -> None:
+    def __init__(self, request: Request, on_text: OnText) -> None:
         self._request = request
         self._errors = http_module(request)  # Its HTTP client raises the exceptions of that.
         self._on_text = on_text
@@ -261,7 +279,7 @@ class _TappedRequest:
         self._sent_at = anyio.current_time()
 
     async def send(
-        self, client: UntappedClient, streaming: _Request, options: Mapping[str, Any]
+        self, client: UntappedClient, streaming: Request, options: Mapping[str, Any]
     ) -> _Response:
         """Return the response that the request would have had without a stream.
 
@@ -297,7 +315,7 @@ class _TappedRequest:
             raise UnusableStream(f"neither a stream nor JSON: {kind!r}")
         await response.aread()
         if response.is_success:  # Some servers answer with a whole completion.
-            choices = read_choices(_parse(response.text))
+            choices = read_choices(parse_event(response.text))
             if not any(choice.get("message") for choice in choices):
                 raise UnusableStream(f"not a whole answer: {response.text[:200]!r}")
         response.request = self._request
@@ -312,7 +330,7 @@ class _TappedRequest:
             async for data in events:
                 if data == "[DONE]":  # Some servers end without it.
                     break
-                event = _parse(data)
+                event = parse_event(data)
                 if event.get("error"):
                     status, body = _read_error(event)
                     # 500 says no more than that there is an error, whose true status is that of the
@@ -345,148 +363,6 @@ class _TappedRequest:
         return response
 
 
-def _parse(data: str) -> dict[str, Any]:
-    try:
-        event: Any = json.loads(data)
-    except ValueError as error:
-        raise UnusableStream(f"not JSON: {data[:200]!r}") from error
-    if not isinstance(event, dict):
-        raise UnusableStream(f"not a chunk of a chat completion: {data[:200]!r}")
-    return cast("dict[str, Any]", event)
-
-
-class MergedChunks:
-    """The chat completion that the chunks of a stream add up to, field by field."""
-
-    def __init__(self) -> None:
-        self._fields: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a chunk had a choice."""
-        return bool(self._choices)
-
-    def add(self, chunk: Mapping[str, Any]) -> str:
-        """Add a chunk. Return what it adds to the text of the first choice.
-
-        Raises: UnusableStream if it does not fit the chunks before it.
-        """
-        # The first chunk's identity counts: some servers' last chunk, with the usage, has another.
-        known = {name for name in _IDENTITY if self._fields.get(name)} | {*_OF_CHUNKS}
-        _merge(self._fields, {name: chunk[name] for name in chunk if name not in known})
-        text = ""
-        for piece in read_choices(chunk):
-            found: Any = piece.get("delta") or {}
-            index: Any = piece.get("index") or 0
-            is_whole = not found and bool(piece.get("message"))
-            if is_whole or not isinstance(found, dict) or not isinstance(index, int):
-                raise UnusableStream(f"not a choice of a chunk: {piece!r:.200}")
-            delta = cast("dict[str, Any]", found)
-            choice = self._choices.setdefault(index, {"index": index, "message": {}})
-            _merge(choice, {name: piece[name] for name in piece if name not in _SET_APART})
-            _merge(choice["message"], delta, is_delta=True)
-            text += read_content(delta.get("content")) if index == 0 else ""
-        return text
-
-    def body(self) -> dict[str, Any]:
-        """Return the body of a response that is not streamed.
-
-        Raises: UnusableStream if there was no choice, or one without an end.
-        """
-        ends = [choice.get("finish_reason") for choice in self._choices.values()]
-        if not (ends and all(ends)):
-            raise UnusableStream("the stream ended before the answer was complete")
-        choices = [_finished(self._choices[index]) for index in sorted(self._choices)]
-        for choice in choices:
-            empty: dict[str, Any] = {"role": "assistant", "content": None}
-            if "matched_stop" in choice:  # SGLang's, whose whole messages have this field, too.
-                empty["tool_calls"] = None
-            message = choice["message"] = empty | choice["message"]
-            message["role"] = message["role"] or "assistant"
-        # No whole answer says that it has no usage or error.
-        absent = {name for name in ("usage", "error") if self._fields.get(name) is None}
-        fields = {name: self._fields[name] for name in self._fields if name not in absent}
-        return {**fields, "object": "chat.completion", "choices": choices}
-
-
-_IDENTITY = ("id", "created", "model")
-# Fields of a chunk that no whole answer has.
-_OF_CHUNKS = ("choices", "obfuscation")
-# Fields of a chunk's choice that are put together in another way than servers' own ones.
-_SET_APART = frozenset(("index", "delta", "message"))
-# Texts of a delta that arrive in pieces, lists of it whose items do, and other lists that do.
-_TEXTS = frozenset(
-    "arguments content input reasoning reasoning_content refusal summary text".split()  # noqa: SIM905
-)
-_LISTS_OF_PIECES = ("tool_calls", "reasoning_details")
-# Texts of a delta that may be repeated. Of others nobody knows whether they are pieces.
-_WHOLE_TEXTS = ("role", "id", "type", "name", "format")
-_LISTS = ("token_ids",)
-
-
-def _merge(known: dict[str, Any], new: Mapping[str, Any], *, is_delta: bool = False) -> None:
-    """Add the fields of a chunk, of its choice or of its delta to those before.
-
-    What is not known to arrive in pieces arrives once, or is repeated.
-
-    Raises: UnusableStream if a value does not fit those before it.
-    """
-    for name, value in new.items():
-        earlier = known.get(name)
-        # Some servers count along; the last usage is that of the whole answer.
-        is_open = name == "usage" or earlier in (None, "", [], {})
-        if value is None or (earlier is not None and value in ("", [], {})):
-            known.setdefault(name, value)
-        elif is_delta and name in _TEXTS and isinstance(value, str):
-            # Joined at the end: that each piece be added to a longer text takes quadratic time.
-            known[name] = earlier = earlier or StringIO()
-            earlier.write(value)
-        elif is_delta and name in _LISTS_OF_PIECES and isinstance(value, list):
-            known[name] = earlier = earlier or _Places()
-            _merge_items(earlier, name, cast("list[Any]", value))
-        elif is_delta and name in (*_TEXTS, *_LISTS_OF_PIECES):
-            raise UnusableStream(f"{name} is of another kind: {value!r:.200}")
-        elif name in _LISTS and isinstance(value, list) and isinstance(earlier, list | None):
-            known[name] = earlier = cast("list[Any]", [] if earlier is None else earlier)
-            earlier += cast("list[Any]", value)
-        elif isinstance(value, dict) and (is_open or isinstance(earlier, dict)):
-            known[name] = earlier = {} if is_open else cast("dict[str, Any]", earlier)
-            _merge(earlier, cast("dict[str, Any]", value), is_delta=is_delta)
-        elif is_open:
-            known[name] = value
-        elif value != earlier or (is_delta and isinstance(value, str) and name not in _WHOLE_TEXTS):
-            raise UnusableStream(f"{name} is {earlier!r:.200} and then {value!r:.200}")
-
-
-class _Places(dict[int, dict[str, Any]]):
-    """Items of a list that arrive in pieces, by their places in it."""
-
-
-def _merge_items(items: _Places, name: str, pieces: list[Any]) -> None:
-    for item in pieces:
-        piece = cast("dict[str, Any]", item if isinstance(item, dict) else {})
-        place: Any = piece.get("index")
-        if not isinstance(place, int):
-            raise UnusableStream(f"a piece of {name} has no place: {item!r:.200}")
-        _merge(items.setdefault(place, {}), piece, is_delta=True)
-
-
-def _finished(value: Any, name: str = "") -> Any:
-    """Return the field that :func:`_merge` has put together as JSON."""
-    if isinstance(value, StringIO):
-        return value.getvalue()
-    if isinstance(value, _Places):
-        items = [_finished(value[place]) for place in sorted(value)]
-        if name != "tool_calls":
-            return items
-        # Only the pieces of calls have it, not the calls.
-        return [{name: item[name] for name in item if name != "index"} for item in items]
-    if isinstance(value, dict):
-        return {key: _finished(item, key) for key, item in cast("dict[str, Any]", value).items()}
-    return value
-
-
 def _read_error(event: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return the status, if it is known, and the body of an error in a stream as a response."""
     error: Any = event["error"]
@@ -497,12 +373,12 @@ def _read_error(event: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     return (int(code) if is_status else None), fields if "object" in fields else event
 
 
-def http_module(request: _Request) -> Any:
+def http_module(request: Request) -> Any:
     """Return httpx or httpx2, whichever a request is of."""
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
-def read_chat_body(request: _Request) -> dict[str, Any] | None:
+def read_chat_body(request: Request) -> dict[str, Any] | None:
     """Return the body of a request for a chat completion; ``None`` for other requests."""
     if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
         return None
@@ -513,7 +389,7 @@ def read_chat_body(request: _Request) -> dict[str, Any] | None:
     return cast("dict[str, Any]", body) if isinstance(body, dict) else None
 
 
-def with_body(request: _Request, body: Mapping[str, Any]) -> _Request:
+def with_body(request: Request, body: Mapping[str, Any]) -> Request:
     """Return a request with another JSON body, in the format of OpenAI's client."""
     headers = request.headers.copy()
     headers.pop("content-length", None)
@@ -550,3 +426,170 @@ def _is_only_whole(field: tuple[str, Any]) -> bool:
     name, value = field
     is_asked = value is not None and value is not False
     return is_asked and (name.startswith("return_") or name.endswith("logprobs"))
+
+
+def watch(response: Any, observer: CallObserver, on_text: OnText, http_module: Any) -> Any:
+    """Return the byte stream of a response as one that is observed.
+
+    Args:
+        on_text: the function to call with each piece of the answer's text; it must not raise.
+        http_module: httpx or httpx2, whichever the response is of.
+    """
+    base: Any = http_module.AsyncByteStream
+    stream, answer = response.stream, _PassingAnswer(response, observer, on_text)
+
+    class WatchedStream(base):  # httpx accepts no other iterators.
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            try:
+                async for data in stream:
+                    # Observers get the text before the reader may act upon it.
+                    answer.feed(data)
+                    yield data
+            except GeneratorExit:  # The reader has left.
+                answer.end()
+                raise
+            except BaseException as error:
+                answer.end(error)
+                raise
+            answer.complete()
+
+        async def aclose(self) -> None:
+            answer.end()
+            await stream.aclose()
+
+    return WatchedStream()
+
+
+class _PassingAnswer:
+    """Reads an answer from the bytes of a response as they pass, and reports it once."""
+
+    def __init__(self, response: Any, observer: CallObserver, on_text: OnText) -> None:
+        self._response = response
+        self._observer = observer
+        self._on_text = on_text
+        self._is_encoded = "content-encoding" in response.headers
+        # Given a stream, a response does not try to read a body.
+        kind = cast("Any", type(response))
+        self._make_twin = partial(kind, 200, headers=response.headers, stream=response.stream)
+        self._is_stream = is_event_stream(response)
+        self._reader = AnswerReader(is_stream=self._is_stream)
+        self._document: list[bytes] = []
+        self._is_over = False
+
+    def feed(self, data: bytes) -> None:
+        """Read the next bytes, as they came over the network."""
+        if self._is_over:
+            return
+        try:
+            plain = self._decode(data)
+        except Exception as error:
+            # The bytes pass all the same; their reader is told what is wrong with them.
+            self.end(error)
+            return
+        if not self._is_stream:
+            self._document.append(plain)
+            return
+        if text := self._reader.feed(plain):
+            self._on_text(text)
+        if self._reader.is_over:
+            self.end()
+
+    def complete(self) -> None:
+        """Report the answer, of which all bytes have passed."""
+        if self._is_stream:
+            self.end()
+        elif not self._is_over:
+            self._is_over = True
+            report_whole(self._response, b"".join(self._document), self._observer)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Report the answer, of which no more bytes will be read; ``error`` says why not."""
+        if not self._is_over:
+            self._is_over = True
+            report_end(self._reader, self._observer, error)
+
+    def _decode(self, data: bytes) -> bytes:
+        """Take the content encoding (``gzip``) off the next bytes."""
+        if not self._is_encoded:
+            return data
+        decoded: Any = self._decoder.decode(data)
+        # httpx2 returns it in pieces.
+        return decoded if isinstance(decoded, bytes) else b"".join(decoded)
+
+    @cached_property
+    def _decoder(self) -> Any:
+        # Decoders have a state, and the response's own one is for the response's reader.
+        return self._make_twin()._get_content_decoder()
+
+
+def report_end(
+    reader: AnswerReader, observer: CallObserver, error: BaseException | None = None
+) -> None:
+    """Tell an observer of an answer that has been read, as far as it came.
+
+    Args:
+        error: why it is not complete, if that is known.
+    """
+    result = reader.result()
+    if result is not None:
+        observer.on_finish(result)
+    else:
+        observer.on_failure(error or RuntimeError(reader.problem))
+
+
+def report_whole(
+    response: Any, content: bytes, observer: CallObserver, *, is_stream: bool = False
+) -> None:
+    """Tell an observer of an answer, or of a refusal, of which all bytes are there.
+
+    No text is reported on its way: when its first token came is not known.
+
+    Args:
+        response: the response, of httpx or httpx2.
+        content: its whole body, without content encoding.
+        is_stream: see :class:`AnswerReader`.
+    """
+    if response.is_error:
+        observer.on_failure(_make_refusal(response, content))
+        return
+    reader = AnswerReader(is_stream=is_stream)
+    reader.feed(content)
+    report_end(reader, observer)
+
+
+def _make_refusal(response: Any, content: bytes) -> Exception:
+    url = str(response.request.url)
+    request = httpx.Request("POST", url)
+    refusal = httpx.Response(response.status_code, content=content, request=request)
+    return make_refusal(refusal, url.partition("/v1/")[0])
+
+
+@contextmanager
+def advising(url: str) -> Generator[None]:
+    """Add a note to an error of OpenAI's client: which engine it is about and what to do.
+
+    Args:
+        url: the engine's.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Agent Framework raises its own exceptions from those of OpenAI's client.
+        causes = [each for each in (error, error.__cause__) if isinstance(each, APIError)]
+        advice = _advice(causes[0], url) if causes else None
+        if advice is not None:
+            error.add_note(f"FlashMoA: {url} {advice}")
+        raise
+
+
+def _advice(error: APIError, url: str) -> str | None:
+    if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+        return "cannot be reached. Is the engine running? `flashmoa serve` starts one."
+    if isinstance(error, AuthenticationError):
+        return "refuses this API key, or needs one; give the client the right api_key=..."
+    if isinstance(error, NotFoundError):
+        return (
+            "is not an engine, or this is not its URL. "
+            f"`flashmoa doctor --engine {url}` tells more."
+        )
+    return None

@@ -16,10 +16,10 @@ from openai import APIStatusError, AsyncOpenAI
 
 from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.completions import WatchedBody, watch_completions
-from flashmoa.linking.calls import CallObserver, CallRequest
+from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, current_attempts
 from flashmoa.observe import ignore
 from flashmoa.observe.calls import CallReporter
+from flashmoa.openai_http import observe_completions
 from tests.unit.engine.faulty_engine import (
     OTHER,
     TEXT,
@@ -146,22 +146,40 @@ def openai_of(engine: FaultyEngine, **more: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="x", **more)
 
 
-async def ask_tapped(client: AsyncOpenAI, pieces: list[str]) -> Any:
-    """Ask for an answer that is not streamed; add the pieces of its text to ``pieces``."""
-    return await client.chat.completions.create(
-        model="m",
-        messages=[{"role": "user", "content": "Go."}],
-        extra_body=WatchedBody({"prompt_stream_id": "s"}, pieces.append, taps=True),
-    )
+class Linked(CallObserver):
+    """Keeps the text of a call, whose prompt is in a stream."""
+
+    prompt_stream_id = "s"
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    def on_text(self, text: str) -> None:
+        self.pieces.append(text)
 
 
-async def test_a_tapped_answer_equals_an_untapped_one() -> None:
-    async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as tapped:
-        watch_completions(tapped)
+class Failing(CallObserver):
+    def on_text(self, text: str) -> None:
+        raise ZeroDivisionError
+
+
+async def ask_observed(client: AsyncOpenAI, observer: CallObserver, **more: Any) -> Any:
+    """Ask for an answer; return it, or its text if it is a stream."""
+    observe_completions(client._client, current_attempts)
+    create: Any = client.chat.completions.create
+    with ObservedCall([observer], None) as call, call.making():
+        answer = await create(model="m", messages=[], **more)
+    if not more:
+        return answer
+    return "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
+
+
+async def test_an_observed_answer_equals_an_unobserved_one() -> None:
+    async with faulty_engine() as engine, openai_of(engine) as stock, openai_of(engine) as ours:
         plain: Any = await stock.chat.completions.create(model="m", messages=[])
-        pieces: list[str] = []
-        whole = await ask_tapped(tapped, pieces)
-    assert pieces == WORDS
+        observer = Linked()
+        whole = await ask_observed(ours, observer)
+    assert observer.pieces == WORDS
     assert whole.to_dict() == plain.to_dict()
     assert whole._request_id == plain._request_id == "r1"
     assert engine.bodies[1]["prompt_stream_id"] == "s"
@@ -179,25 +197,23 @@ async def test_a_tapped_answer_equals_an_untapped_one() -> None:
 async def test_text_of_a_retried_request_is_passed_on_once(
     fates: tuple[Fate, ...], passed_on: list[str], text: str
 ) -> None:
-    pieces: list[str] = []
+    observer = Linked()
     async with faulty_engine(*fates) as engine, openai_of(engine) as client:
-        watch_completions(client)
-        answer = await ask_tapped(client, pieces)
+        answer = await ask_observed(client, observer)
     assert answer.choices[0].message.content == text
-    assert pieces == passed_on
+    assert observer.pieces == passed_on
 
 
-async def test_a_shared_http_client_is_tapped_once() -> None:
+async def test_a_shared_http_client_is_observed_once() -> None:
     async with httpx.AsyncClient() as http, faulty_engine() as engine:
         one, other = (openai_of(engine, http_client=http) for _ in range(2))
         for client in (one, other, one):
-            watch_completions(client)
-        pieces: list[str] = []
-        await ask_tapped(one, pieces)
-        assert pieces == WORDS
+            observer = Linked()
+            await ask_observed(client, observer)
+            assert observer.pieces == WORDS
         await one.chat.completions.create(model="m", messages=[])
         await one.with_options(max_retries=1).chat.completions.create(model="m", messages=[])
-    assert [body.get("stream") for body in engine.bodies] == [True, None, None]
+    assert [body.get("stream") for body in engine.bodies] == [True] * 3 + [None] * 2
 
 
 async def test_a_patch_of_the_http_clients_send_method_still_works(
@@ -212,31 +228,60 @@ async def test_a_patch_of_the_http_clients_send_method_still_works(
             seen.append(request.url.path)
             return await real(self, request, **options)
 
-        watch_completions(client)
+        observe_completions(client._client, current_attempts)
         monkeypatch.setattr(kind, "send", send)
-        assert (await ask_tapped(client, [])).choices[0].message.content == TEXT
+        assert (await ask_observed(client, Linked())).choices[0].message.content == TEXT
     assert seen == ["/v1/chat/completions"]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=str)
 async def test_an_observer_that_fails_neither_fails_nor_repeats_a_request(
-    streams: bool, caplog: pytest.LogCaptureFixture
+    more: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: str) -> None:
-        raise ZeroDivisionError
-
     async with faulty_engine() as engine, openai_of(engine) as client:
-        watch_completions(client)
-        create: Any = client.chat.completions.create
-        body = WatchedBody({}, fail, taps=True)
-        answer = await create(model="m", messages=[], stream=streams, extra_body=body)
-        if streams:
-            text = "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
-        else:
-            text = answer.choices[0].message.content
-    assert text == TEXT
+        answer = await ask_observed(client, Failing(), **more)
+    assert (answer if more else answer.choices[0].message.content) == TEXT
     assert [body.get("stream") for body in engine.bodies] == [True]
     assert caplog.text.count("An observer of a call failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("fate", "note"), [(404, "is not an engine"), (401, "refuses this API key"), (500, None)]
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_error_says_what_to_do_about_the_engine(
+    fate: Fate, note: str | None, streams: bool
+) -> None:
+    async with (
+        faulty_engine(*[fate] * 2) as engine,
+        client_of(engine, "unlinked", max_retries=0) as client,
+        FlashMoAChatClient("m", base_url=engine.url) as framework,
+    ):
+        framework.client.max_retries = 0
+        for ask in (ask_autogen(client, streams), ask_framework(framework, streams)):
+            with pytest.raises(Exception) as raised:
+                await ask
+            notes = getattr(raised.value, "__notes__", [])
+            assert [note in text and engine.url in text for text in notes if note] == (
+                [True] if note else []
+            )
+
+
+async def ask_autogen(client: OpenAIChatCompletionClient, streams: bool) -> None:
+    if streams:
+        async for _ in client.create_stream(ASK):
+            pass
+    else:
+        await client.create(ASK)
+
+
+async def ask_framework(client: FlashMoAChatClient, streams: bool) -> None:
+    question: Any = [Message("user", ["Go."])]
+    if streams:
+        async for _ in client.get_response(question, stream=True):
+            pass
+    else:
+        await client.get_response(question)
 
 
 @pytest.mark.parametrize("retries", [0, 2])

@@ -66,8 +66,8 @@ def link(
             providers or MCP servers run unlinked.
         trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
             unless another link is writing it: then both write to it.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
-            ``flashmoa doctor --trace`` then say why prefixes broke.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
+            says why prefixes broke.
         listener: receives all events.
 
     Raises:

@@ -76,8 +76,8 @@ def link(  # noqa: PLR0913 - all but the team have a default
             lists, dicts, sets and contexts.
         trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of
             it; an existing trace is replaced, unless another link is writing it.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
-            ``flashmoa doctor --trace`` then say why prefixes broke.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
+            says why prefixes broke.
         listener: receives all events.
 
     Raises:

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 
-from flashmoa.cli import bench, doctor, moa, router, score, serve, trace
+from flashmoa.cli import doctor, moa, router, score, serve, trace
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa bench`` and return its exit status; see :func:`plan`."""
+    return _run_benchmarks("bench", "cli", arguments)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Run ``flashmoa plan`` and return its exit status.
+
+    If the package ``flashmoa-bench`` is not installed, print how to install it and return 1.
+    """
+    return _run_benchmarks("plan", "plan.command", arguments)
+
+
+def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:
+    if find_spec("flashmoa_bench") is None:
+        problem = "needs the package flashmoa-bench: pip install ./benchmarks"
+        print(f"flashmoa {command} {problem}", file=sys.stderr)
+        return 1
+    return int(import_module(f"flashmoa_bench.{module}").main(arguments))
+
 
 _COMMANDS = {
     "serve": serve.main,
-    "bench": bench.main,
-    "plan": bench.plan,
+    "bench": bench,
+    "plan": plan,
     "trace": trace.main,
     "doctor": doctor.main,
     "moa": moa.main,
@@ -21,7 +46,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
        flashmoa bench NAME [options]
        flashmoa plan FILE [--engines N] [--gpu GPU] [--model NAME] [options]
        flashmoa trace FILE [--html FILE]
-       flashmoa doctor [--engine URL] [--trace FILE]
+       flashmoa doctor [--engine URL]
        flashmoa moa serve CONFIG.toml [options]
        flashmoa moa check CONFIG.toml
        flashmoa score INPUT.jsonl --out OUT.jsonl
@@ -37,8 +62,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
           or serve requests that read each other's answers, on PD pairs
-  doctor  check what is installed here and a running engine, and show how to fix problems; or say
-          why the prompts in a trace did not share their prefixes
+  doctor  check what is installed here and a running engine, and show how to fix problems
 """
 
 

@@ -7,20 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import anyio
 from rich.console import Console
 from rich.text import Text
 
-from flashmoa.doctor import (
-    EngineToCheck,
-    Finding,
-    Level,
-    check_engine,
-    check_installation,
-    check_prefixes,
-)
+from flashmoa.doctor import Finding, Level, check_engine, check_installation
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fix": "red"}
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
@@ -29,10 +21,19 @@ _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-
 def main(arguments: Sequence[str]) -> int:
     """Check, and print the findings. Return 1 if a problem needs fixing, otherwise 0."""
     options = _parse_options(arguments)
-    try:
-        findings = _check(options)
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+    findings = [] if options.engine_only else check_installation()
+    if options.engine is not None:
+        check = partial(
+            check_engine,
+            options.engine,
+            api_key=options.api_key,
+            model=options.model,
+            calls=options.calls,
+        )
+        try:
+            findings += anyio.run(check)
+        except KeyboardInterrupt:
+            return _EXIT_INTERRUPTED
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -40,23 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(finding.level == "fix" for finding in findings) else 0
 
 
-def _check(options: argparse.Namespace) -> list[Finding]:
-    if options.trace is not None:
-        check = partial(check_prefixes, options.trace, options.engine, options.api_key)
-        return anyio.run(check)
-    findings = [] if options.engine_only else check_installation()
-    if options.engine is not None:
-        target = EngineToCheck(options.engine, options.api_key, options.model, options.calls)
-        findings += anyio.run(check_engine, target)
-    return findings
-
-
 def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="flashmoa doctor",
-        description="Checks what is installed here and, with --engine, a running engine. With "
-        "--trace, says instead why prompts of a run did not share their prefixes. "
-        "The exit status is 1 if a problem needs fixing.",
+        description="Checks what is installed here and, with --engine, a running engine. The exit "
+        "status is 1 if a problem needs fixing.",
     )
     parser.add_argument("--engine", metavar="URL", help="URL of a running engine, http://HOST:PORT")
     parser.add_argument(
@@ -72,13 +61,6 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engine-only", action="store_true", help="do not check what is installed here"
     )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="only say why prompts in this trace did not share their prefixes; with --engine, as "
-        "that engine renders and tokenises them",
-    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(arguments)
     if options.engine is None and (options.engine_only or options.model or options.api_key):
@@ -93,8 +75,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         line = Text.assemble(
             (f"{finding.level:4}", _STYLES[finding.level]), f"  {finding.about:{width}}  "
         )
-        text = finding.text.replace("\n", f"\n{'':{width + 8}}")
-        console.print(line + Text(text), soft_wrap=True)
+        console.print(line + Text(finding.text), soft_wrap=True)
         if finding.remedy:
             console.print(Text(f"{'':{width + 8}}→ {finding.remedy}"), soft_wrap=True)
     to_fix = sum(finding.level == "fix" for finding in findings) or "nothing"

@@ -17,7 +17,7 @@ from rich.console import Console
 from flashmoa import EngineClient, FlashMoAError
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
-from flashmoa.doctor import EngineToCheck, Finding, check_engine
+from flashmoa.doctor import Finding, check_engine
 
 if TYPE_CHECKING:
     from flashmoa.moa.config import ServedSystem
@@ -151,7 +151,8 @@ async def _check_model(
     url: str, key: str | None, model: str, form: Mapping[str, Any]
 ) -> list[Finding]:
     """Check an engine, and ask one of its models for a token in the form of agents' requests."""
-    found = await check_engine(EngineToCheck(url, key, None if model == "default" else model))
+    named = None if model == "default" else model
+    found = await check_engine(url, api_key=key, model=named)
     if not any(one.level == "fix" for one in found):
         is_compared = any(one.about == "model" for one in found)
         found.append(await _ask(url, key, model, form, is_compared=is_compared))

@@ -23,7 +23,7 @@ from types import FrameType
 import httpx
 
 from flashmoa.cli.ports import bind, port_problem
-from flashmoa.doctor.installation import compiler, excludes_plugin, installed, runs_engines
+from flashmoa.doctor import compiler, excludes_plugin, installed, runs_engines
 
 _DEFAULT_PORT = 30000
 _POLL_SECONDS = 0.2

@@ -16,7 +16,7 @@ from rich.table import Table
 from flashmoa.observe import CallFinished, Event, LinkClosed
 from flashmoa.observe.calls import calls
 from flashmoa.observe.page import page
-from flashmoa.observe.prefix_breaks import HOW_TO_RECORD, NO_BREAK, find_breaks, group_breaks
+from flashmoa.observe.prefix_breaks import NO_BREAK, find_breaks, group_breaks
 from flashmoa.observe.summary import COLUMNS, notes, overlaps, row, seconds, summary
 from flashmoa.observe.timeline import draw, lanes
 from flashmoa.observe.trace import TraceError, read
@@ -83,8 +83,8 @@ def _describe_breaks(events: Sequence[Event]) -> str:
     all_calls = calls(events)
     if not any(call.prompt is not None for call in all_calls):
         return (
-            f"Prefixes: not known, as the trace has no prompts; {HOW_TO_RECORD} records them, "
-            "and so does flashmoa.openai.run(trace=FILE, trace_prompts=True)"
+            "Prefixes: not known, as the trace has no prompts; link(team, trace=FILE, "
+            "trace_prompts=True) records them, and so does run() of flashmoa.openai"
         )
     groups = group_breaks(find_breaks(all_calls))
     if not groups:

@@ -69,8 +69,8 @@ def run(
             in a few steps, as far as that pays, or nothing (``off``).
         trace: a file to write all events to, for ``flashmoa trace``. Runs at the same time may
             write to one file.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` and
-            ``flashmoa doctor --trace`` then say why prefixes broke.
+        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
+            says why prefixes broke.
         listener: receives all events.
 
     Within another run, this does nothing. A run that ends with an exception is not learned from.

@@ -31,7 +31,7 @@ class Bench:
         urls = [part for role in roles for part in (f"--{role}-url", self._urls[role])]
         repeats = ["--repeats", "1"] if rounds else []
         command = [name, *repeats, "--json", str(self._json), *urls, *arguments]
-        assert await anyio.to_thread.run_sync(bench.main, command) == 0
+        assert await anyio.to_thread.run_sync(bench, command) == 0
         document = json.loads(self._json.read_text())
         assert document["bench"] == name.replace("-", "_")
         assert document["machine"]["cpu"] and document["versions"]["flashmoa"]

@@ -31,7 +31,7 @@ async def test_asyncep_measures_forwards_memory_and_equal_logprobs(
         command += ["--kv-free-url", kv_free.url]
         command += ["--tokens", "64", "256", "--prompt", "100", "--repeats", "1"]
         command += ["--peak-tflops", "1", "--json", str(out)]
-        assert await anyio.to_thread.run_sync(bench.main, command) == 0
+        assert await anyio.to_thread.run_sync(bench, command) == 0
     found = json.loads(out.read_text())["results"]
     assert [(row["tokens"], row["way"]) for row in found["rows"]] == [
         (size, way) for size in (64, 256) for way in ("resident", "h2d", "kv_free")

@@ -195,7 +195,7 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["chunk", "--flashmoa-url", "http://127.0.0.1:9"]
-    assert await anyio.to_thread.run_sync(bench.main, command) == 1
+    assert await anyio.to_thread.run_sync(bench, command) == 1
     message = capsys.readouterr().err
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
 

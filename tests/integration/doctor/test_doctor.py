@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoa.doctor import EngineToCheck, check_engine
+from flashmoa.doctor import check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import wait_until_idle
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_engine_that_links_has_nothing_to_fix(
     engine: LocalEngine, client: EngineClient
 ) -> None:
-    findings = await check_engine(EngineToCheck(f"{engine.url}/v1", model="x"))
+    findings = await check_engine(f"{engine.url}/v1", model="x")
     assert not [finding for finding in findings if finding.level == "fix"]
     by_topic = {finding.about: finding for finding in findings}
     assert by_topic["link"].text.startswith("hit")
@@ -26,7 +26,7 @@ async def test_engine_that_links_has_nothing_to_fix(
 
 
 async def test_engine_without_the_plugin_gets_a_remedy(plain_engine: LocalEngine) -> None:
-    (finding,) = await check_engine(EngineToCheck(plain_engine.url))
+    (finding,) = await check_engine(plain_engine.url)
     assert finding.level == "note" and "without the plugin" in finding.text
     assert "prefix cache" in finding.text
     assert "pip install ./server_patches" in finding.remedy

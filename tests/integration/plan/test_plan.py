@@ -10,7 +10,7 @@ import pytest
 from anyio import to_thread
 from flashmoa_bench.harness import modelled_gpus
 
-from flashmoa.cli.bench import plan as main
+from flashmoa.cli import plan as main
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly]

@@ -8,7 +8,7 @@ import pytest
 from flashmoa_bench.cli import BENCHMARKS
 
 from flashmoa import cli
-from flashmoa.cli import bench
+from flashmoa.cli import bench, plan
 
 
 def test_the_help_of_flashmoa_mentions_bench(
@@ -25,7 +25,7 @@ def test_the_help_of_flashmoa_mentions_bench(
 def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert bench.main(["speed"]) == 2
+    assert bench(["speed"]) == 2
     message = capsys.readouterr().err
     assert "there is no benchmark 'speed'" in message
     assert all(name in message for name in BENCHMARKS)
@@ -34,7 +34,7 @@ def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
 @pytest.mark.parametrize("name", list(BENCHMARKS))
 def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        bench.main([name, "--help"])
+        bench([name, "--help"])
     assert stop.value.code == 0
     assert f"usage: flashmoa bench {name}" in capsys.readouterr().out
 
@@ -59,18 +59,18 @@ def test_what_cannot_be_measured_is_refused(
     command: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.main(command.split())
+        bench(command.split())
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "run"), [("bench", bench.main), ("plan", bench.plan)])
+@pytest.mark.parametrize(("name", "run"), [("bench", bench), ("plan", plan)])
 def test_commands_without_their_package_report_how_to_install_it(
     name: str,
     run: Callable[[Sequence[str]], int],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda _name: None)
+    monkeypatch.setattr("flashmoa.cli.find_spec", lambda _name: None)
     assert run(["chunk"]) == 1
     assert capsys.readouterr().err == (
         f"flashmoa {name} needs the package flashmoa-bench: pip install ./benchmarks\n"

@@ -44,14 +44,14 @@ def test_without_autogen() -> None:
 
 
 def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
-    script = "from flashmoa.cli import bench; sys.exit(bench.main(['chunk']))"
+    script = "from flashmoa.cli import bench; sys.exit(bench(['chunk']))"
     assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")
 
 
 async def test_missing_or_binary_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # anyio.run() needs a thread without the session's event loop.
     command = ["score-accuracy", str(tmp_path / "no.txt")]
-    assert await anyio.to_thread.run_sync(bench.main, command) == 1
+    assert await anyio.to_thread.run_sync(bench, command) == 1
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert trace.main([str(tmp_path / "binary")]) == 1

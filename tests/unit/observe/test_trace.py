@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flashmoa.cli import trace as command
+from flashmoa.engine import PromptUsage
 from flashmoa.observe import (
     CallFailed,
     CallStarted,
@@ -155,6 +156,27 @@ def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) ->
     )
     assert command.main([str(file)]) == 0
     assert "link(team, trace=FILE, trace_prompts=True) records them" in capsys.readouterr().out
+
+
+def test_only_the_costliest_breaks_are_shown(tmp_path: Path, capsys: Any) -> None:
+    trace = Trace(tmp_path / "run.jsonl", prompts=True)
+    for number in range(24):
+        agent = f"agent-{number % 12:02}"
+        report = CallReporter(trace, agent=agent, engine="http://e", model=agent)
+        report.started(None, late=False)
+        text = {"role": "user", "content": f"{number}. Write. [bold]" + "A plan. " * 99}
+        report.prompt_sent({"messages": [text]})
+        report.finished("", PromptUsage(prompt_tokens=100 + number, completion_tokens=1), "stop")
+    assert command.main([str(tmp_path / "run.jsonl")]) == 0
+    shown = capsys.readouterr().out
+    assert "agent-11, call 2" in shown and "agent-02, call 2" in shown
+    assert "agent-01, call 2" not in shown and "... and 2 more" in shown
+    assert "[bold]" in shown
+    trace = Trace(tmp_path / "run.jsonl", prompts=True)
+    for event in [*RUN, *PROMPTS]:
+        trace(event)
+    assert command.main([str(tmp_path / "run.jsonl")]) == 0
+    assert "Prefixes: no prompt had 32 tokens or more computed again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

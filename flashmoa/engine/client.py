@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
+import anyio
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.connections import (
-    Answer,
-    answering_soon,
-    ask,
-    check_ttl,
-    engine_url,
-    flush_cache,
-    make_http_client,
-    stream_events,
-)
-from flashmoa.engine.generation import read_chat, read_generation
+from flashmoa.engine.connections import check_ttl, engine_url, make_http_client
+from flashmoa.engine.generation import is_event_stream, read_chat, read_events, read_generation
 from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
+from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
 from flashmoa.engine.wire import (
     Delta,
     EngineInfo,
@@ -31,7 +28,17 @@ from flashmoa.engine.wire import (
     prompt_fields,
 )
 
+Answer = TypeVar("Answer", bound=BaseModel)
 Messages = Sequence[Mapping[str, Any]]
+
+# What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
+# also while the engine is busy. What takes longer than this comes too late for most links.
+SOON_SECONDS = 2.0
+# How many of these requests an engine gets at once: its HTTP process answers them one by one, so
+# that of more the last ones would take long although nothing is wrong with it.
+MOST_AT_ONCE = 8
+# For how long an engine that took longer is not asked again.
+_SILENT_SECONDS = 10.0
 
 
 class EngineClient:
@@ -78,6 +85,11 @@ class EngineClient:
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
         self._kv_pool_tokens: int | None = None
+        # Of the requests that are limited by :meth:`_answering_soon`: those that may still be sent
+        # at once, in each event loop; how many were answered; and until when none is sent.
+        self._free = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Semaphore]()
+        self._soon_answers = 0
+        self._silent_until = 0.0
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
     async def __aenter__(self) -> Self:
@@ -97,7 +109,7 @@ class EngineClient:
     async def kv_pool_tokens(self) -> int:
         """Return the size of the engine's KV pool, which is asked for once, as :meth:`render`."""
         if self._kv_pool_tokens is None:
-            async with answering_soon(self.url):
+            async with self._answering_soon():
                 self._kv_pool_tokens = sum(rank.total for rank in (await self.info()).kv)
         return self._kv_pool_tokens
 
@@ -120,7 +132,7 @@ class EngineClient:
             the client's timeout is; if it answered none, it is not asked again for some seconds.
         """
         fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
-        async with answering_soon(self.url):
+        async with self._answering_soon():
             try:
                 body = {"messages": list(messages), **fields}
                 return (await self.ask("POST", "/render", wire.RenderedText, body)).text
@@ -213,7 +225,16 @@ class EngineClient:
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        await flush_cache(self._http, self.url, wait_seconds)
+        try:
+            await self._send("POST", f"/flush_cache?timeout={wait_seconds}")
+        except errors.MalformedRequest as error:
+            # SGLang refuses with the status of a wrong request what comes too early.
+            raise errors.RequestRefused(
+                f"{self.url} was not idle for {wait_seconds:g} s, so that its cache was not "
+                f"emptied ({error}). Try again once its requests have ended.",
+                error.status,
+                error.code,
+            ) from error
 
     @asynccontextmanager
     async def generate(
@@ -239,7 +260,7 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
-        async with stream_events(self._http, self.url, "/generate", body) as events:
+        async with self._stream_events("/generate", body) as events:
             yield read_generation(events)
 
     @asynccontextmanager
@@ -260,7 +281,7 @@ class EngineClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with stream_events(self._http, self.url, "/v1/chat/completions", body) as events:
+        async with self._stream_events("/v1/chat/completions", body) as events:
             yield read_chat(events)
 
     async def tokenize(
@@ -296,5 +317,88 @@ class EngineClient:
     async def ask(
         self, method: str, path: str, answer: type[Answer], body: Mapping[str, Any] | None = None
     ) -> Answer:
-        """Send a request to any route, and return its answer as a value of the type ``answer``."""
-        return await ask(self._http, self.url, method, path, answer, body)
+        """Send a request to any route, and return its answer as a value of the type ``answer``.
+
+        Args:
+            body: the fields of the request's body; those that are ``None`` are not sent.
+
+        Raises: EngineError if there is no answer, or it is an error, or of another form.
+        """
+        content = await self._send(method, path, body)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            raise bad_answer(self.url, path) from error
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        with translate_errors(self.url):
+            json = None if body is None else _without_none(body)
+            response = await self._http.request(method, path, json=json)
+        if response.is_error:
+            raise make_refusal(response, self.url)
+        return response.content
+
+    @asynccontextmanager
+    async def _stream_events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
+        """Send a request and yield the events of its answer. Leaving the context aborts it.
+
+        Raises: EngineError if there is no answer, or it is an error or not a stream of events.
+        """
+        async with AsyncExitStack() as stack:
+            # Not around the yield: what the user of the events raises is not the engine's fault.
+            with translate_errors(self.url):
+                sending = self._http.stream("POST", path, json=_without_none(body))
+                response = await stack.enter_async_context(sending)
+                if response.is_error:
+                    await response.aread()
+                    raise make_refusal(response, self.url)
+            if not is_event_stream(response):
+                raise bad_answer(self.url, path)
+            yield self._read_events(response)
+
+    async def _read_events(self, response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+        with translate_errors(self.url):
+            async with aclosing(read_events(response)) as events:
+                async for event in events:
+                    yield event
+
+    @asynccontextmanager
+    async def _answering_soon(self) -> AsyncGenerator[None]:
+        """Limit a request that is of no use later to :data:`SOON_SECONDS` from its sending.
+
+        It waits until few others are on their way to the engine. An engine that answers none of
+        them by then is not asked again for a few seconds: each request would hold a connection, and
+        the links that wait for it.
+
+        Raises: EngineTimeout if the engine does not answer by then, or has not answered lately.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._free.setdefault(loop, anyio.Semaphore(MOST_AT_ONCE)):
+            if time.monotonic() < self._silent_until:
+                raise errors.EngineTimeout(
+                    f"{self.url} did not answer in time a moment ago, so it is not asked to "
+                    f"prepare prompts for {_SILENT_SECONDS:g} s; see the engine's log"
+                )
+            answers_before = self._soon_answers
+            try:
+                with anyio.fail_after(SOON_SECONDS):
+                    yield
+            except TimeoutError as error:
+                if self._soon_answers == answers_before:
+                    self._silent_until = time.monotonic() + _SILENT_SECONDS
+                if isinstance(error, errors.EngineTimeout):
+                    raise
+                raise errors.EngineTimeout(
+                    f"{self.url} did not answer within {SOON_SECONDS:g} s; see the engine's log"
+                ) from error
+            except (errors.RequestRefused, errors.BadAnswer, errors.PluginMissing):
+                self._soon_answers += 1
+                raise
+            self._soon_answers += 1
+            self._silent_until = 0.0
+
+
+def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}

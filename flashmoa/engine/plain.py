@@ -1,17 +1,22 @@
-"""Use a server without the plugin: render and prefill prompts by the routes that it has."""
+"""Use a server without the plugin: render and prefill prompts by the routes that it has.
+
+:class:`StepCosts` decides when a prefill of a growing prompt pays.
+"""
 
 from __future__ import annotations
 
-import json
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median_high
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.prefill_steps import StepCosts
 from flashmoa.engine.refusals import make_abort_refusal
 from flashmoa.engine.wire import PromptUsage
 
@@ -20,9 +25,16 @@ WithoutPlugin = Literal["prefill", "off"]
 _Answer = TypeVar("_Answer", bound=BaseModel)
 # What SGLang's /generate takes of a namespace; its OpenAI routes take all of it.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
-# Control characters, which JSON escapes: at the start, before each message, before its content, and
-# between the parts of a content that is a list.
-_START, _MESSAGE, _CONTENT, _PART = "\x03", "\x00", "\x01", "\x02"
+# A GPU computes that many tokens hardly slower than one: fewer are not worth a request.
+LEAST_TOKENS = 64
+# The least if the server does not say what it found in its cache, so that costs are unknown.
+LEAST_UNMEASURED_TOKENS = 256
+# Older measurements say little about a server whose load changes.
+_REMEMBERED_SECONDS = 60.0
+_REMEMBERED_STEPS = 32
+# Of a text that goes on for longer than expected, or whose length nobody expects, this part of what
+# has been written is expected to come.
+_PART_TO_COME = 1 / 3
 
 
 def check_choice(choice: WithoutPlugin) -> WithoutPlugin:
@@ -35,9 +47,8 @@ def check_choice(choice: WithoutPlugin) -> WithoutPlugin:
 class PlainServer:
     """Renders and prefills prompts on a server without the plugin.
 
-    A prompt is text if the server can convert messages to tokens and back (``/tokenize`` and
-    ``/detokenize`` of SGLang and vLLM), and a transcript (:func:`to_transcript`) if not. What is
-    prefilled stays in the server's prefix cache, as the prompt of any request.
+    The server must convert messages to tokens and back (``/tokenize`` and ``/detokenize`` of SGLang
+    and vLLM). What is prefilled stays in its prefix cache, as the prompt of any request.
 
     Args:
         call: sends a request: ``call(method, path, answer_type, body)``.
@@ -57,40 +68,41 @@ class PlainServer:
         self._reports_cached = False
 
     async def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-        """Return the prompt of a chat request: text as its chat template renders it, if possible.
+        """Return the prompt of a chat request as the server's chat template renders it.
 
         Args:
             fields: the other fields of the request that its prompt depends on.
 
-        Raises: MalformedRequest if the messages do not consist of text.
+        Raises:
+            MalformedRequest: if the messages do not consist of text.
+            EngineError: if the server cannot convert messages to tokens and back, unchanged.
         """
-        transcript = to_transcript(messages, fields)
-        try:
+        if not all(_is_text(message.get("content")) for message in messages):
+            text = "only text can be prefilled ahead; messages with images are sent as usual"
+            raise errors.MalformedRequest(text, 400, "malformed")
+        with suppress(errors.PluginMissing, errors.BadAnswer):
             tokens = await self._tokenize({"messages": list(messages), **fields})
-            if not tokens:  # The route is there, but takes something else.
-                return transcript
             body = {"tokens": tokens, "skip_special_tokens": False}
             text = (await self._ask("/detokenize", _Detokenized, body)).text
-            # Some tokenizers change white space on the way. Such a text would have other tokens
-            # than the request.
-            return text if await self._tokenize_text(text) == tokens else transcript
-        except errors.RequestRefused as error:
-            if error.code == "unauthorized":
-                raise
-            return transcript
-        except (errors.PluginMissing, errors.BadAnswer):
-            return transcript
+            # Some servers take something else, and some tokenizers change white space on the way.
+            # Such a text would have other tokens than the request.
+            if tokens and await self._tokenize_text(text) == tokens:
+                return text
+        raise errors.EngineError(
+            "the server cannot convert messages to tokens and back (/tokenize, /detokenize), so "
+            "nothing is prefilled ahead there"
+        )
 
     async def prefill(
         self, prompt: str, namespace: Mapping[str, str]
-    ) -> tuple[PromptUsage | None, float | None]:
+    ) -> tuple[PromptUsage, float | None]:
         """Prefill the beginning of a prompt that :meth:`render` has returned.
 
         Args:
             namespace: the namespace of the KV.
 
-        Returns: what the server says of it, with zeros if it says nothing, and ``None`` if there
-            was nothing to send; and how many seconds it took, ``None`` if others ran beside it.
+        Returns: what the server says of it, with zeros if it says nothing; and how many seconds it
+            took, ``None`` if others ran beside it.
 
         Raises: PluginMissing if the server has no route for it, and other EngineErrors.
         """
@@ -113,19 +125,14 @@ class PlainServer:
         listed = await self._call("GET", "/v1/models", _Models)
         return {model.id: model.max_model_len for model in listed.data}
 
-    async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage | None:
-        if is_transcript(prompt):
-            body = from_transcript(prompt)
-            if not body["messages"]:
-                return None
-            return await self._complete("chat/completions", body, namespace)
+    async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage:
         tokens = await self._tokenize_text(prompt)
         if self._has_generate and namespace.keys() <= _GENERATE_FIELDS:
             try:
                 return await self._generate(tokens, namespace)
             except errors.PluginMissing:
                 self._has_generate = False
-        return await self._complete("completions", {"prompt": tokens}, namespace)
+        return await self._complete(tokens, namespace)
 
     async def _generate(self, tokens: list[int], namespace: Mapping[str, str]) -> PromptUsage:
         """Prefill by SGLang's own route: it need not decode, and reports cached tokens always."""
@@ -137,13 +144,12 @@ class PlainServer:
             raise make_abort_refusal(reason)
         return PromptUsage.model_validate(meta)
 
-    async def _complete(
-        self, route: str, body: Mapping[str, Any], namespace: Mapping[str, str]
-    ) -> PromptUsage:
+    async def _complete(self, tokens: list[int], namespace: Mapping[str, str]) -> PromptUsage:
         # One token is the least that all servers understand: some refuse 0, and others take it for
         # no limit.
         limits = {"model": await self._get_model(), "max_tokens": 1, "temperature": 0.0}
-        answer = await self._ask(f"/v1/{route}", _Completed, {**limits, **body, **namespace})
+        body = {**limits, "prompt": tokens, **namespace}
+        answer = await self._ask("/v1/completions", _Completed, body)
         usage = PromptUsage.from_openai(answer.usage or {})
         if usage.cached_tokens is not None:
             self._reports_cached = True
@@ -188,78 +194,116 @@ class _Models(BaseModel):
     data: list[_Model] = []
 
 
-def to_transcript(messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-    """Return a chat request as one text that may be cut anywhere, for servers that cannot render.
+def _is_text(content: Any) -> bool:
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
-    Contents are in it as they are, everything else is JSON. Links cut prompts at the texts that are
-    still being written; what precedes the cut is again a chat request, whose last message is the
-    part of a message that is certain so far.
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    at: float
+    computed: int
+    seconds: float
+    missing: int
+
+
+class StepCosts:
+    """Measures what prefill steps cost on one server, and decides whether another one pays.
+
+    A *step* is a request that prefills a prompt as far as it is certain, and generates one token or
+    none. It computes the tokens that no earlier step has sent, which the prompt's own request then
+    finds in the server's prefix cache. What it costs beside these tokens is its overhead: the
+    request, and a forward apart from the decodes of other requests.
+
+    The rule: a step is sent when the number of new tokens is at least
+
+    - ``LEAST_TOKENS``, or ``LEAST_UNMEASURED_TOKENS`` if the server does not report cached tokens;
+    - the number of tokens that the server computes in the time of a step's overhead. So a step
+      takes at least as much time off the prompt's own request as its overhead takes of the server;
+    - the number of tokens that a step of the last minute missed of what the step before it left in
+      the cache: a cache keeps whole blocks, and fewer tokens may fill none;
+    - the number of tokens still to come, as far as text is being written (:func:`tokens_to_come`).
+      So each step takes at least half of what is left, and a text of L tokens has at most log2(L)
+      steps, of which the last leaves no more than about the minimum to the request.
+
+    If a step finds less than half of what the step before it left in the cache, the cache does not
+    keep prompts (it is off, too small, or that of another replica); no step pays for a minute.
+
+    The overhead is the median, over the steps of the last minute, of a step's time less its tokens'
+    time at the fastest rate of all these steps. It is zero after a single step. Only steps that ran
+    while this client had no other step on the server count.
 
     Args:
-        fields: the request's other fields.
-
-    Raises: MalformedRequest if a message has a content other than text.
+        clock: returns the time in seconds.
     """
-    return _START + json.dumps(dict(fields)) + "".join(_write(message) for message in messages)
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._steps = deque[_Step](maxlen=_REMEMBERED_STEPS)
+        self._is_reported = True
+        self._lost_at = float("-inf")
+
+    def add(self, prompt: int, cached: int | None, seconds: float | None, before: int) -> bool:
+        """Note a step. Return whether it found what the step before it left in the cache.
+
+        Args:
+            prompt: number of tokens of the prompt so far.
+            cached: number of these that were cached; ``None`` if the server does not say.
+            seconds: the time from sending the request to its answer; ``None`` if steps of other
+                prompts took part of it.
+            before: number of tokens of the step before it; 0 if it is the first one of a prompt.
+        """
+        self._is_reported = cached is not None
+        if cached is None:
+            return True
+        is_found = cached >= before / 2
+        if not is_found:
+            self._lost_at = self._clock()
+        elif prompt > cached and seconds is not None:
+            missing = max(0, before - cached)
+            self._steps.append(_Step(self._clock(), prompt - cached, seconds, missing))
+        return is_found
+
+    @property
+    def least_tokens(self) -> float:
+        """The number of new tokens from which on a step pays if none are still to come."""
+        if not self._is_reported:
+            return LEAST_UNMEASURED_TOKENS
+        since = self._clock() - _REMEMBERED_SECONDS
+        recent = [step for step in self._steps if step.at >= since]
+        missing = max((step.missing for step in recent), default=0)
+        return max(LEAST_TOKENS, missing, _overhead_tokens(recent))
+
+    def pays(self, new: float, to_come: float) -> bool:
+        """Return whether a step pays now.
+
+        Args:
+            new: number of tokens that no step has sent.
+            to_come: number of tokens expected still to come before the prompt is complete.
+        """
+        if self._clock() - self._lost_at < _REMEMBERED_SECONDS:
+            return False
+        return new >= max(self.least_tokens, to_come)
 
 
-def is_transcript(text: str) -> bool:
-    """Return whether a text is a transcript, or the beginning of one."""
-    return text.startswith(_START)
+def _overhead_tokens(steps: Sequence[_Step]) -> float:
+    """Return how many tokens the server computes in the time of a step's overhead."""
+    fastest = min((step.seconds / step.computed for step in steps), default=0.0)
+    if fastest <= 0:
+        return 0.0
+    return median_high(step.seconds / fastest - step.computed for step in steps)
 
 
-def from_transcript(transcript: str) -> dict[str, Any]:
-    """Return the body of the chat request that a transcript's beginning stands for.
+def tokens_to_come(written: float, expected: float | None) -> float:
+    """Return how many tokens of a text that is being written are still to come.
 
-    A message that is cut before its content is left out, and so are the last ones without text.
+    A text whose length is unknown, or that is longer than expected, is taken to go on for a third
+    of its length so far: then steps are sent each time it has grown by half.
 
-    Raises: ValueError if it is no transcript, or is cut in the fields before its first message.
+    Args:
+        written: number of its tokens so far.
+        expected: its expected length in tokens, if that is known.
     """
-    head, *rest = transcript.removeprefix(_START).split(_MESSAGE)
-    messages = [_read(*one.split(_CONTENT, 1)) for one in rest if _CONTENT in one]
-    while messages and not _has_text(messages[-1]["content"]):
-        del messages[-1]
-    return {**json.loads(head), "messages": messages}
-
-
-def _write(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    fields = {name: value for name, value in message.items() if name != "content"}
-    kind, text = "text", content
-    if content is None:
-        kind, text = "none", ""
-    elif isinstance(content, Sequence) and not isinstance(content, str):
-        parts = cast("Sequence[Any]", content)
-        kind, text = "parts", _PART.join(_text_of(part) for part in parts)
-    if not isinstance(text, str) or _MESSAGE in text:
-        raise _not_text()
-    return f"{_MESSAGE}{json.dumps([kind, fields])}{_CONTENT}{text}"
-
-
-def _read(head: str, text: str) -> dict[str, Any]:
-    kind, fields = json.loads(head)
-    content: Any = text
-    if kind == "none":
-        content = None
-    elif kind == "parts":
-        content = [{"type": "text", "text": part} for part in text.split(_PART)]
-    return {**fields, "content": content}
-
-
-def _has_text(content: Any) -> bool:
-    if isinstance(content, str) or content is None:
-        return bool(content)
-    return any(part["text"] for part in content)
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, Mapping):
-        fields = cast("Mapping[str, Any]", part)
-        if fields.get("type") == "text" and isinstance(fields.get("text"), str):
-            return fields["text"]
-    raise _not_text()
-
-
-def _not_text() -> errors.MalformedRequest:
-    text = "only text can be prefilled ahead; messages with images are sent as usual"
-    return errors.MalformedRequest(text, 400, "malformed")
+    if expected is not None and expected > written:
+        return expected - written
+    return written * _PART_TO_COME

@@ -27,7 +27,7 @@ from typing import Protocol
 import anyio
 
 from flashmoa.engine.client import EngineClient
-from flashmoa.engine.prefill_steps import tokens_to_come
+from flashmoa.engine.plain import tokens_to_come
 from flashmoa.engine.wire import PromptUsage, StreamState
 from flashmoa.errors import (
     EngineError,
@@ -408,9 +408,8 @@ class PlainFeed(Feed):
             self.stream_id = f"plain-{secrets.token_hex(8)}"
             self._report()
         usage, seconds = await self._server.prefill(text, self._namespace)
-        if usage is not None:
-            self._measure(usage, seconds)
-            self._sent_tokens = usage.prompt_tokens or round(len(text) / _CHARACTERS_PER_TOKEN)
+        self._measure(usage, seconds)
+        self._sent_tokens = usage.prompt_tokens or round(len(text) / _CHARACTERS_PER_TOKEN)
         self._sent_characters = len(text)
         self._steps += 1
         self._report()

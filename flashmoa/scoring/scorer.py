@@ -18,7 +18,7 @@ from flashmoa.engine import (
     RequestRefused,
     StreamUse,
 )
-from flashmoa.engine.connections import Answer
+from flashmoa.engine.client import Answer
 from flashmoa.errors import FlashMoAError
 from flashmoa.scoring.questions import (
     Candidate,

@@ -12,7 +12,7 @@ import pytest
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
-from flashmoa.engine.prefill_steps import StepCosts
+from flashmoa.engine.plain import StepCosts
 from flashmoa.observe import CallStarted, Event, LinkAdvanced, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
@@ -104,26 +104,6 @@ async def test_what_was_prefilled_ahead_is_in_the_events(plain: EngineClient, gu
     (call,) = calls(events)
     assert call.plain_tokens == advanced[-1].prefilled_tokens
     assert link_status(call) == "plain"
-
-
-@pytest.mark.usefixtures("all_steps_pay")
-async def test_messages_alone_are_enough(
-    plain: EngineClient, guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a server that cannot convert messages to tokens and back."""
-    unlinked, cached_before = await review_unlinked(plain, guide)
-    await plain.flush_cache()
-
-    async def tokenize(_body: object) -> list[int]:
-        return []
-
-    monkeypatch.setattr(plain.plain, "_tokenize", tokenize)
-    linked, cached, events = await review(plain, guide)
-    assert linked == unlinked
-    advanced = [event for event in events if isinstance(event, LinkAdvanced)]
-    # The template ends each message, which the whole prompt does not do there.
-    assert advanced[-1].prefilled_tokens - 32 <= cached <= advanced[-1].prefilled_tokens
-    assert cached > cached_before + 500
 
 
 async def test_off_sends_no_request(

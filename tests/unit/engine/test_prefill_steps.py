@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.engine.prefill_steps import (
+from flashmoa.engine.plain import (
     LEAST_TOKENS,
     LEAST_UNMEASURED_TOKENS,
     StepCosts,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flashmoa_sglang.http import bodies
 
-from flashmoa.engine import EngineClient, PluginMissing, prompt_fields
+from flashmoa.engine import EngineClient, EngineError, PluginMissing, prompt_fields
 from flashmoa.engine.wire import RenderedText
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,8 @@ async def test_the_engine_is_given_all_fields() -> None:
 
 async def test_a_server_without_the_plugin_is_given_all_fields() -> None:
     async with RecordingClient("/render", "/tokenize") as client:
-        await client.render(MESSAGES, **FIELDS)
+        with pytest.raises(EngineError, match="cannot convert"):
+            await client.render(MESSAGES, **FIELDS)
     assert ("/tokenize", {"messages": MESSAGES, **FIELDS}) in client.sent
 
 

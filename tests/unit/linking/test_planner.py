@@ -15,7 +15,7 @@ from flashmoa.engine import (
     PluginMissing,
     PromptTooLarge,
     PromptUsage,
-    connections,
+    client,
 )
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
@@ -283,7 +283,7 @@ class WithoutSize(EngineClient):
 async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_next_are_linked(
     kind: type[EngineClient], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "SOON_SECONDS", 0.05)
+    monkeypatch.setattr(client, "SOON_SECONDS", 0.05)
     async with kind(f"http://{kind.__name__}:9") as engine:
         planner = Pair(engine)
         planner.turn = Turn("reader", TURN.after, sure=False)

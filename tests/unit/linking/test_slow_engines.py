@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from flashmoa import EngineClient, errors
-from flashmoa.engine import connections
+from flashmoa.engine import client
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.learned_planner import LearnedLinkPlanner
@@ -74,7 +74,7 @@ async def engines() -> AsyncGenerator[tuple[list[HungEngine], list[EngineClient]
 @pytest.fixture
 def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing end the wait for an engine that hangs."""
-    monkeypatch.setattr(connections, "SOON_SECONDS", 600.0)
+    monkeypatch.setattr(client, "SOON_SECONDS", 600.0)
 
 
 @pytest.mark.usefixtures("for_ever")
@@ -127,7 +127,7 @@ async def test_calls_that_were_learned_are_linked_while_one_engine_hangs() -> No
 async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "SOON_SECONDS", 0.5)
+    monkeypatch.setattr(client, "SOON_SECONDS", 0.5)
     async with engines() as ((hung, *_), clients):
         planner = Candidates(clients)
         for times in (1, 2, 3):
@@ -141,7 +141,7 @@ async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_wh
         warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert len([one for one in warnings if hung.url in one.getMessage()]) == 1
         # It is asked again later.
-        monkeypatch.setitem(connections._silent_until, hung.url, 0.0)
+        clients[0]._silent_until = 0.0
         hung.hangs.clear()
         assert await clients[0].render([{"role": "user", "content": "?"}]) == "?"
 
@@ -150,31 +150,18 @@ def declined(planner: Candidates) -> list[LinkDeclined]:
     return [event for event in planner.events if isinstance(event, LinkDeclined)]
 
 
-async def test_only_so_many_engines_that_did_not_answer_are_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    silent: dict[str, float] = {}
-    monkeypatch.setattr(connections, "_MOST_SILENT", 2)
-    monkeypatch.setattr(connections, "_silent_until", silent)
-    for url in ("one", "two", "one", "three"):
-        silent.pop(url, None)
-        with pytest.raises(errors.EngineTimeout):
-            async with connections.answering_soon(url):
-                raise errors.EngineTimeout("no answer")
-    assert list(silent) == ["one", "three"]
-
-
 async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time() -> None:
+    engine = EngineClient("http://busy")
     inside, most, asked, goes_on = 0, 0, 0, anyio.Event()
     released = float("inf")
 
     async def ask() -> None:
         nonlocal inside, most, asked
-        async with connections.answering_soon("busy"):
+        async with engine._answering_soon():
             inside, asked = inside + 1, asked + 1
             most = max(most, inside)
             if goes_on.is_set():
-                assert anyio.current_effective_deadline() >= released + connections.SOON_SECONDS
+                assert anyio.current_effective_deadline() >= released + client.SOON_SECONDS
             await goes_on.wait()
             await anyio.lowlevel.checkpoint()
             inside -= 1
@@ -185,7 +172,7 @@ async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time(
         await anyio.wait_all_tasks_blocked()
         released = anyio.current_time()
         goes_on.set()
-    assert most == connections._MOST_AT_ONCE and asked == 100
+    assert most == client.MOST_AT_ONCE and asked == 100
 
 
 @pytest.mark.parametrize(
@@ -195,18 +182,19 @@ async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time(
 async def test_an_engine_that_answers_others_meanwhile_is_not_left_out(
     refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = EngineClient("http://slow")
     with pytest.raises(errors.EngineTimeout):
-        async with connections.answering_soon("slow"):
+        async with engine._answering_soon():
             with nullcontext() if refusal is None else pytest.raises(type(refusal)):
-                async with connections.answering_soon("slow"):
+                async with engine._answering_soon():
                     if refusal is not None:
                         raise refusal
             raise errors.EngineTimeout("no answer")
-    async with connections.answering_soon("slow"):
-        monkeypatch.setattr(connections, "SOON_SECONDS", 0.0)
+    async with engine._answering_soon():
+        monkeypatch.setattr(client, "SOON_SECONDS", 0.0)
         with pytest.raises(errors.EngineTimeout):
-            async with connections.answering_soon("slow"):
+            async with engine._answering_soon():
                 await anyio.sleep_forever()
-        assert "slow" in connections._silent_until
+        assert engine._silent_until
     # The first one has been answered since.
-    assert "slow" not in connections._silent_until
+    assert not engine._silent_until

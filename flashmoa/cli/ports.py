@@ -34,6 +34,6 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def api_url(host: str, port: int) -> str:
+def api_url(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL of the OpenAI API of a server at this address."""
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"

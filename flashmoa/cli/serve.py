@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from types import FrameType
 
 import httpx
 
-from flashmoa.cli.ports import bind, port_problem
+from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.doctor import compiler, excludes_plugin, installed, runs_engines
 
 _DEFAULT_PORT = 30000
@@ -48,27 +47,23 @@ def main(arguments: Sequence[str]) -> int:
         _print_message(problem)
         return 2
     options, of_sglang = _parse_own_options(arguments)
-    with socket.socket(socket.AF_UNIX) as lock:
-        problem = (
-            _model_problem(options)
-            or port_problem(options.port)
-            or _drain_problem(options.drain_seconds)
-            or _listening_problem(options, lock)
+    problem = _argument_problem(options)
+    if problem is not None:
+        _print_message(problem)
+        return 2
+    if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
+        _print_message(
+            f"SGLANG_PLUGINS={allowed} keeps the plugin out, so nothing is linked on this "
+            "engine; unset it, or add flashmoa to it"
         )
-        if problem is not None:
-            _print_message(problem)
-            return 2
-        if excludes_plugin(allowed := os.environ.get("SGLANG_PLUGINS", "")):
-            _print_message(
-                f"SGLANG_PLUGINS={allowed} keeps the plugin out, so nothing is linked on this "
-                "engine; unset it, or add flashmoa to it"
-            )
-        if compiler() is None:
-            text = "there is no C compiler, and SGLang compiles kernels: apt-get install gcc"
-            _print_message(text)
-        scheme = "http" if options.ssl_certfile is None else "https"
-        command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
-        return Server(command, scheme, options.host, options.port, options.drain_seconds).run()
+    if compiler() is None:
+        text = "there is no C compiler, and SGLang compiles kernels: apt-get install gcc"
+        _print_message(text)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    scheme = "http" if options.ssl_certfile is None else "https"
+    url = api_url(host, options.port, scheme).removesuffix("/v1")
+    command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
+    return Server(command, url, options.drain_seconds).run()
 
 
 def _print_message(text: str) -> None:
@@ -109,10 +104,6 @@ def _read_config_file(file: str | None) -> list[str]:
         return []
 
 
-def _drain_problem(seconds: float) -> str | None:
-    return None if seconds >= 0 else f"--drain-seconds {seconds:g} is not at least 0"
-
-
 def _installation_problem() -> str | None:
     """Return why no engine can run on this machine, ``None`` if one can."""
     if not runs_engines():
@@ -128,35 +119,21 @@ def _installation_problem() -> str | None:
     return releases.too_old(installed("sglang") or "")
 
 
-def _model_problem(options: argparse.Namespace) -> str | None:
-    if options.model_path is None:
-        return None if options.config is not None else "no model is given; add --model-path PATH"
-    path = Path(options.model_path)
-    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
-        return (
-            f"--model-path {path} is not a model: it has no config.json; give a model's folder, "
-            "or its name on Hugging Face"
-        )
-    if not path.exists() and options.model_path.startswith(("/", ".", "~")):
+def _argument_problem(options: argparse.Namespace) -> str | None:
+    """Return what is wrong with arguments that SGLang reads only after half a minute, if any."""
+    path = options.model_path
+    if path is None and options.config is None:
+        return "no model is given; add --model-path PATH"
+    if path is not None and path.startswith(("/", ".")) and not Path(path).exists():
         return f"--model-path {path} does not exist"
-    return None
-
-
-def _listening_problem(options: argparse.Namespace, lock: socket.socket) -> str | None:
-    """Return why SGLang cannot listen on its address, ``None`` if it can.
-
-    Args:
-        lock: is bound to reserve the port among commands of this kind, since SGLang listens only
-            after it has loaded the model.
-    """
+    if not options.drain_seconds >= 0:
+        return f"--drain-seconds {options.drain_seconds:g} is not at least 0"
+    if problem := port_problem(options.port):
+        return problem
     try:
         bind(options.host, options.port).close()
     except OSError as error:
         return str(error)
-    try:
-        lock.bind(f"\0flashmoa-serve-{options.port}")
-    except OSError:
-        return f"port {options.port} is in use; choose another one with --port"
     return None
 
 
@@ -165,16 +142,13 @@ class Server:
 
     Args:
         command: starts the server.
-        scheme, host, port: the address at which it listens; ``http`` or ``https``.
+        url: where it listens.
         drain_seconds: how long requests may still run once the server is asked to stop.
     """
 
-    def __init__(
-        self, command: Sequence[str], scheme: str, host: str, port: int, drain_seconds: float
-    ) -> None:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    def __init__(self, command: Sequence[str], url: str, drain_seconds: float) -> None:
         self._command = list(command)
+        self._url = url
         self._drain_seconds = drain_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping_since: float | None = None

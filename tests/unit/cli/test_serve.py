@@ -17,18 +17,17 @@ from flashmoa.engine.local import free_port
 SERVER = """
 import sys
 from flashmoa.cli.serve import Server
-instead, scheme, port, drain_seconds = sys.argv[1:]
-command = [sys.executable, "-c", instead]
-server = Server(command, scheme, "127.0.0.1", int(port), float(drain_seconds))
+instead, url, drain_seconds = sys.argv[1:]
+server = Server([sys.executable, "-c", instead], url, float(drain_seconds))
 print("ended:", server.run(), flush=True)
 """
 
 
 def start(
-    instead: str, drain_seconds: str = "30", address: tuple[str, int] = ("http", 9)
+    instead: str, drain_seconds: str = "30", url: str = "http://127.0.0.1:9"
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SERVER, instead, *map(str, address), drain_seconds],
+        [sys.executable, "-c", SERVER, instead, url, drain_seconds],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -111,24 +110,20 @@ def test_a_server_is_ready_when_it_answers_without_a_proxy_or_with_a_certificate
     subprocess.run([*make, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
     port = free_port()
     ready = f"PORT, CERTIFICATE = {port}, {files if scheme == 'https' else None}\n{READY}"
-    out, _ = start(ready, address=(scheme, port)).communicate(timeout=60)
-    assert f"flashmoa: ready on {scheme}://127.0.0.1:{port} " in out
+    url = f"{scheme}://127.0.0.1:{port}"
+    out, _ = start(ready, url=url).communicate(timeout=60)
+    assert f"flashmoa: ready on {url} " in out
 
 
 def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
+    given = ["--config", str(file), "--host", "::1"]
     file.write_text("model-path: m\nhost: 0.0.0.0\nport: 31000\nssl-certfile: c.pem\n")
-    options, of_sglang = serve._parse_own_options(["--config", str(file), "--host", "::1"])
+    options, of_sglang = serve._parse_own_options([*given, "--drain-seconds", "5"])
     assert (options.model_path, options.host, options.port) == ("m", "::1", 31000)
     assert options.ssl_certfile == "c.pem"
-    assert of_sglang == ["--config", str(file), "--host", "::1"]
-
-
-def test_only_its_own_argument_is_kept_from_sglang() -> None:
-    given = ["--model-path", "m", "--drain-seconds", "5", "--tp", "2", "--port", "7"]
-    options, of_sglang = serve._parse_own_options(given)
-    assert (options.drain_seconds, options.model_path, options.port) == (5, "m", 7)
-    assert of_sglang == ["--model-path", "m", "--tp", "2", "--port", "7"]
+    # SGLang does not get the command's own argument.
+    assert options.drain_seconds == 5 and of_sglang == given
 
 
 @pytest.mark.parametrize(
@@ -136,7 +131,7 @@ def test_only_its_own_argument_is_kept_from_sglang() -> None:
     [
         (["--model-path", "a/b", "--drain-seconds", "-1"], "--drain-seconds -1 is not at least 0"),
         (["--model-path", "/no/such/model"], "--model-path /no/such/model does not exist"),
-        (["--model-path", "/tmp"], "--model-path /tmp is not a model: it has no config.json"),
+        (["--tp", "2"], "no model is given; add --model-path PATH"),
         (["--model-path", "a/b", "--port", "99999"], "--port 99999 is not between 1 and 65535"),
         (["--model-path", "a/b", "--host", "no.invalid"], "cannot listen on no.invalid:30000"),
     ],

@@ -16,13 +16,12 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
-    CallEvent,
     CallFailed,
     CallFinished,
     CallStarted,
@@ -69,6 +68,18 @@ _TOOL_CALLS = ("tool_calls", "function_calls")
 _ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
 )
+
+# The names of the span events for events of links, whose fields become attributes.
+_LINK_EVENTS: dict[type[Event], str] = {
+    LinkAdvanced: "flashmoa.link.advanced",
+    LinkWaits: "flashmoa.link.waits",
+    LinkDeclined: "flashmoa.link.declined",
+    LinkClosed: "flashmoa.link.closed",
+    UpstreamFailed: "flashmoa.upstream.failed",
+}
+_FAILURE_FIELDS = ("failure", "action")
+# Spans have these already.
+_COMMON_FIELDS = ("agent", "engine", "at", "stream_id")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -119,11 +130,8 @@ class OpenTelemetry:
     ) -> None:
         self._tracer = trace.get_tracer("flashmoa", tracer_provider=tracer_provider)
         self._meters = _Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
-        is_on = os.environ.get(_CONTENT_VARIABLE, "").lower() in (
-            "true",
-            "span_only",
-            "span_and_event",
-        )
+        wanted = os.environ.get(_CONTENT_VARIABLE, "").lower()
+        is_on = wanted in ("true", "span_only", "span_and_event")
         self._content = is_on if content is None else content
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._links: OrderedDict[str, _Link] = OrderedDict()
@@ -163,13 +171,12 @@ class OpenTelemetry:
             name = f"invoke_agent {event.agent}"
             spans.append(self._span(name, around, event.at, _agent_attributes(event)))
             around = trace.set_span_in_context(spans[0], around)
-        chat = self._span(
-            f"chat {event.model}".rstrip(),
-            around,
-            event.at,
-            _call_attributes(event) | _call_span_attributes(event),
-            kind=trace.SpanKind.CLIENT,
-        )
+        attributes = _call_attributes(event)
+        attributes |= {_AGENT: event.agent, "flashmoa.link.late": event.late}
+        if event.stream_id is not None:
+            attributes[_STREAM] = event.stream_id
+        name, kind = f"chat {event.model}".rstrip(), trace.SpanKind.CLIENT
+        chat = self._span(name, around, event.at, attributes, kind)
         _add_events(chat, self._linkless.pop(event.agent, ()))
         link = self._links.get(event.stream_id) if event.stream_id is not None else None
         if link is not None:
@@ -260,9 +267,13 @@ class OpenTelemetry:
     def _ensure_link_span(self, link: _Link, around: context.Context) -> trace.Span:
         if link.span is None:
             opened = link.opened
-            link.span = self._span(
-                f"link {opened.agent}", around, opened.at, _link_attributes(opened)
-            )
+            attributes: _Attributes = {
+                _AGENT: opened.agent,
+                _STREAM: opened.stream_id,
+                "flashmoa.link.upstream": opened.upstream,
+                **_server(opened.engine),
+            }
+            link.span = self._span(f"link {opened.agent}", around, opened.at, attributes)
             _add_events(link.span, link.pending)
         return link.span
 
@@ -322,11 +333,6 @@ def _call_attributes(call: CallStarted) -> _Attributes:
     return {_OPERATION: "chat", **_PROVIDER, **_model(call), **_server(call.engine)}
 
 
-def _call_span_attributes(call: CallStarted) -> _Attributes:
-    stream: _Attributes = {_STREAM: call.stream_id} if call.stream_id is not None else {}
-    return {_AGENT: call.agent, "flashmoa.link.late": call.late, **stream}
-
-
 def _agent_attributes(event: Event) -> _Attributes:
     model = _model(event) if isinstance(event, CallStarted) else {}
     return {_OPERATION: "invoke_agent", **_PROVIDER, _AGENT: event.agent, **model}
@@ -357,15 +363,6 @@ def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
     return {"streamed": streamed, "cached": usage.cached_tokens - streamed, "late": late}
 
 
-def _link_attributes(opened: LinkOpened) -> _Attributes:
-    return {
-        _AGENT: opened.agent,
-        _STREAM: opened.stream_id,
-        "flashmoa.link.upstream": opened.upstream,
-        **_server(opened.engine),
-    }
-
-
 def _link_error(reason: str) -> str | None:
     """Return the class name of the error that a link ended with; ``None`` if it was no error."""
     return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
@@ -373,29 +370,14 @@ def _link_error(reason: str) -> str | None:
 
 def _span_event(event: Event) -> tuple[str, _Attributes] | None:
     """Return the name and the attributes of the span event for an event of a link, if any."""
-    match event:
-        case LinkAdvanced():
-            return "flashmoa.link.advanced", {
-                "flashmoa.link.received_tokens": event.received_tokens,
-                "flashmoa.link.prefilled_tokens": event.prefilled_tokens,
-            }
-        case LinkWaits():
-            return "flashmoa.link.waits", {
-                "flashmoa.link.upstream": event.upstream,
-                _REASON: event.reason,
-            }
-        case UpstreamFailed():
-            return "flashmoa.upstream.failed", {
-                "flashmoa.link.upstream": event.upstream,
-                "flashmoa.upstream.failure": event.failure,
-                "flashmoa.upstream.action": event.action,
-            }
-        case LinkDeclined():
-            return "flashmoa.link.declined", {_REASON: event.reason}
-        case LinkClosed():
-            return "flashmoa.link.closed", {_REASON: event.reason}
-        case _:
-            return None
+    name = _LINK_EVENTS.get(type(event))
+    if name is None:
+        return None
+    return name, {
+        f"flashmoa.{'upstream' if one.name in _FAILURE_FIELDS else 'link'}.{one.name}": value
+        for one in fields(event)
+        if one.name not in _COMMON_FIELDS and (value := getattr(event, one.name)) is not None
+    }
 
 
 def _model(call: CallStarted) -> _Attributes:
@@ -427,38 +409,27 @@ class _Meters:
     """Measures calls, their tokens, and how links ended."""
 
     def __init__(self, meter: metrics.Meter) -> None:
-        self._duration = meter.create_histogram(
-            "gen_ai.client.operation.duration",
-            "s",
-            "GenAI operation duration.",
-            explicit_bucket_boundaries_advisory=_SECONDS,
-        )
-        self._first_chunk = meter.create_histogram(
-            "gen_ai.client.operation.time_to_first_chunk",
-            "s",
-            "Time to receive the first chunk of a streamed answer.",
-            explicit_bucket_boundaries_advisory=_SECONDS,
-        )
-        self._tokens = meter.create_histogram(
-            "gen_ai.client.token.usage",
-            "{token}",
-            "Number of input and output tokens used.",
-            explicit_bucket_boundaries_advisory=_TOKENS,
-        )
-        self._prompt = meter.create_counter(
-            "flashmoa.prompt.tokens",
-            "{token}",
-            "Prompt tokens, by where their KV came from: streamed, cached or late.",
-        )
-        self._links = meter.create_counter(
-            "flashmoa.links", "{link}", "Links that have ended, by the reason."
-        )
+        def histogram(name: str, unit: str, text: str, bounds: list[float]) -> metrics.Histogram:
+            return meter.create_histogram(
+                f"gen_ai.client.{name}", unit, text, explicit_bucket_boundaries_advisory=bounds
+            )
+
+        text = "GenAI operation duration."
+        self._duration = histogram("operation.duration", "s", text, _SECONDS)
+        text = "Time to receive the first chunk of a streamed answer."
+        self._first_chunk = histogram("operation.time_to_first_chunk", "s", text, _SECONDS)
+        text = "Number of input and output tokens used."
+        self._tokens = histogram("token.usage", "{token}", text, _TOKENS)
+        text = "Prompt tokens, by where their KV came from: streamed, cached or late."
+        self._prompt = meter.create_counter("flashmoa.prompt.tokens", "{token}", text)
+        text = "Links that have ended, by the reason."
+        self._links = meter.create_counter("flashmoa.links", "{link}", text)
 
     def record_answer(
         self, call: CallStarted, first_token: float | None, event: CallFinished
     ) -> None:
         attributes = _call_attributes(call)
-        self._record_duration(call, event, attributes)
+        self._duration.record(event.at - call.at, attributes)
         if first_token is not None:
             self._first_chunk.record(first_token - call.at, attributes)
         if event.usage is not None:
@@ -469,13 +440,8 @@ class _Meters:
                 self._prompt.add(tokens, {**attributes, "flashmoa.prompt.source": source})
 
     def record_failure(self, call: CallStarted, event: CallFailed) -> None:
-        self._record_duration(
-            call, event, {**_call_attributes(call), _ERROR_TYPE: event.error_type or _UNKNOWN_ERROR}
-        )
+        kind = event.error_type or _UNKNOWN_ERROR
+        self._duration.record(event.at - call.at, {**_call_attributes(call), _ERROR_TYPE: kind})
 
     def record_link_end(self, event: LinkClosed) -> None:
-        error = _link_error(event.reason)
-        self._links.add(1, {_REASON: error or event.reason})
-
-    def _record_duration(self, call: CallStarted, end: CallEvent, attributes: _Attributes) -> None:
-        self._duration.record(end.at - call.at, attributes)
+        self._links.add(1, {_REASON: _link_error(event.reason) or event.reason})

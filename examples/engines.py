@@ -12,7 +12,7 @@ import anyio
 from rich.console import Console
 from smollm2 import smollm2_engines
 
-from flashmoa.engine.tiny_models import tiny_engines
+from flashmoa.engine.local import tiny_engines
 from flashmoa.observe import Event
 from flashmoa.observe.timeline import draw, lanes
 

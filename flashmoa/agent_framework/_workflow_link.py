@@ -73,8 +73,8 @@ def link(
     Raises:
         TypeError: if ``workflow`` is not a workflow.
         OSError: if the trace cannot be written.
-        ValueError: if no agent of the workflow uses a FlashMoA client; if ``trace`` names an HTML
-            page, or an existing file that is not a trace; if ``trace_prompts`` is given without
+        ValueError: if no agent of the workflow uses a FlashMoA client; if ``trace`` names an
+            existing file that is not a trace; if ``trace_prompts`` is given without
             ``trace``.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]

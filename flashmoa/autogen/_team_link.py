@@ -86,7 +86,7 @@ def link(  # noqa: PLR0913 - all but the team have a default
         ValueError: if no agent of the team uses a FlashMoA client; if ``on_failure`` or
             ``include`` names an unknown agent or action, or an agent that cannot be linked; if
             ``kv_share`` is not between 0 and 1; if
-            ``trace`` names an HTML page, or an existing file that is not a trace; if
+            ``trace`` names an existing file that is not a trace; if
             ``trace_prompts`` is given without ``trace``.
     """
     parts = _get_parts(team)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if compiler() is None:
         text = "there is no C compiler, and SGLang compiles kernels: apt-get install gcc"
         _print_message(text)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host) or options.host
     scheme = "http" if options.ssl_certfile is None else "https"
     url = api_url(host, options.port, scheme).removesuffix("/v1")
     command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]

@@ -1,20 +1,24 @@
 """Start engines on this machine's CPU, for the demo, the benchmarks and the tests.
 
-One process imports SGLang and forks engines, each pinned to a core, so that two engines on
-two cores are two devices that really overlap. Needs ``flashmoa-sglang`` and SGLang.
+They need no GPU and no model hub, but ``flashmoa-sglang`` and SGLang. The text of models with
+random weights (:func:`tiny_model`) is noise; the timing of the engines is real. One process imports
+SGLang and forks engines, each pinned to a core, so that two engines on two cores are two devices
+that really overlap.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -25,6 +29,7 @@ import httpx
 from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
+from flashmoa.engine.client import EngineClient
 from flashmoa.errors import EngineError
 
 # Arguments for engines that are measured on a CPU. Nothing overlaps on it, so SGLang's overlap
@@ -32,6 +37,10 @@ from flashmoa.errors import EngineError
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 5.0
+# An engine on a busy machine may be used before it has measured its costs.
+_MEASURE_SECONDS = 120.0
+# Size of an engine's KV pool in tokens.
+_POOL_TOKENS = 12_000
 # These ports are below those that the system gives to connections and those that SGLang derives.
 _PORTS = range(15_000, 28_000)
 
@@ -247,3 +256,87 @@ def _runs_in_group(process: Path, leader: int) -> bool:
     # last thread has ended. Their number is the 20th field of the file, the state is the third.
     threads = int(more[14])
     return int(group) == leader and (state not in ("Z", "X") or threads > 1)
+
+
+def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
+    """Return the folder of a tiny model; if ``cache`` lacks it, make it, which takes seconds.
+
+    Args:
+        shape: a name in ``flashmoa_sglang.tiny_model.SHAPES``.
+        texts: files to train its tokenizer on.
+        cache: the folder for the folders of models.
+
+    Raises: EngineError with the reason if the model cannot be made.
+    """
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.read_bytes())
+    out = cache / f"{shape}-{digest.hexdigest()[:12]}"
+    if not out.exists():
+        command = [sys.executable, "-m", "flashmoa_sglang.tiny_model", "--out", str(out)]
+        command += ["--shape", shape, "--text", *map(str, texts)]
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if process.returncode:
+            reason = process.stderr.decode(errors="replace").strip()
+            raise EngineError(
+                f"no model of shape {shape!r} could be made (`flashmoa doctor` checks the "
+                f"installation): {reason[-500:]}"
+            )
+    return out
+
+
+@asynccontextmanager
+async def tiny_engines(
+    shapes: Sequence[str],
+    texts: Sequence[Path],
+    cache: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> AsyncGenerator[list[LocalEngine]]:
+    """Serve tiny models on this CPU, the first one on core 0, the second one on core 1, and so on.
+
+    Leaving the context ends the engines.
+
+    Args:
+        shapes: the shape of each engine's model; see :func:`tiny_model`.
+        texts, cache: as for :func:`tiny_model`.
+        progress: called with a short message when a step begins.
+
+    Raises: EngineError if a model cannot be made or an engine does not start.
+    """
+    progress("making tiny models (random weights, own tokenizer)")
+    models = [await anyio.to_thread.run_sync(tiny_model, shape, texts, cache) for shape in shapes]
+    async with engines_per_core(models, progress) as engines:
+        yield engines
+
+
+@asynccontextmanager
+async def engines_per_core(
+    models: Sequence[Path], progress: Callable[[str], None] = lambda _: None
+) -> AsyncGenerator[list[LocalEngine]]:
+    """Serve models on this CPU, the first one on core 0, the second one on core 1, and so on.
+
+    Args:
+        models: the folders of the models.
+        progress: called with a short message when a step begins.
+
+    Raises: EngineError if an engine does not start.
+    """
+    progress("importing SGLang, once for all engines")
+    async with local_engines() as starter:
+        progress(f"starting {len(models)} engines, one per core")
+        arguments = ["--max-total-tokens", str(_POOL_TOKENS), "--enable-cache-report"]
+        engines = [
+            await starter.start(
+                model, core=core, arguments=[*arguments, *WITHOUT_OVERLAP], wait=False
+            )
+            for core, model in enumerate(models)
+        ]
+        for engine in engines:
+            await engine.wait_until_ready()
+        progress("the engines measure what their forwards cost")
+        for engine in engines:
+            async with EngineClient(engine.url) as client:
+                with anyio.move_on_after(_MEASURE_SECONDS):
+                    while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event
+                        await anyio.sleep(0.1)
+        yield engines

@@ -195,8 +195,10 @@ class _Models(BaseModel):
 
 
 def _is_text(content: Any) -> bool:
-    parts = cast("list[Any]", content) if isinstance(content, list) else []
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+    if not isinstance(content, list):
+        return True
+    parts = cast("list[dict[str, Any]]", content)
+    return all(part.get("type") == "text" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

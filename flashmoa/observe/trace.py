@@ -52,21 +52,23 @@ class Trace:
 
     Raises:
         OSError: if the file cannot be made.
-        ValueError: if ``path`` names a web page, or an existing file that is not a trace.
+        ValueError: if ``path`` is an existing file that is not a trace.
     """
 
     def __init__(self, path: Path | str, *, prompts: bool = False, replace: bool = True) -> None:
         self._path = Path(path)
         self._writes_prompts = prompts
-        if self._path.suffix.lower() in (".html", ".htm"):
-            trace = self._path.with_suffix(".jsonl")
-            raise ValueError(
-                f"{self._path} names a web page, and a trace has one event per line; give "
-                f"trace={str(trace)!r}, then run: flashmoa trace {trace} --html {self._path}"
-            )
-        if replace:
-            self._create_file()
         self._has_ended = False
+        # A device or a pipe has no end to read to, and nothing to lose.
+        if replace and self._path.is_file():
+            try:
+                next(_read_events(self._path), None)
+            except TraceError as error:
+                raise ValueError(
+                    f"{self._path} exists and is not a trace; give another name, or delete it"
+                ) from error
+        if replace:
+            self._path.write_text("")
 
     def __call__(self, event: Event) -> None:
         if self._has_ended or (isinstance(event, PromptSent) and not self._writes_prompts):
@@ -79,17 +81,6 @@ class Trace:
             self._has_ended = True
             text = "The trace %s could not be written and ends here: %s"
             logger.warning(text, self._path, error)
-
-    def _create_file(self) -> None:
-        # A device or a pipe has no end to read to, and nothing to lose.
-        if self._path.is_file():
-            try:
-                next(_read_events(self._path), None)
-            except TraceError as error:
-                raise ValueError(
-                    f"{self._path} exists and is not a trace; give another name, or delete it"
-                ) from error
-        self._path.write_text("")
 
 
 class _TracedListener:

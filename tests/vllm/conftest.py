@@ -14,8 +14,7 @@ import httpx
 import pytest
 from anyio.abc import Process
 
-from flashmoa.engine.local import free_port
-from flashmoa.engine.tiny_models import tiny_model
+from flashmoa.engine.local import free_port, tiny_model
 from tests.conftest import GUIDE, ROOT
 
 PYTHON = ROOT / ".venvs" / "vllm" / "bin" / "python"

@@ -22,8 +22,8 @@ from flashmoa.engine.local import (
     LocalEngine,
     LocalEngines,
     local_engines,
+    tiny_model,
 )
-from flashmoa.engine.tiny_models import tiny_model
 from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 

@@ -17,8 +17,7 @@ from typing import Any
 import anyio
 
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.engine.local import local_engines
-from flashmoa.engine.tiny_models import tiny_model
+from flashmoa.engine.local import local_engines, tiny_model
 from flashmoa_bench.harness.engines import wait_for_costs
 from flashmoa_bench.harness.modelled_gpus import check_keeps_up, counted_since, environment_of
 from flashmoa_bench.plan.result import PlanResult, summarise

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngines
-from flashmoa.engine.tiny_models import tiny_model
+from flashmoa.engine.local import LocalEngines, tiny_model
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Result
 from tests.conftest import GUIDE, ROOT

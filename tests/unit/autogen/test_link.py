@@ -101,8 +101,9 @@ def test_a_link_that_cannot_be_made_ends_no_trace(tmp_path: Path) -> None:
     client, file = make_client(), tmp_path / "run.jsonl"
     team = make_team(client)
     link(team, trace=file)._planner.listener(NOTE)
-    with pytest.raises(ValueError, match="web page"):
-        link(team, trace=tmp_path / "page.html")
+    (tmp_path / "notes").write_text("Not a trace.")
+    with pytest.raises(ValueError, match="is not a trace"):
+        link(team, trace=tmp_path / "notes")
     link(make_team(client, "two"), trace=file)
     assert read(file) == [NOTE]
 

@@ -81,9 +81,3 @@ def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         command.main([str(trace), "--html", str(trace)])
     assert "is the trace itself" in capsys.readouterr().err
-
-
-def test_trace_cannot_be_written_to_an_html_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"flashmoa trace .*run.jsonl --html .*run.html"):
-        Trace(tmp_path / "run.html")
-    assert not (tmp_path / "run.html").exists()

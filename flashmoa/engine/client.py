@@ -128,8 +128,8 @@ class EngineClient:
             template_args: the same as ``chat_template_kwargs``.
             fields: the request's other fields, as :func:`prompt_fields` returns them.
 
-        Raises: EngineTimeout if the engine does not answer within 2 s after it was asked, whatever
-            the client's timeout is; if it answered none, it is not asked again for some seconds.
+        Raises: EngineTimeout if the engine does not answer within 2 s after it was asked, with any
+            timeout of the client; if it answered none, it is not asked again for some seconds.
         """
         fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
         async with self._answering_soon():

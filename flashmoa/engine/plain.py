@@ -32,8 +32,8 @@ LEAST_UNMEASURED_TOKENS = 256
 # Older measurements say little about a server whose load changes.
 _REMEMBERED_SECONDS = 60.0
 _REMEMBERED_STEPS = 32
-# Of a text that goes on for longer than expected, or whose length nobody expects, this part of what
-# has been written is expected to come.
+# Of a text that goes on for longer than expected, or whose length is unknown, this part of what has
+# been written is expected to come.
 _PART_TO_COME = 1 / 3
 
 

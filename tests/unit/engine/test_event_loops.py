@@ -153,28 +153,26 @@ def test_a_proxy_of_the_environment_is_used(
     asyncio.run(client.close())
 
 
-@pytest.mark.parametrize("excepted", ["127.0.0.1", "127.0.0.1:{port}", "x.org,127.0.0.1", "*"])
-def test_a_host_that_the_environment_excepts_is_asked_without_a_proxy(
-    engine: Engine, excepted: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("host", "excepted"),
+    [
+        ("127.0.0.1:8", "127.0.0.1"),
+        ("127.0.0.1:8", "127.0.0.1:8"),
+        ("127.0.0.1:8", "x.org,127.0.0.1"),
+        ("127.0.0.1:8", "*"),
+        ("[::1]:30000", "::1"),
+        ("localhost:30000", "localhost"),
+    ],
+)
+def test_a_host_that_the_environment_excepts_has_no_proxy(
+    host: str, excepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ALL_PROXY", "127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", excepted.format(port=engine.url.rpartition(":")[2]))
-    monkeypatch.delenv("no_proxy", raising=False)
-    client = EngineClient(engine.url)
-    assert asyncio.run(ask(client)) == "hi."
-    asyncio.run(client.close())
-
-
-@pytest.mark.parametrize("excepted", ["::1", "localhost"])
-def test_no_proxy_names_hosts_without_brackets_and_ports(
-    excepted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:3128")
+    monkeypatch.setenv("ALL_PROXY", "proxy.invalid:3128")
     monkeypatch.setenv("NO_PROXY", excepted)
     monkeypatch.delenv("no_proxy", raising=False)
-    host = f"[{excepted}]" if ":" in excepted else excepted
-    assert connections._proxy_of(f"http://{host}:30000") is None
-    assert connections._proxy_of("http://other:30000") == "http://proxy.invalid:3128"
+    assert connections._proxy_of(f"http://{host}") is None
+    if excepted != "*":
+        assert connections._proxy_of("http://other:30000") == "http://proxy.invalid:3128"
 
 
 def test_clients_of_https_engines_read_the_certificates_once() -> None:

@@ -54,7 +54,7 @@ async def test_an_engine_that_has_ended_is_not_one_without_a_modelled_gpu() -> N
 
 
 def test_an_engine_runs_until_its_last_process_has_ended(tmp_path: Path) -> None:
-    """Count no ended process, though nobody has waited for it, as in some containers."""
+    """Count no ended process, though its parent has not waited for it, as in some containers."""
     code = "import subprocess, sys; subprocess.Popen(['cat']).wait()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True

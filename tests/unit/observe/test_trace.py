@@ -79,7 +79,7 @@ def test_prompts_are_written_on_request_only(tmp_path: Path) -> None:
         for event in [*PROMPTS, *RUN]:
             trace(event)
         assert read(tmp_path / "run.jsonl") == expected
-    # Whoever prints the events does not show the prompts.
+    # Printing the events does not show the prompts.
     assert "Köln" not in str(PROMPTS[0])
 
 

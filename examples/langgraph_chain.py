@@ -83,12 +83,14 @@ async def main() -> None:
     """Run the graph twice linked, and once unlinked."""
     arguments = one_engine_arguments(__doc__)
     async with one_engine(arguments.engine) as url:
-        graph = build_graph(chat(url, arguments.model))
+        model = chat(url, arguments.model)
+        graph = build_graph(model)
         state: State = {}
         for task in TASKS:
             async with run("graph", listener=print):  # The one line.
                 state = await graph.ainvoke({"task": task})
         same = await graph.ainvoke({"task": TASKS[-1]})
+        await model.root_async_client.close()
     print(state["summary"])
     print("The same unlinked:", same == state)
 

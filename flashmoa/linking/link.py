@@ -73,6 +73,7 @@ class Link:
             as the engine client says.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: how long the agent's answer is likely to be, if that is known.
+        add_special_tokens: whether the engine adds these to the prompt, which has none yet.
         expect: returns how many tokens an upstream agent is likely to write, if that is known.
         listener: receives the link's events.
 
@@ -90,6 +91,7 @@ class Link:
         stream_ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
+        add_special_tokens: bool = False,
         expect: Callable[[str], int | None] = lambda _: None,
         listener: Listener = ignore,
     ) -> None:
@@ -108,6 +110,7 @@ class Link:
             ttl_seconds=stream_ttl_seconds,
             namespace=namespace,
             expected_output_tokens=expected_output_tokens,
+            add_special_tokens=add_special_tokens,
         )
         self._end_reason: str | None = None
         # Whether it has ended because no request came in time.

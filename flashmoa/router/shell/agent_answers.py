@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import Collection
 from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -24,49 +24,14 @@ class AgentKey(NamedTuple):
     agent: str
 
 
-class GrowingAnswer(Text):
-    """Holds one agent's answer, as text and as tokens, while it is written.
+class ReadableAnswer(Text):
+    """Holds one agent's answer while it is written.
 
     Attributes:
-        tokens: the answer's tokens so far; ``None`` if its engine does not report them.
-        prefill: URL of the prefill engine of the pair that writes it; empty before it is begun.
         reads: the agents whose answers are in the prompt of the request that writes this one.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.tokens: list[int] | None = []
-        self.prefill = ""
-        self.reads: frozenset[AgentKey] = frozenset()
-
-    def add(self, text: str, tokens: Sequence[int] | None) -> None:
-        """Add the next piece, and its tokens if they are known."""
-        if tokens is None:
-            self.tokens = None
-        elif self.tokens is not None and not self.is_over:
-            self.tokens.extend(tokens)
-        self.write(text)
-
-    def token_ids(self) -> list[int]:
-        """Return the tokens so far. Raises: AgentFailed if they are not known."""
-        if self.tokens is None:
-            raise AgentFailed(
-                f"{self.name}'s tokens are not known; ask {self.name} through /generate, or read "
-                "its answer as text"
-            )
-        return self.tokens
-
-    async def token_pieces(self) -> AsyncGenerator[list[int]]:
-        """Yield all tokens as they arrive.
-
-        Raises: AgentFailed if the tokens are not known; the answer's own error if it fails.
-        """
-        count = 0
-        # The tokens of a piece of text, even of an empty one, are added before it.
-        async for _ in self:
-            if new := self.token_ids()[count:]:
-                count += len(new)
-                yield new
+    reads: frozenset[AgentKey] = frozenset()
 
 
 class AgentPromptCache:
@@ -80,29 +45,27 @@ class AgentPromptCache:
 
     def __init__(self, max_finished: int = 10_000) -> None:
         self._max_finished = max_finished
-        self._answers: OrderedDict[AgentKey, GrowingAnswer] = OrderedDict()
+        self._answers: OrderedDict[AgentKey, ReadableAnswer] = OrderedDict()
         # Answers that no request writes yet.
-        self._awaited: WeakValueDictionary[AgentKey, GrowingAnswer] = WeakValueDictionary()
+        self._awaited: WeakValueDictionary[AgentKey, ReadableAnswer] = WeakValueDictionary()
 
     def __len__(self) -> int:
         """Count the answers that are written or over."""
         return len(self._answers)
 
-    def read(self, key: AgentKey) -> GrowingAnswer:
+    def read(self, key: AgentKey) -> ReadableAnswer:
         """Return an agent's latest answer, or the one that a later request will write."""
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        return self._awaited.setdefault(key, GrowingAnswer(key.agent))
+        return self._awaited.setdefault(key, ReadableAnswer(key.agent))
 
-    def begin(self, key: AgentKey, reads: Collection[AgentKey], prefill: str = "") -> GrowingAnswer:
+    def begin(self, key: AgentKey, reads: Collection[AgentKey]) -> ReadableAnswer:
         """Return the answer that a request will write.
 
         An agent that is asked again writes another answer; readers of the previous one keep that.
 
-        Args:
-            reads: the agents whose answers are in the request's prompt.
-            prefill: URL of the prefill engine of the pair that will write it.
+        Args: reads: the agents whose answers are in the request's prompt.
 
         Raises: BadRequest if agents would wait for each other.
         """
@@ -111,8 +74,8 @@ class AgentPromptCache:
                 f"{key.agent} would wait for an answer that waits for {key.agent}; give each round "
                 "its own agent names or its own workflow"
             )
-        answer = self._awaited.pop(key, None) or GrowingAnswer(key.agent)
-        answer.prefill, answer.reads = prefill, frozenset(reads)
+        answer = self._awaited.pop(key, None) or ReadableAnswer(key.agent)
+        answer.reads = frozenset(reads)
         self._answers[key] = answer
         self._answers.move_to_end(key)
         over = (key for key, answer in self._answers.items() if answer.is_over)
@@ -156,13 +119,13 @@ class AnswerRecorder(AnswerObserver):
     """
 
     def __init__(
-        self, answer: GrowingAnswer | None, endings: Counter, is_stream: bool = False
+        self, answer: ReadableAnswer | None, endings: Counter, is_stream: bool = False
     ) -> None:
         self._answer = answer
         self._endings = endings
         self._is_stream = is_stream
         self._line = b""
-        self._text_length = self._token_count = 0
+        self._length = 0
         self.last: dict[str, Any] = {}
         self.ending: str | None = None
 
@@ -188,7 +151,7 @@ class AnswerRecorder(AnswerObserver):
             what = _ENDINGS.get(ending, ending)
             self._answer.fail(AgentFailed(f"{self._answer.name}'s request was {what}"))
 
-    def _record(self, answer: GrowingAnswer, content: bytes) -> None:
+    def _record(self, answer: ReadableAnswer, content: bytes) -> None:
         try:
             event: Any = json.loads(content)
             if not isinstance(event, dict):
@@ -203,23 +166,20 @@ class AnswerRecorder(AnswerObserver):
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             answer.fail(AgentFailed(f"{answer.name}'s answer cannot be read: {error!r}"))
 
-    def _record_chat(self, answer: GrowingAnswer, event: dict[str, Any]) -> None:
+    def _record_chat(self, answer: ReadableAnswer, event: dict[str, Any]) -> None:
         for choice in event["choices"][:1]:
             message: dict[str, Any] | None = choice.get("delta") or choice.get("message")
-            answer.add((message or {}).get("content") or "", None)
+            answer.write((message or {}).get("content") or "")
             if choice.get("finish_reason") == "abort":
                 answer.fail(AgentFailed(f"{answer.name}'s request was aborted; send it again"))
 
-    def _record_generation(self, answer: GrowingAnswer, event: dict[str, Any]) -> None:
-        # Each event repeats the whole answer so far.
-        text: str = event["text"]
-        ids: list[int] = event["output_ids"]
+    def _record_generation(self, answer: ReadableAnswer, event: dict[str, Any]) -> None:
         reason: dict[str, Any] = event["meta_info"].get("finish_reason") or {}
         if reason.get("type") == "abort":
             message = f"{answer.name}'s request was aborted: {reason.get('message')}"
             answer.fail(AgentFailed(f"{message}; send it again"))
             return
-        if ids and reason.get("matched") == ids[-1]:
-            ids = ids[:-1]  # The token that ended the answer does not belong in other prompts.
-        answer.add(text[self._text_length :], ids[self._token_count :])
-        self._text_length, self._token_count = len(text), len(ids)
+        # Each event repeats the whole answer so far.
+        text: str = event["text"]
+        answer.write(text[self._length :])
+        self._length = len(text)

@@ -3,15 +3,14 @@
 ``workflow`` and ``agent`` in a body name the agent that writes the answer. In a prompt,
 ``{"agent": NAME}`` stands for that agent's answer: as ``{"type": "agent", "agent": NAME}`` among
 the parts of a message, or in ``/generate``'s ``prompt``, which is a list of such parts and of
-``{"text": ...}`` or ``{"input_ids": [...]}``.
+``{"text": ...}``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.router.client_requests import CHAT
@@ -30,17 +29,15 @@ class AgentRequest:
         workflow: the workflow whose agents it reads and writes.
         agent: the agent that writes the answer; ``None`` if no request can read the answer.
         body: the body without the router's own fields, with :attr:`marks` in place of answers.
-        form: the form in which it contains its prompt.
+        is_chat: whether it has messages, and not a text.
         marks: by agent, the mark that stands for the agent's answer in the body.
-        parts: the prompt in token form; a string is the name of an agent.
     """
 
     workflow: str
     agent: str | None
     body: dict[str, Any]
-    form: Literal["text", "chat", "tokens"] = "text"
+    is_chat: bool
     marks: dict[str, str] = field(default_factory=dict[str, str])
-    parts: tuple[str | tuple[int, ...], ...] = ()
 
     @property
     def is_ordinary(self) -> bool:
@@ -52,29 +49,15 @@ class AgentRequest:
         """Whether the prompt's KV can be computed before the request is sent."""
         return not any(self.body.get(name) for name in _NAMESPACE)
 
-    def pieces(self) -> list[str]:
-        """Return a prompt in text form, split so that each agent's mark is a separate piece."""
-        pattern = "|".join(map(re.escape, self.marks.values()))
-        return re.split(f"({pattern})", self.body["text"])
-
-    def with_texts(self, texts: Mapping[str, str]) -> dict[str, Any]:
-        """Return the body to send, given the answers by agent; not for the token form."""
+    def filled(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body with these texts, by agent, in place of the answers."""
         return replace_marks(self.body, {self.marks[name]: text for name, text in texts.items()})
-
-    def with_tokens(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Return the body to send in token form, given the answers' tokens by agent."""
-        ids: list[int] = []
-        for part in self.parts:
-            ids += tokens[part] if isinstance(part, str) else part
-        return {**self.body, "input_ids": ids}
 
     def mark(self, part: Any) -> str:
         """Return the mark of a part's agent. Raises: BadRequest if it names none, or too many."""
         name = _get(part, "agent")
         if not isinstance(name, str):
-            raise BadRequest(
-                f"a part of a prompt has text, input_ids or an agent's name; {part!r} has none"
-            )
+            raise BadRequest(f"a part of a prompt has text or an agent's name; {part!r} has none")
         if name not in self.marks and len(self.marks) == _MAX_AGENTS:
             raise BadRequest(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
         return self.marks.setdefault(name, Text("agent").mark)
@@ -89,9 +72,8 @@ def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:
     workflow, agent = rest.pop("workflow", ""), rest.pop("agent", None)
     if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
         raise BadRequest(f"workflow {workflow!r} and agent {agent!r} must be strings")
-    request = AgentRequest(workflow, agent, rest)
-    if path == CHAT:
-        request.form = "chat"
+    request = AgentRequest(workflow, agent, rest, path == CHAT)
+    if request.is_chat:
         if isinstance(messages := rest.get("messages"), list):
             given = cast("list[Any]", messages)
             rest["messages"] = [_mark_message(message, request) for message in given]
@@ -110,14 +92,10 @@ def _parse_generation(request: AgentRequest) -> None:
     given: list[Any] = body.pop("prompt")
     if "text" in body or "input_ids" in body:
         raise BadRequest("give one of prompt, text and input_ids, not several")
-    if any(_get(part, "input_ids") is not None for part in given):
-        request.form = "tokens"
-        request.parts = tuple(_tokens(part, request) for part in given)
-    else:
-        texts = [(_get(part, "text"), part) for part in given]
-        body["text"] = "".join(
-            text if isinstance(text, str) else request.mark(part) for text, part in texts
-        )
+    texts = [(_get(part, "text"), part) for part in given]
+    body["text"] = "".join(
+        text if isinstance(text, str) else request.mark(part) for text, part in texts
+    )
 
 
 def _mark_message(message: Any, request: AgentRequest) -> Any:
@@ -133,17 +111,6 @@ def _mark_message(message: Any, request: AgentRequest) -> Any:
     texts = [_get(part, "text") for part in marked]
     is_text = all(isinstance(text, str) for text in texts)
     return {**message, "content": "".join(texts) if is_text else marked}
-
-
-def _tokens(part: Any, request: AgentRequest) -> str | tuple[int, ...]:
-    ids = _get(part, "input_ids")
-    if not isinstance(ids, list):
-        request.mark(part)
-        return part["agent"]
-    wrong = [item for item in cast("list[Any]", ids) if type(item) is not int]
-    if wrong:
-        raise BadRequest(f"{wrong[0]!r} is among the token ids of a part; give integers only")
-    return tuple(cast("list[int]", ids))
 
 
 def _asks_for_several_answers(body: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from flashmoa.router.shell.agent_answers import (
     AgentKey,
     AgentPromptCache,
     AnswerRecorder,
-    GrowingAnswer,
+    ReadableAnswer,
 )
 from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
 from flashmoa.router.shell.early_prefill import EarlyPrefill
@@ -159,7 +159,7 @@ class _Shell:
         own = None
         if request.agent is not None:
             own_key = AgentKey(client, request.workflow, request.agent)
-            own = self._cache.begin(own_key, keys.values(), self._options.prefill)
+            own = self._cache.begin(own_key, keys.values())
         try:
             await self._read(request, answers, call)
             return await self._write(request, answers, own, call)
@@ -181,7 +181,7 @@ class _Shell:
         return None
 
     async def _read(
-        self, request: AgentRequest, answers: Mapping[str, GrowingAnswer], call: ForwardedRequest
+        self, request: AgentRequest, answers: Mapping[str, ReadableAnswer], call: ForwardedRequest
     ) -> None:
         """Wait until all answers are complete, and prefill the prompt in the meantime.
 
@@ -190,17 +190,20 @@ class _Shell:
         if all(answer.is_over for answer in answers.values()) or not request.can_prefill_early:
             await self._complete(answers)
             return
-        async with EngineClient(self._options.prefill, headers=call.api_key) as engine:
+        async with EngineClient(
+            self._options.prefill, headers=call.api_key, without_plugin="off"
+        ) as engine:
             early = EarlyPrefill(engine, request, answers)
-            try:
-                await all_of([early.run, lambda: self._complete(answers)])
+
+            async def complete() -> None:
+                await self._complete(answers)
                 if (prefilled := await early.finish()) is not None:
                     self._ahead_tokens.inc(prefilled.cached_tokens)
                     self._late_tokens.inc(prefilled.prefilled_tokens)
-            finally:
-                await early.release()
 
-    async def _complete(self, answers: Mapping[str, GrowingAnswer]) -> None:
+            await all_of([early.run, complete])
+
+    async def _complete(self, answers: Mapping[str, ReadableAnswer]) -> None:
         with anyio.move_on_after(self._options.agent_seconds) as waiting:
             for answer in answers.values():
                 await answer.complete()
@@ -214,21 +217,16 @@ class _Shell:
     async def _write(
         self,
         request: AgentRequest,
-        answers: Mapping[str, GrowingAnswer],
-        own: GrowingAnswer | None,
+        answers: Mapping[str, ReadableAnswer],
+        own: ReadableAnswer | None,
         call: ForwardedRequest,
     ) -> Response:
         """Send a request whose prompt is complete; record its answer if agents may read it."""
-        if request.form == "tokens":
-            await self._check_vocabularies(answers.values(), call)
-            tokens = {agent: answer.token_ids() for agent, answer in answers.items()}
-            body = request.with_tokens(tokens)
-        else:
-            body = request.with_texts({agent: answer.written for agent, answer in answers.items()})
+        body = request.filled({agent: answer.written for agent, answer in answers.items()})
         streams = bool(body.get("stream"))
         # To let readers follow the answer of a client that does not stream, the router streams it
         # from the engine: the last event of ``/generate`` equals the answer without streaming.
-        collects = own is not None and not streams and request.form != "chat"
+        collects = own is not None and not streams and not request.is_chat
         if collects:
             body["stream"] = True
         recorder = AnswerRecorder(own, self._endings, streams or collects)
@@ -241,35 +239,6 @@ class _Shell:
             failed = "error" in recorder.last
             return make_json_response(recorder.last, 502 if failed else answer.status_code)
         return answer
-
-    async def _check_vocabularies(
-        self, answers: Iterable[GrowingAnswer], call: ForwardedRequest
-    ) -> None:
-        """Check that tokens which other pairs wrote are those of the same text at this pair.
-
-        Names of tokenizers do not show this: every pair may have its model at the same path.
-
-        Raises: AgentFailed if they are not, or an engine does not say what text they are.
-        """
-        here = self._options.prefill
-        for answer in answers:
-            if answer.prefill == here or not (tokens := answer.token_ids()):
-                continue
-            texts: set[str] = set()
-            try:
-                for url in (here, answer.prefill):
-                    async with EngineClient(url, headers=call.api_key) as engine:
-                        texts.add(await engine.detokenize(tokens))
-            except EngineError as error:
-                raise AgentFailed(
-                    f"{answer.name}'s tokens cannot be compared with this pair's: {error}; read "
-                    "its answer as text"
-                ) from error
-            if len(texts) > 1:
-                raise AgentFailed(
-                    f"{answer.name}'s tokens are of another tokenizer than this pair's; read its "
-                    "answer as text"
-                )
 
     async def _send(
         self, call: ForwardedRequest, target: str, recorder: AnswerRecorder

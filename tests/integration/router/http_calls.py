@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import httpx
 
-from flashmoa.engine import EngineClient
+from flashmoa._concurrency import all_of
 from tests.integration.support import GREEDY
 
 
@@ -28,44 +28,6 @@ async def streamed_text(answer: httpx.Response) -> str:
             for choice in json.loads(line[6:])["choices"]:
                 written += choice["delta"].get("content") or ""
     return written
-
-
-async def request_reading(
-    client: EngineClient, form: str, texts: Sequence[str], agent: str
-) -> tuple[str, dict[str, Any]]:
-    """Return a request that reads an agent's answer between two texts."""
-    return await _request(client, form, texts, {"agent": agent})
-
-
-async def request_with_answer(
-    client: EngineClient, form: str, texts: Sequence[str], answer: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Return the same request with the answer itself, as a client would send it to an engine."""
-    ids = answer["output_ids"]
-    path, body = await _request(client, form, texts, {"text": answer["text"], "input_ids": ids})
-    if form == "chat":
-        return path, chat("".join(part["text"] for part in body["messages"][0]["content"]))
-    prompt = body.pop("prompt")
-    if form == "tokens":
-        return path, body | {"input_ids": [token for part in prompt for token in part["input_ids"]]}
-    return path, body | {"text": "".join(part["text"] for part in prompt)}
-
-
-async def _request(
-    client: EngineClient, form: str, texts: Sequence[str], middle: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    if form == "chat":
-        kind = {"type": "agent" if "agent" in middle else "text"}
-        content = [{"type": "text", "text": text} for text in texts]
-        content.insert(1, kind | middle)
-        return "/v1/chat/completions", chat(content)
-    if form == "tokens":
-        parts = [{"input_ids": ids} for ids in await client.tokenize(texts)]
-    else:
-        parts = [{"text": text} for text in texts]
-    body = generation("", 8) | {"prompt": [parts[0], middle, parts[1]]}
-    del body["text"]
-    return "/generate", body
 
 
 def generation(text: str, tokens: int = 4, **more: Any) -> dict[str, Any]:
@@ -97,3 +59,51 @@ async def metric(client: httpx.AsyncClient, line: str) -> float:
     """Return the sum of the metrics whose lines begin with ``line``; 0 if there are none."""
     page = (await client.get("/metrics")).text
     return sum(float(row.rsplit(" ", 1)[1]) for row in page.splitlines() if row.startswith(line))
+
+
+class PlannerAndReader:
+    """Two requests, of which the second one reads the answer of the first one between two texts.
+
+    Args: form: ``text`` or ``chat``, the form of the second request.
+    """
+
+    def __init__(self, form: str, words: Callable[[int, int], str], seed: int) -> None:
+        self._form = form
+        self._path = "/v1/chat/completions" if form == "chat" else "/generate"
+        self._plan = generation(words(200, seed), tokens=120)
+        self._texts = [words(400, seed + 1), words(20, seed + 2)]
+
+    async def run(
+        self,
+        planning: httpx.AsyncClient,
+        reading: httpx.AsyncClient,
+        is_read: Callable[[], Awaitable[None]],
+    ) -> list[dict[str, Any]]:
+        """Return the answers; the first request is sent once ``is_read`` has returned."""
+        before, after = ({"type": "text", "text": text} for text in self._texts)
+        parts = [before, {"type": "agent", "agent": "planner"}, after]
+        read = chat(parts) if self._form == "chat" else generation("", 8) | {"prompt": parts}
+        if self._form != "chat":
+            del read["text"]
+        workflow = {"workflow": self._form}
+
+        async def plan() -> dict[str, Any]:
+            await is_read()
+            return await post_json(
+                planning, "/generate", self._plan | workflow | {"agent": "planner"}
+            )
+
+        return await all_of([plan, lambda: post_json(reading, self._path, read | workflow)])
+
+    async def compare(self, answers: list[dict[str, Any]], engine_url: str) -> list[dict[str, Any]]:
+        """Check that an engine answers the same without agents. Return the usages."""
+        async with httpx.AsyncClient(base_url=engine_url, timeout=60) as direct:
+            alone = await post_json(direct, "/generate", self._plan)
+            text = alone["text"].join(self._texts)
+            read = chat(text) if self._form == "chat" else generation(text, 8)
+            expected = await post_json(direct, self._path, read)
+        assert answers[0]["output_ids"] == alone["output_ids"]
+        written = "choices" if self._form == "chat" else "output_ids"
+        assert answers[1][written] == expected[written]
+        usage = answers[1].get("usage") or answers[1]["meta_info"]
+        return [answers[0]["meta_info"], usage | usage.get("prompt_tokens_details", {})]

@@ -7,20 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import anyio
-import httpx
 import pytest
 
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.router.http_calls import (
-    generation,
-    post_json,
-    request_reading,
-    request_with_answer,
-)
+from tests.integration.router.http_calls import PlannerAndReader
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
 
@@ -46,47 +38,19 @@ async def pair(
         yield pairs["pair"]
 
 
-@pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("tokens", 2110), ("chat", 2120)])
+@pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("chat", 2120)])
 async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
-    pair: Pair,
-    engine: LocalEngine,
-    client: EngineClient,
-    words: Words,
-    form: str,
-    seed: int,
+    pair: Pair, engine: LocalEngine, words: Words, form: str, seed: int
 ) -> None:
-    first, rest = words(200, seed), [words(400, seed + 1), words(20, seed + 2)]
-    plan = generation(first, tokens=120)
-    answers: dict[str, dict[str, Any]] = {}
-
-    async def ask(name: str, path: str, body: dict[str, Any]) -> None:
-        answers[name] = await post_json(pair.shell, path, body | {"workflow": form})
-
-    before = await pair.transferred_bytes()
-    async with anyio.create_task_group() as group:
-        path, body = await request_reading(client, form, rest, "planner")
-        group.start_soon(ask, "reader", path, body)
-        async with EngineClient(pair.prefill.url) as prefill:
-            await wait_for_streams(prefill)
-        group.start_soon(ask, "planner", "/generate", plan | {"agent": "planner"})
+    both, before = PlannerAndReader(form, words, seed), await pair.transferred_bytes()
+    async with EngineClient(pair.prefill.url) as prefill:
+        answers = await both.run(pair.shell, pair.shell, lambda: wait_for_streams(prefill))
     transferred = await pair.transferred_bytes() - before
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
-        alone = await post_json(direct, "/generate", plan)
-        assert answers["planner"]["output_ids"] == alone["output_ids"]
-        path, body = await request_with_answer(client, form, rest, alone)
-        expected = await post_json(direct, path, body)
-    own = alone["meta_info"]["prompt_tokens"]
-    if form == "chat":
-        assert answers["reader"]["choices"] == expected["choices"]
-        usage = answers["reader"]["usage"]
-        usage |= usage["prompt_tokens_details"]
-    else:
-        assert answers["reader"]["output_ids"] == expected["output_ids"]
-        usage = answers["reader"]["meta_info"]
-    length = usage["prompt_tokens"]
-    assert usage["cached_tokens"] >= length - LAG
+    usages = await both.compare(answers, engine.url)
+    prompts = [usage["prompt_tokens"] for usage in usages]
+    assert usages[1]["cached_tokens"] >= prompts[1] - LAG
     # The KV of the two requests' prompts was transferred, each once.
-    assert transferred == pytest.approx((own + length) * pair.bytes_per_token)
+    assert transferred == pytest.approx(sum(prompts) * pair.bytes_per_token)
 
 
 async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:

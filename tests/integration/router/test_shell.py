@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,11 @@ from flashmoa.engine.local import LocalEngine, free_port
 from flashmoa.router.shell.application import ShellOptions, shells_application
 from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
+    PlannerAndReader,
     chat,
     generation,
     metric,
     post_json,
-    request_reading,
-    request_with_answer,
     streamed_text,
 )
 from tests.integration.router.serving import serve_at
@@ -30,7 +28,6 @@ from tests.integration.support import GREEDY, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
-AHEAD = "flashmoa_shell_ahead_tokens_total"
 
 
 @pytest.fixture
@@ -39,96 +36,35 @@ async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.mark.parametrize(("form", "seed"), [("text", 2000), ("tokens", 2010), ("chat", 2020)])
-async def test_prompt_is_prefilled_while_its_agents_write(
-    shell: httpx.AsyncClient,
-    engine: LocalEngine,
-    client: EngineClient,
-    words: Words,
-    form: str,
-    seed: int,
+@pytest.mark.parametrize(("form", "seed", "at"), [("text", 0, 0), ("chat", 10, 0), ("text", 20, 1)])
+async def test_prompt_is_prefilled_while_its_agents_write_at_any_pair(
+    engine: LocalEngine, downstream: LocalEngine, words: Words, form: str, seed: int, at: int
 ) -> None:
-    first, rest = words(200, seed), [words(150, seed + 1), words(20, seed + 2)]
-    plan = generation(first, tokens=120) | {"workflow": form, "agent": "planner"}
-    answers: dict[str, dict[str, Any]] = {}
-
-    async def ask(name: str, path: str, body: dict[str, Any]) -> None:
-        answers[name] = await post_json(shell, path, body)
-
-    async with anyio.create_task_group() as group:
-        path, body = await request_reading(client, form, rest, "planner")
-        group.start_soon(ask, "reader", path, body | {"workflow": form})
-        await wait_for_prefill(client)
-        group.start_soon(ask, "planner", "/generate", plan)
-    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as direct:
-        alone = await post_json(direct, "/generate", generation(first, tokens=120))
-        assert answers["planner"]["output_ids"] == alone["output_ids"]
-        path, body = await request_with_answer(client, form, rest, alone)
-        expected = await post_json(direct, path, body)
-    if form == "chat":
-        assert answers["reader"]["choices"] == expected["choices"]
-    else:
-        assert answers["reader"]["output_ids"] == expected["output_ids"]
-        usage = answers["reader"]["meta_info"]
-        assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
+    both = PlannerAndReader(form, words, 2000 + seed)
+    port, reading = free_port(2), (engine, downstream)[at]
+    # Each engine stands for a pair.
+    app = shells_application([ShellOptions(one.url, one.url) for one in (engine, downstream)], port)
+    async with (
+        serve_at(app, [port, port + 1]) as urls,
+        httpx.AsyncClient(base_url=urls[0], timeout=60) as first,
+        httpx.AsyncClient(base_url=urls[at], timeout=60) as shell,
+        EngineClient(reading.url) as client,
+    ):
+        answers = await both.run(first, shell, lambda: wait_for_prefill(client))
+        _, usage = await both.compare(answers, reading.url)
         # The tokens computed before the planner ended and those computed after it are the prompt.
+        ahead = await metric(shell, "flashmoa_shell_ahead_tokens_total")
         late = await metric(shell, "flashmoa_shell_late_tokens_total")
-        assert usage["prompt_tokens"] - late == await metric(shell, AHEAD)
-    assert await metric(shell, AHEAD) >= 140
-    await wait_until_idle(client)
+        assert ahead + late == usage["prompt_tokens"] and ahead >= 380
+        assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
+        await wait_until_idle(client)
 
 
 async def wait_for_prefill(client: EngineClient) -> None:
     """Wait until the first text of a prompt stream is computed."""
     with anyio.fail_after(30):
-        while (await client.info()).kv[0].protected < 140:  # noqa: ASYNC110
+        while (await client.info()).kv[0].protected < 380:  # noqa: ASYNC110
             await anyio.sleep(0.01)
-
-
-async def test_answer_written_at_one_pair_is_read_at_another(
-    engine: LocalEngine,
-    downstream: LocalEngine,
-    client: EngineClient,
-    downstream_client: EngineClient,
-    words: Words,
-) -> None:
-    before, after = words(150, 2031), words(20, 2032)
-    read = {"prompt": [{"text": before}, {"agent": "a"}, {"text": after}], "workflow": "w"}
-    read["sampling_params"] = {**GREEDY, "max_new_tokens": 8}
-    responses: list[httpx.Response] = []
-
-    async with two_shells(engine, downstream) as (first, second):
-
-        async def ask() -> None:
-            responses.append(await second.post("/generate", json=read))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(ask)
-            await wait_for_prefill(downstream_client)
-            body = generation(words(200, 2030), tokens=120, agent="a", workflow="w")
-            written = await post_json(first, "/generate", body)
-        async with httpx.AsyncClient(base_url=downstream.url, timeout=60) as direct:
-            body = generation(before + written["text"] + after, tokens=8)
-            expected = await post_json(direct, "/generate", body)
-        assert responses[0].json()["output_ids"] == expected["output_ids"]
-        assert await metric(second, AHEAD) >= 140 and not await metric(first, AHEAD)
-    await wait_until_idle(client)
-    await wait_until_idle(downstream_client)
-
-
-@asynccontextmanager
-async def two_shells(
-    *engines: LocalEngine,
-) -> AsyncGenerator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Serve a shell for each engine, which stands for a pair."""
-    port = free_port(2)
-    app = shells_application([ShellOptions(engine.url, engine.url) for engine in engines], port)
-    async with (
-        serve_at(app, [port, port + 1]) as urls,
-        httpx.AsyncClient(base_url=urls[0], timeout=60) as first,
-        httpx.AsyncClient(base_url=urls[1], timeout=60) as second,
-    ):
-        yield first, second
 
 
 async def test_agent_reads_several_answers_and_streams_its_own(
@@ -165,9 +101,6 @@ async def test_reader_of_a_failed_agent_gets_the_reason(
         answer = await shell.post("/generate", json=read)
         assert answer.status_code == 424 and "in time" in answer.json()["error"]["message"]
     async with serve_router(ShellOptions(engine.url, engine.url)) as shell:
-        loop = read | {"agent": "a"}
-        answer = await shell.post("/generate", json=loop)
-        assert answer.status_code == 400 and "would wait" in answer.text
         # The writer's client disconnects in the middle of the answer.
         responses: list[httpx.Response] = []
 
@@ -193,7 +126,7 @@ async def test_logs_never_contain_a_streams_id(
     engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    read = {"prompt": [{"text": words(200, 2080)}, {"agent": "absent"}], "sampling_params": GREEDY}
+    read = {"prompt": [{"text": words(400, 2080)}, {"agent": "absent"}], "sampling_params": GREEDY}
     async with (
         serve_router(ShellOptions(engine.url, engine.url)) as shell,
         anyio.create_task_group() as group,

@@ -32,7 +32,6 @@ class FakeEngine:
     Args:
         streams: the ids of its prompt streams.
         needs_key: whether it refuses requests without the right API key.
-        text: what it answers and what it takes tokens for.
         ranks: the number of data-parallel ranks that it tells.
 
     Attributes:
@@ -42,12 +41,9 @@ class FakeEngine:
         refuses: methods and paths that it answers as while it drains.
     """
 
-    def __init__(
-        self, *streams: str, needs_key: bool = True, text: str = "yes", ranks: int = 1
-    ) -> None:
+    def __init__(self, *streams: str, needs_key: bool = True, ranks: int = 1) -> None:
         self._streams = streams
         self._needs_key = needs_key
-        self._text = text
         self.ranks = ranks
         self._settings: dict[str, Any] = {}
         self.requests: list[str] = []
@@ -89,7 +85,7 @@ class FakeEngine:
         if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
             return make_json_response({"error": {"code": "unknown_stream"}}, 404)
         return make_json_response(
-            {"tokens": [1] * 40, "text": self._text, "output_ids": [1], "meta_info": {}}
+            {"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}}
         )
 
 

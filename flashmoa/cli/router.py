@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine import engine_url
+from flashmoa.router.cache_tables import SATURATION_MARGIN
 from flashmoa.router.dispatcher import MAX_WAITING
-from flashmoa.router.policies import SATURATION_MARGIN
-from flashmoa.router.prefix_aware import PATIENCE
+from flashmoa.router.policy import PATIENCE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -185,7 +185,7 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
 
 def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:
     from flashmoa.router.engines import RouterOptions
-    from flashmoa.router.prefix_aware import PrefixAware
+    from flashmoa.router.policy import PrefixAware
 
     config: Path | None = parsed.model_config
     return RouterOptions(

@@ -32,7 +32,7 @@ from flashmoa.router.errors import EngineLost, NoEngine
 from flashmoa.router.forwarding import forward, open_connections
 from flashmoa.router.kv_events import EventFollower
 from flashmoa.router.metrics import PlacementObserver, RouterMetrics
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware
 from flashmoa.router.prompts import PromptHasher
 
 # An engine that shuts down finishes requests, and even takes new ones, but answers these with 503.
@@ -184,7 +184,6 @@ class _Router:
             except EngineLost:
                 # The engine may still answer, if only this connection has broken.
                 await self._pool.recheck(self._engines[url])
-                self._prompts.forget(url)
                 raise
 
     async def send_to_stream(self, call: ForwardedRequest) -> Response:

@@ -24,14 +24,14 @@ class Blocks:
         hashes: one 64-bit hash for each whole block, over that block and all blocks before it.
         length: number of tokens in the whole prompt.
         size: number of tokens in a block.
-        items: number of prompts in a list, which are one request and begin alike. The hashes are of
-            the list's beginning only, and ``length`` counts what the prompts share once.
+        is_list: whether it is a list of prompts, which are one request and begin alike. The hashes
+            are of the list's beginning only, and ``length`` counts what the prompts share once.
     """
 
     hashes: tuple[int, ...]
     length: int
     size: int = BLOCK_TOKENS
-    items: int = 1
+    is_list: bool = False
 
     def cached_tokens(self, matched: int) -> int:
         """Return how many tokens need not be computed if the first ``matched`` blocks are cached.

@@ -5,16 +5,36 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from flashmoa.router.blocks import Blocks
-from flashmoa.router.flops import Measure
-from flashmoa.router.policies import EngineTraits
+from flashmoa.router.flops import TOKENS, Measure
 
+# By how much an engine's threshold exceeds its largest forward, for the time between two forwards
+# (kappa in MoE-Prefill, Eq. 3).
+SATURATION_MARGIN = 1.2
 # An engine reports blocks when it schedules them, and may have scheduled the forward after the one
 # that it computes. So at most so many times its threshold is reported and not computed.
 _COMPUTING = 2
 # Short siblings may fill an engine up to so many times its threshold.
 _SIBLINGS_FILL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """Describes an engine to a policy.
+
+    Attributes:
+        measure: measures the engine's work.
+        saturation: the threshold ``T``: from how many tokens on, which the engine has yet to
+            compute, its forwards are full; ``None`` if it takes every request.
+        cache_blocks: the most blocks that the engine's cache holds; ``None`` if the engine reports
+            every eviction itself.
+    """
+
+    measure: Measure = TOKENS
+    saturation: int | None = None
+    cache_blocks: int | None = None
 
 
 class PrefixIndex:
@@ -138,26 +158,24 @@ class BlockTable:
                 if block not in self._committed:
                     self._index.discard(block, self.engine)
 
-    def commit(self, hashes: Sequence[int]) -> tuple[int, int]:
+    def commit(self, hashes: Sequence[int]) -> int:
         """Add blocks to the cache as the most recently used ones.
 
         A prompt's last blocks count as older than its first ones, because an engine evicts the end
-        of a prompt before its beginning. Return how many of the blocks were only pending before,
-        and how many were unknown.
+        of a prompt before its beginning. Return how many of the blocks were only pending before.
         """
-        fulfilled = unknown = 0
+        fulfilled = 0
         for block in reversed(hashes):
             if block in self._committed:
                 del self._committed[block]
             elif block in self._pending:
                 fulfilled += 1
             else:
-                unknown += 1
                 self._index.add(block, self.engine)
             self._committed[block] = None
         while self.capacity is not None and len(self._committed) > self.capacity:
             self._forget(next(iter(self._committed)))
-        return fulfilled, unknown
+        return fulfilled
 
     def evict(self, hashes: Iterable[int]) -> None:
         for block in hashes:
@@ -198,26 +216,21 @@ class PrefillLoad:
         self.tokens = 0
         # The next token and the end of each prompt with work left, by request in order of arrival.
         self._left: dict[str, tuple[int, int]] = {}
-        # Those requests that are lists of prompts.
-        self._lists: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def add(self, request: str, start: int, end: int, *, is_list: bool = False) -> None:
+    def add(self, request: str, start: int, end: int) -> None:
         """Add a request whose tokens ``start`` to ``end`` are to be computed."""
         if start < end:
             self._left[request] = (start, end)
-            if is_list:
-                self._lists[request] = None
             self.total += self.measure.work(start, end)
             self.tokens += end - start
 
-    def subtract_computed(self, tokens: int, *, of_lists: bool = False) -> None:
-        """Subtract prompt tokens that the engine has computed, perhaps of lists only."""
-        requests = self._lists if of_lists else self._left
-        while tokens > 0 and requests:
-            request = next(iter(requests))
+    def subtract_computed(self, tokens: int) -> None:
+        """Subtract prompt tokens that the engine has computed."""
+        while tokens > 0 and self._left:
+            request = next(iter(self._left))
             start, end = self._left[request]
             computed = min(tokens, end - start)
             tokens -= computed
@@ -238,7 +251,6 @@ class PrefillLoad:
             self._left[request] = (position, end)
         else:
             del self._left[request]
-            self._lists.pop(request, None)
 
 
 class EngineTables:
@@ -263,7 +275,7 @@ class EngineTables:
         self.requests.add(request)
         self.blocks.promise(prompt.hashes)
         for load in (self.load, self.unanswered):
-            load.add(request, start, prompt.length, is_list=prompt.items > 1)
+            load.add(request, start, prompt.length)
 
     def answer(self, request: str, until: int) -> None:
         """Record that a request's tokens before ``until`` are answered.

@@ -10,36 +10,27 @@ from dataclasses import dataclass, field
 import anyio
 
 from flashmoa.router.blocks import Blocks
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.errors import NoEngine, QueueFull
-from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
+from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 # The most requests in the queue, by default.
 MAX_WAITING = 10_000
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Assigns a request to an engine, until the request ends.
-
-    Attributes:
-        items_left: number of its prompts that are not reported to be computed.
-    """
+    """Assigns a request to an engine, until the request ends."""
 
     request: str
     engine: str
-    items_left: int
+    is_list: bool
     _dispatcher: Dispatcher
 
-    def finish_prefill(self, items: int | None = None) -> None:
-        """Report that the request's prompt is computed; harmless to repeat.
-
-        Args: items: of a request with a list, how many more of its prompts; by default, all.
-        """
-        computed = self.items_left if items is None else min(items, self.items_left)
-        # Most pieces of an answer complete no prompt; a round of routing would be lost on them.
-        if computed:
-            self.items_left -= computed
-            self._dispatcher.policy.finish_prefill(self.request, computed)
+    def finish_prefill(self) -> None:
+        """Report that the request's prompt is computed; harmless to repeat."""
+        # Only the first piece of an answer is news; a round of routing would be lost on the others.
+        if self._dispatcher.policy.finish_prefill(self.request):
             self._dispatcher.reconsider()
 
 
@@ -57,11 +48,11 @@ class Dispatcher:
         max_waiting: the most requests in the queue.
 
     Attributes:
-        policy: who tells it of changes calls :meth:`reconsider` afterwards.
+        policy: call :meth:`reconsider` after telling it of a change.
         engines: the engines that have joined.
     """
 
-    def __init__(self, policy: Policy, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, policy: PrefixAware, max_waiting: int = MAX_WAITING) -> None:
         self.policy = policy
         self.engines: set[str] = set()
         self._max_waiting = max_waiting
@@ -94,7 +85,7 @@ class Dispatcher:
         request = str(next(self._names))
         try:
             engine = await self._wait(request, blocks)
-            yield Placement(request, engine, blocks.items, self)
+            yield Placement(request, engine, blocks.is_list, self)
         finally:
             self._queue.pop(request, None)
             self.policy.end(request)
@@ -110,7 +101,7 @@ class Dispatcher:
         if engine in self.engines:
             self.policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
         try:
-            yield Placement(request, engine, blocks.items, self)
+            yield Placement(request, engine, blocks.is_list, self)
         finally:
             self.policy.end(request)
             self.reconsider()
@@ -120,7 +111,10 @@ class Dispatcher:
         # Even if all engines are full, one may take this request, but none of the others.
         self.reconsider(None if self.policy.takes_requests() else entry)
         if request in self._queue and len(self._queue) > self._max_waiting:
-            raise QueueFull(self._max_waiting)
+            raise QueueFull(
+                f"{self._max_waiting} requests wait for an engine already, the most that the "
+                "router allows; try again later"
+            )
         await entry.decided.wait()
         if entry.engine is None:
             raise NoEngine

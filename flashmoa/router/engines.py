@@ -15,13 +15,14 @@ import anyio
 from starlette.responses import Response
 
 from flashmoa.router.blocks import BLOCK_TOKENS
+from flashmoa.router.cache_tables import SATURATION_MARGIN, EngineTraits
 from flashmoa.router.client_requests import STREAMS, parse_object
 from flashmoa.router.dispatcher import MAX_WAITING, Dispatcher
 from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
-from flashmoa.router.flops import TOKENS, Measure, UnknownShape, true_flops
+from flashmoa.router.flops import TOKENS, Measure, true_flops
 from flashmoa.router.forwarding import Connections
 from flashmoa.router.kv_events import EventSource, parse_event_sources
-from flashmoa.router.policies import SATURATION_MARGIN, EngineTraits, Policy
+from flashmoa.router.policy import PrefixAware
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,7 @@ class RouterOptions:
 
     Attributes:
         engines: URLs of the engines.
-        policy: decides to which engine each request is sent; by default
-            :class:`~flashmoa.router.prefix_aware.PrefixAware`.
+        policy: decides to which engine each request is sent; by default one with default settings.
         api_key: for the router's own requests to the engines. A client's requests carry the
             client's key.
         model_config: the model's ``config.json``, if the router cannot read it at the path that the
@@ -59,7 +59,7 @@ class RouterOptions:
     """
 
     engines: Sequence[str]
-    policy: Policy | None = None
+    policy: PrefixAware | None = None
     api_key: str | None = None
     model_config: Mapping[str, Any] | None = None
     saturation_margin: float = SATURATION_MARGIN
@@ -80,7 +80,6 @@ class RoutedEngine:
         ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
             chooses itself, or has one.
         events: the publishers of its KV events, one for each place.
-        absence_logged: whether the log says already that it is not up.
         checked: when the last probe after a broken connection began.
     """
 
@@ -90,7 +89,6 @@ class RoutedEngine:
     saturation: int | None = None
     ranks: int = 1
     events: tuple[EventSource, ...] = ()
-    absence_logged: bool = False
     checked: float = -math.inf
     # Held while it joins, so that its ranks do not change meanwhile, and while it is checked.
     lock: anyio.Lock = field(default_factory=anyio.Lock)
@@ -113,7 +111,7 @@ class EnginePool:
     """Probes engines; those that are ready join the dispatcher, and the others leave it.
 
     The work of all engines is counted in one measure, that of the first one that joins, since loads
-    in FLOPs and in tokens cannot be compared. It is chosen anew if no engine is left.
+    in FLOPs and in tokens cannot be compared. Once no engine is left, the next one decides.
 
     It remembers which engine has a prompt stream, and asks every engine for a stream that it does
     not remember, for example after a restart.
@@ -141,14 +139,17 @@ class EnginePool:
         self._turn = itertools.count()
 
     async def watch(self, engine: RoutedEngine) -> None:
+        """Probe an engine again and again; call :meth:`probe` before."""
+        if not engine.is_up:
+            logger.warning("%s is not ready; it gets no requests until it is", engine.url)
         while True:
-            await self.probe(engine)
             await anyio.sleep(self._options.watch_seconds)
+            await self.probe(engine)
 
     async def probe(self, engine: RoutedEngine) -> None:
         """Ask once whether an engine answers, and let it join or leave.
 
-        A silent engine stays as it is: it may be busy. That it hangs is for others to find out.
+        A silent engine stays as it is: it may be busy. Whether it hangs, others find out.
         """
         answers = await self._answers(engine)
         if answers and not engine.is_up:
@@ -159,9 +160,6 @@ class EnginePool:
                     self._let_in(engine, traits)
         elif answers is False and engine.is_up:
             self._leave(engine)
-        if not engine.is_up and not engine.absence_logged:
-            engine.absence_logged = True
-            logger.warning("%s is not ready; it gets no requests until it is", engine.url)
 
     async def recheck(self, engine: RoutedEngine) -> None:
         """Let an engine leave whose connection has broken, unless it answers a probe.
@@ -180,7 +178,7 @@ class EnginePool:
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
         self._measure = traits.measure
         engine.unit, engine.saturation = traits.measure.unit, traits.saturation
-        engine.is_up, engine.absence_logged = True, False
+        engine.is_up = True
         for place in engine.places:
             self._dispatcher.join(place, traits)
         self._on_join(engine)
@@ -195,7 +193,7 @@ class EnginePool:
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
-        engine.is_up, engine.absence_logged = False, True
+        engine.is_up = False
         for place in engine.places:
             self._dispatcher.leave(place)
         text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
@@ -288,9 +286,8 @@ class EnginePool:
                 config = json.loads(await (anyio.Path(path) / "config.json").read_text())
             return true_flops(config)
         except (OSError, ValueError, TypeError) as error:  # UnknownShape is a ValueError.
-            unread = f"{error}; give the model's config.json with --model-config"
-            reason = error if isinstance(error, UnknownShape) else unread
-            logger.info("Work is counted in tokens: %s", reason)
+            text = "Work is counted in tokens: %s (--model-config gives another config.json)"
+            logger.info(text, error)
             return TOKENS
 
     def _urls_up(self) -> list[str]:

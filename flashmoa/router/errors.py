@@ -18,14 +18,10 @@ class RouterError(FlashMoAError):
 
 
 class BadRequest(RouterError, ValueError):
-    """Raised when the router itself cannot handle a request."""
-
     status = 400
 
 
 class BodyTooLarge(RouterError):
-    """Raised when a request's body has more bytes than the router accepts."""
-
     status = 413
 
 
@@ -39,12 +35,6 @@ class QueueFull(RouterError):
     """Raised when the queue has the most requests that the router allows."""
 
     status = 429
-
-    def __init__(self, waiting: int) -> None:
-        super().__init__(
-            f"{waiting} requests wait for an engine already, the most that the router allows; "
-            "try again later"
-        )
 
 
 class EngineLost(RouterError):
@@ -67,10 +57,8 @@ class NoEngine(RouterError):
     status = 503
 
     def __init__(self) -> None:
-        super().__init__(
-            "no engine answers; send the request again later (the router asks the engines again "
-            "every few seconds)"
-        )
+        again = "(the router asks the engines again every few seconds)"
+        super().__init__(f"no engine answers; send the request again later {again}")
 
 
 class AllEnginesRefused(RouterError):

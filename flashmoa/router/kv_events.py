@@ -176,7 +176,7 @@ class KvEventSubscriber:
     async def run(self) -> None:
         """Apply events until cancelled, or until a message is not a KV event.
 
-        Then the blocks that it has told of are forgotten, since nobody would tell of their end.
+        Then the blocks that it has told of are forgotten, since their end would not be noticed.
         """
         try:
             async with _socket(zmq.SUB) as socket:

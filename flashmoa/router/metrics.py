@@ -8,9 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from flashmoa.router.dispatcher import Dispatcher, Placement
 from flashmoa.router.forwarding import AnswerObserver
-from flashmoa.router.prefix_aware import PrefixAware
 
-_INDEX = re.compile(rb'"index"\s*:\s*(\d+)\D')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 # The usage of a streamed answer is within this many bytes of its end.
@@ -65,19 +63,17 @@ class RouterMetrics:
             self._up.labels(url).set(is_up)
         for gauge in (self._load, self._saturated, self._blocks):
             gauge.clear()  # An engine that is down, or a rank that is gone, has none of these.
-        if isinstance(policy := self._dispatcher.policy, PrefixAware):
-            for place, tables in policy.engines.items():
-                self._load.labels(place).set(tables.load.total)
-                self._saturated.labels(place).set(tables.is_saturated)
-                self._blocks.labels(place).set(len(tables.blocks))
+        for place, tables in self._dispatcher.policy.engines.items():
+            self._load.labels(place).set(tables.load.total)
+            self._saturated.labels(place).set(tables.is_saturated)
+            self._blocks.labels(place).set(len(tables.blocks))
         return generate_latest(self._registry)
 
 
 class PlacementObserver(AnswerObserver):
     """Learns from an answer that its prompt is computed, and how much of it was cached.
 
-    The first piece of an answer shows that a prompt is computed; of a streamed list of prompts,
-    the first event with each index.
+    The first piece of an answer shows that a prompt is computed; of a list of prompts, its end.
 
     Args:
         placement: the request's placement, if it has one.
@@ -89,16 +85,11 @@ class PlacementObserver(AnswerObserver):
         self._metrics = metrics
         self._engine = engine
         self._placement = placement
-        self._is_list = placement is not None and placement.items_left > 1
-        self._indices: set[bytes] = set()
         self._tail = b""
 
     def receive(self, content: bytes) -> None:
-        if self._placement is not None:
-            # An index may be cut in two.
-            new = set(_INDEX.findall(self._tail[-20:] + content)) - self._indices
-            self._indices |= new
-            self._placement.finish_prefill(len(new) if self._is_list else 1)
+        if self._placement is not None and not self._placement.is_list:
+            self._placement.finish_prefill()
         # An answer without streaming is a single piece, and its usage may be anywhere in it.
         self._tail = (self._tail + content)[-max(_USAGE_BYTES, len(content)) :]
 

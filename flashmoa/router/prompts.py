@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeGuard, cast
@@ -17,20 +18,17 @@ from flashmoa.router.client_requests import parse_object
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.forwarding import Connections
 
-_TOKENIZE = "/v1/tokenize"
 _TOKENIZE_SECONDS = 5.0
-# Number of characters of a list's items that are tokenised with what they share. It suffices for
-# the engine to be recognised that has them cached.
+# Number of characters of a list's items that are hashed with what they share. It suffices for the
+# engine to be recognised that has them cached.
 _SAMPLE = 4096
-# The engine puts these into a question of its own, so their tokens are not those of its prompts.
-_RENDERED = frozenset({"documents", "labels"})
 
 
 class PromptHasher:
     """Turns prompts into blocks of tokens, for which it asks engines, and remembers them.
 
-    If an engine does not tokenise, or not in time, or a prompt contains more than text, the blocks
-    are those of the text, so that requests with the same beginning still match.
+    If an engine does not tokenise, or not in time, or a request has a list of prompts, or more than
+    text, the blocks are those of the text, so that requests with the same beginning still match.
 
     Args:
         tokenize: returns whether to ask engines at all.
@@ -47,8 +45,6 @@ class PromptHasher:
         self._remembered: OrderedDict[bytes, Blocks] = OrderedDict()
         # The number of remembered blocks plus the number of prompts.
         self._remembered_size = 0
-        # Engines that have no route for tokenising.
-        self._untokenizing: set[str] = set()
 
     async def blocks(
         self, body: Mapping[str, Any], engine: str, headers: Mapping[str, str]
@@ -60,29 +56,16 @@ class PromptHasher:
             headers: the client's API key.
         """
         prompt = _read_prompt(body)
-        if prompt.tokens is not None or not prompt.question or not self._tokenize():
+        if not prompt.question or not self._tokenize():
             return prompt.blocks()
         key = blake2b(json.dumps([prompt.question, prompt.salt]).encode(), digest_size=16).digest()
         if (remembered := self._remembered.get(key)) is not None:
             self._remembered.move_to_end(key)
-            return prompt.extend(remembered)
-        asks = engine not in self._untokenizing and not _RENDERED & body.keys()
-        tokens = await self._ask_tokens(prompt.question, engine, headers) if asks else None
+            return remembered
+        tokens = await self._ask_tokens(prompt.question, engine, headers)
         if tokens is None:
             return prompt.blocks()
-        return prompt.extend(self._remember(key, token_blocks(tokens, salt=prompt.salt)))
-
-    def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
-        """Return the blocks of a prompt without asking an engine.
-
-        They have only the prompt's length if other prompts' blocks come from engines' tokens, since
-        hashes of text would match none of those.
-        """
-        prompt = _read_prompt(body)
-        blocks = prompt.blocks()
-        return replace(blocks, hashes=()) if prompt.tokens is None and self._tokenize() else blocks
-
-    def _remember(self, key: bytes, blocks: Blocks) -> Blocks:
+        blocks = token_blocks(tokens, salt=prompt.salt)
         if key not in self._remembered:  # Another request may have asked for the same prompt.
             self._remembered[key] = blocks
             self._remembered_size += 1 + len(blocks.hashes)
@@ -91,24 +74,24 @@ class PromptHasher:
             self._remembered_size -= 1 + len(oldest.hashes)
         return blocks
 
-    def forget(self, engine: str) -> None:
-        """Forget whether an engine tokenises: another engine may now run at its address."""
-        self._untokenizing.discard(engine)
+    def known_blocks(self, body: Mapping[str, Any]) -> Blocks:
+        """Return the blocks of a prompt without asking an engine.
+
+        They have only the prompt's length if other prompts' blocks come from engines' tokens, since
+        hashes of text would match none of those.
+        """
+        prompt = _read_prompt(body)
+        is_unknown = prompt.question and self._tokenize()
+        blocks = prompt.blocks()
+        return replace(blocks, hashes=()) if is_unknown else blocks
 
     async def _ask_tokens(
         self, question: Mapping[str, Any], engine: str, headers: Mapping[str, str]
     ) -> list[int] | None:
+        url, body = f"{engine}/v1/tokenize", json.dumps(question).encode()
+        sent = {**headers, "content-type": "application/json"}
         with suppress(EngineLost):
-            sent = {**headers, "content-type": "application/json"}
-            answer = await self._connections.ask(
-                "POST",
-                engine + _TOKENIZE,
-                sent,
-                json.dumps(question).encode(),
-                seconds=_TOKENIZE_SECONDS,
-            )
-            if answer is not None and answer.status_code in (404, 405):
-                self._untokenizing.add(engine)
+            answer = await self._connections.ask("POST", url, sent, body, seconds=_TOKENIZE_SECONDS)
             if answer is not None and answer.status_code == 200:
                 tokens = parse_object(answer.body).get("tokens")
                 return tokens if _are_token_ids(tokens) else None
@@ -120,65 +103,46 @@ class _Prompt:
     """What a request says of its prompt, or of its list of prompts.
 
     Attributes:
+        blocks: returns the blocks of its tokens, or else of its text.
         salt: prompts share blocks only if they have the same.
-        items: the number of prompts.
-        tokens: if the request contains the tokens, those of the first prompt.
-        token_length: the number of all of them.
-        question: the body of a request to ``/v1/tokenize``; empty if there is no text. Of a list's
-            items it has only the first ones; the engine computes what they share only once, so the
-            list is about as much work as one prompt with all items.
-        rest: number of characters that are not in it.
+        question: the body of a request to ``/v1/tokenize``; empty if its text is not that of one
+            prompt.
     """
 
+    blocks: Callable[[], Blocks]
     salt: str
-    items: int
-    tokens: list[int] | None = None
-    token_length: int = 0
     question: dict[str, Any] = field(default_factory=dict[str, Any])
-    rest: int = 0
-
-    def blocks(self) -> Blocks:
-        """Return the blocks of the tokens, or else of the text."""
-        if self.tokens is not None:
-            blocks = token_blocks(self.tokens, salt=self.salt)
-            return replace(blocks, length=self.token_length, items=self.items)
-        text = self.question.get("prompt", "")
-        if "messages" in self.question:
-            # Chat templates render tools and messages roughly in this order.
-            text = json.dumps([self.question.get("tools"), self.question["messages"]])
-        return self.extend(text_blocks(text, salt=self.salt))
-
-    def extend(self, beginning: Blocks) -> Blocks:
-        """Return the blocks of all, given those of the question's text."""
-        length = beginning.length + token_count(self.rest)
-        return replace(beginning, length=length, items=self.items)
 
 
 def _read_prompt(body: Mapping[str, Any]) -> _Prompt:
     salt: Any = body.get("cache_salt", body.get("extra_key"))
     salt = salt if isinstance(salt, str) else ""
-    if body.get("messages") is not None:
-        given = {name: body.get(name) for name in ("model", "messages")}
-        question = {name: value for name, value in given.items() if value is not None}
-        # The documents of a chat are part of its one prompt.
-        texts = map(_item_text, _as_list(body.get("documents", [])))
-        rest = sum(len(text or "") for text in texts)
-        return _Prompt(salt, 1, question=question | prompt_fields(body), rest=rest)
+    if (messages := body.get("messages")) is not None:
+        question = {"messages": messages, **prompt_fields(body)}
+        if "model" in body:
+            question["model"] = body["model"]
+        # Chat templates render tools and messages roughly in this order.
+        text = json.dumps([body.get("tools"), messages])
+        return _Prompt(partial(text_blocks, text, salt=salt), salt, question)
     shared, items = _prompt_parts(body)
-    count = max(1, len(items))
-    if _are_lists_of_token_ids(parts := [*shared, *items]):
+    parts, is_list = [*shared, *items], len(items) > 1
+    if parts and all(map(_are_token_ids, parts)):
         first = list(chain.from_iterable(parts[: len(shared) + 1]))
-        return _Prompt(salt, count, tokens=first, token_length=sum(map(len, parts)))
-    texts = [text for part in parts if (text := _item_text(part)) is not None]
-    if len(texts) < len(parts):
-        return _Prompt(salt, count)
+        blocks, length = token_blocks(first, salt=salt), sum(map(len, parts))
+        return _Prompt(lambda: replace(blocks, length=length, is_list=is_list), salt)
+    texts = [part if isinstance(part, str) else json.dumps(part) for part in parts]
     text = "".join(texts)
-    head = sum(map(len, texts[: len(shared)]))
-    sampled = head + max(_SAMPLE, len(texts[len(shared)]) if items else 0)
-    question = {"prompt": text[:sampled]}
-    if isinstance(body.get("add_special_tokens"), bool):
-        question["add_special_tokens"] = body["add_special_tokens"]
-    return _Prompt(salt, count, question=question, rest=max(0, len(text) - sampled))
+    if len(parts) == len(items) == 1:
+        question = {"prompt": text}
+        if isinstance(body.get("add_special_tokens"), bool):
+            question["add_special_tokens"] = body["add_special_tokens"]
+        return _Prompt(partial(text_blocks, text, salt=salt), salt, question)
+    # The engine computes what the items share only once, so the list is about as much work as one
+    # prompt with all items. Its beginning suffices to recognise it.
+    head, first = (sum(map(len, texts[:end])) for end in (len(shared), len(shared) + 1))
+    blocks = text_blocks(text[: max(head + _SAMPLE, first)], salt=salt)
+    length = token_count(len(text))
+    return _Prompt(lambda: replace(blocks, length=length, is_list=is_list), salt)
 
 
 def _prompt_parts(body: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -189,30 +153,15 @@ def _prompt_parts(body: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     for name in ("input_ids", "text", "prompt", "input"):
         if (value := body.get(name)) is not None:
             labels: object = body.get("labels") if name == "input" else None
-            shared = [] if labels is None else _as_list(labels)
-            return shared, [value] if _are_token_ids(value) else _as_list(value)
-    items = body.get("items", body.get("documents"))
-    return [body.get("query")], _as_list(items if items is not None else [])
+            return _as_list(labels), [value] if _are_token_ids(value) else _as_list(value)
+    shared = [body["query"]] if "query" in body else []
+    return shared, _as_list(body.get("items", body.get("documents")))
 
 
 def _as_list(value: object) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
-
-
-def _item_text(item: object) -> str | None:
-    """Return an item's text; ``None`` if it has none.
-
-    An object, as the documents of Cohere and Jina are, has a ``text``, or several fields.
-    """
-    if isinstance(item, dict):
-        fields = cast("dict[str, Any]", item)
-        texts = [fields["text"]] if "text" in fields else list(fields.values())
-        return "".join(text for text in texts if isinstance(text, str)) or None
-    return item if isinstance(item, str) else None
-
-
-def _are_lists_of_token_ids(values: list[Any]) -> TypeGuard[list[list[int]]]:
-    return bool(values) and all(map(_are_token_ids, values))
+    if isinstance(value, list):
+        return cast("list[Any]", value)
+    return [] if value is None else [value]
 
 
 def _are_token_ids(value: object) -> TypeGuard[list[int]]:

@@ -11,8 +11,7 @@ import anyio
 import uvicorn
 from starlette.applications import Starlette
 
-from flashmoa.router.policies import WaitingRequest
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 
 @asynccontextmanager

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from flashmoa.router.blocks import Blocks, token_blocks
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import Connections
-from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 SIZE = 4
 STEPS = settings(max_examples=50, stateful_step_count=30)
@@ -49,7 +49,7 @@ def load(routing: PrefixAware, engine: str = "e0") -> int:
     return routing.engines[engine].load.total
 
 
-def place(routing: Policy, name: str, prompt: Blocks) -> str | None:
+def place(routing: PrefixAware, name: str, prompt: Blocks) -> str | None:
     """Route a request that is alone in the queue; return its engine, or ``None`` if it waits."""
     return routing.route([WaitingRequest(name, prompt)]).get(name)
 

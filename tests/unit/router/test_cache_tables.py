@@ -61,8 +61,7 @@ class Tables(RuleBasedStateMachine):
     def commit(self, prompt: list[int]) -> None:
         new = prefixes(prompt) - self.committed
         promised = set().union(*map(prefixes, self.promised))
-        counts = (len(new & promised), len(new - promised))
-        assert self.table.commit(blocks(prompt).hashes) == counts
+        assert self.table.commit(blocks(prompt).hashes) == len(new & promised)
         self.committed |= prefixes(prompt)
 
     @rule(prompt=PROMPTS)
@@ -152,21 +151,18 @@ class Loads(RuleBasedStateMachine):
         self.measure = measure
         self.load = PrefillLoad(measure)
         self.left: list[tuple[str, int]] = []
-        self.lists: set[str] = set()
         self.names = 0
 
-    @rule(start=st.integers(0, 30), more=st.integers(-3, 30), is_list=st.booleans())
-    def add(self, start: int, more: int, is_list: bool) -> None:
+    @rule(start=st.integers(0, 30), more=st.integers(-3, 30))
+    def add(self, start: int, more: int) -> None:
         self.names += 1
-        self.load.add(str(self.names), start, start + more, is_list=is_list)
+        self.load.add(str(self.names), start, start + more)
         self.left += [(str(self.names), token) for token in range(start, start + more)]
-        self.lists |= {str(self.names)} if is_list else set()
 
-    @rule(tokens=st.integers(0, 50), of_lists=st.booleans())
-    def executed(self, tokens: int, of_lists: bool) -> None:
-        self.load.subtract_computed(tokens, of_lists=of_lists)
-        computed = [one for one in self.left if not of_lists or one[0] in self.lists][:tokens]
-        self.left = [one for one in self.left if one not in computed]
+    @rule(tokens=st.integers(0, 50))
+    def executed(self, tokens: int) -> None:
+        self.load.subtract_computed(tokens)
+        self.left = self.left[tokens:]
 
     @rule(name=st.integers(0, 20), position=st.integers(0, 60))
     def advance(self, name: int, position: int) -> None:

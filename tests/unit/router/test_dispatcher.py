@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import anyio
 import pytest
 
-from flashmoa.router.blocks import token_blocks
+from flashmoa.router.blocks import Blocks, token_blocks
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.errors import NoEngine, QueueFull
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.metrics import PlacementObserver, RouterMetrics
-from flashmoa.router.policies import EngineTraits
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware
 from tests.unit.router.support import load
 
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TOKENS, saturation=20)
 PROMPT = token_blocks([1] * 32)
-# Ten prompts: 32 tokens of the first one, and 96 of the others that are not shared.
-LIST = replace(PROMPT, length=128, items=10)
+# Several prompts: 32 tokens of the first one, and 96 of the others that are not shared.
+LIST = replace(PROMPT, length=128, is_list=True)
 
 
 async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
@@ -112,48 +111,32 @@ async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
         place.finish_prefill()
 
 
-def events(*indices: int) -> bytes:
-    return b"".join(b'data: {"text": "a", "index": %d}\n\n' % index for index in indices)
-
-
-async def loads_during(pieces: Iterable[bytes], ending: str = "answered") -> list[int]:
-    """Return an engine's load before a list's answer, after each piece, and at its end."""
+@pytest.mark.parametrize(
+    ("prompt", "ending", "after_a_piece", "after_all"),
+    [(PROMPT, "lost", 0, 0), (LIST, "answered", 128, 0), (LIST, "refused", 128, 128)],
+)
+async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_a_lists(
+    prompt: Blocks, ending: str, after_a_piece: int, after_all: int
+) -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits())
-    metrics = RouterMetrics(dispatcher)
-    async with dispatcher.place(LIST) as placement:
-        observer = PlacementObserver(metrics, "a", placement)
-        loads = [load(policy, "a")]
-        for piece in pieces:
-            observer.receive(piece)
-            loads.append(load(policy, "a"))
+    async with dispatcher.place(prompt) as placement:
+        observer = PlacementObserver(RouterMetrics(dispatcher), "a", placement)
+        observer.receive(b'data: {"text": "a"}\n\n')
+        assert load(policy, "a") == after_a_piece
         observer.end(ending)
-        return [*loads, load(policy, "a")]
+        assert load(policy, "a") == after_all
+    assert load(policy, "a") == 0
 
 
-async def test_load_of_a_list_falls_with_each_prompt_that_begins_to_be_answered() -> None:
-    four, rest = events(4), events(*range(10))
-    pieces = [events(0), events(1, 2, 0, 3), events(1, 0) + four[:-5], four[-5:], rest]
-    # Before, and after 1, 4, 4, 5 and 10 prompts of ten.
-    assert await loads_during(pieces) == [128, 115, 76, 76, 64, 0, 0]
-
-
-async def test_whole_answer_shows_that_all_prompts_are_computed() -> None:
-    assert (await loads_during([b'{"scores": []}']))[-1] == 0
-    assert (await loads_during([b'{"error": {}}'], "refused"))[-1] > 0
-
-
-async def test_blocks_that_no_prompt_announced_are_those_of_a_list() -> None:
+async def test_load_falls_with_the_blocks_that_prompts_have_announced() -> None:
     policy = PrefixAware()
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits())
     async with dispatcher.place(LIST), dispatcher.place(token_blocks([5] * 32)):
-        assert load(policy, "a") == 32 + 128
         policy.add_blocks("a", LIST.hashes)
         assert load(policy, "a") == 32 + 96
-        policy.add_blocks("a", token_blocks([2] * 64).hashes)
-        assert load(policy, "a") == 32 + 32
-        # Further ones are answers, or prompts of others; they are no news of the single prompt.
+        # Further ones are answers, or prompts of others.
         policy.add_blocks("a", token_blocks([3] * 640).hashes)
-        assert load(policy, "a") == 32
+        assert load(policy, "a") == 32 + 96

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import anyio
 import pytest
 
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions, merge_info, split_place
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.kv_events import EventSource
-from flashmoa.router.policies import EngineTraits
-from flashmoa.router.prefix_aware import PrefixAware
-from tests.unit.router.fake_engines import KEY, FakeEngine, RouterClient, routing
+from flashmoa.router.policy import PrefixAware
+from tests.unit.router.fake_engines import KEY, FakeEngine, routing
 from tests.unit.router.support import FakeConnections
 
 pytestmark = pytest.mark.anyio
@@ -96,22 +95,15 @@ async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_pa
     assert [engine.unit for engine in engines] == ["tokens", "tokens"]
 
 
-@pytest.mark.parametrize(
-    "config", [[], "text", 3, SHAPE | {"layer_types": 7}, SHAPE | {"layer_types": [{}, []]}, None]
-)
-async def test_engine_with_an_odd_config_joins_and_counts_tokens(
-    tmp_path: Path, config: object
+@pytest.mark.parametrize("config", [[], 3, SHAPE | {"layer_types": [{}, []]}, None, ...])
+async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: object
 ) -> None:
-    engine = await Rig(one=config_at(tmp_path, config)).probe()
-    assert engine.is_up and engine.unit == "tokens"
-
-
-async def test_config_of_the_working_folder_is_not_an_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config_at(tmp_path, SHAPE)
+    # If the engine does not tell where its config is, that of the working folder is not it.
+    settings = config_at(tmp_path, SHAPE if config is ... else config)
     monkeypatch.chdir(tmp_path)
-    assert (await Rig(one={}).probe()).unit == "tokens"
+    engine = await Rig(one={} if config is ... else settings).probe()
+    assert engine.is_up and engine.unit == "tokens"
 
 
 @pytest.mark.parametrize("failure", [(500, {}), None, EngineLost("closed")])
@@ -128,9 +120,12 @@ async def test_engine_that_fails_to_tell_its_settings_is_asked_again(failure: ob
 async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(one={})
     rig.settings = {}
-    with caplog.at_level(logging.WARNING):
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.pool.watch, rig.engines["one"])
+        await anyio.wait_all_tasks_blocked()
         for _ in range(3):
             await rig.probe()
+        group.cancel_scope.cancel()
     assert [record.getMessage() for record in caplog.records] == [
         "http://one is not ready; it gets no requests until it is"
     ]
@@ -146,32 +141,25 @@ async def test_connections_that_break_together_cause_two_probes_at_most() -> Non
     assert engine.is_up and 1 <= rig.probes <= 2
 
 
-async def test_draining_engine_gets_no_requests() -> None:
-    rig = Rig(one={})
-    engine = await rig.probe()
-    for status in (503, 404, 503):  # A stock engine has no such route.
-        rig.failures["/health/ready"] = (status, {})
-        await rig.probe()
-        assert engine.is_up == (status == 404) == bool(rig.dispatcher.engines)
-
-
 @pytest.mark.parametrize(
-    ("failure", "stays", "stays_after_a_loss"),
+    ("answer", "stays", "stays_after_a_loss"),
     [
         (None, True, False),
         (EngineLost("closed"), True, False),
         (EngineLost("refused", reached=False), False, False),
+        ((503, {}), False, False),
+        ((404, {}), True, True),  # A stock engine has no such route.
         ({}, True, True),
     ],
 )
-async def test_silent_engine_leaves_only_if_it_also_lost_a_connection(
-    failure: object, stays: bool, stays_after_a_loss: bool
+async def test_engine_that_drains_leaves_and_a_silent_one_if_it_also_lost_a_connection(
+    answer: object, stays: bool, stays_after_a_loss: bool
 ) -> None:
     rig = Rig(one={})
     for check, expected in ((rig.pool.probe, stays), (rig.pool.recheck, stays_after_a_loss)):
         rig.failures.clear()
         engine = await rig.probe()
-        rig.failures["/health/ready"] = failure
+        rig.failures["/health/ready"] = answer
         await check(engine)
         assert engine.is_up == bool(rig.dispatcher.engines) == expected
 
@@ -234,39 +222,42 @@ async def test_engine_whose_ranks_cannot_be_named_or_told_apart_joins_as_one(
     assert messages[0].startswith(f"{URL} chooses itself among its {ranks} data-parallel ranks")
 
 
-async def ask(router: RouterClient, text: str, path: str = "/generate", **more: Any) -> None:
-    status, _ = await router("POST", path, json.dumps({"text": text, **more}).encode(), KEY)
-    assert status == 200
+A, B = "a" * 400, "b" * 400
+SEARCH: dict[str, Any] = {"text": B, "prompt_stream_id": "s"}
 
 
-async def test_prefixes_spread_over_ranks_and_siblings_name_the_rank_of_theirs() -> None:
-    engine = FakeEngine(ranks=2)
+@pytest.mark.parametrize(
+    ("ranks", "requests", "expected"),
+    [
+        # Prefixes are spread over ranks, and siblings name the rank of theirs.
+        (2, [("", {"text": text}) for text in (A, B, B + "c", A + "d")], ["0", "1", "1", "0"]),
+        # A stream and all about it name one rank.
+        (
+            2,
+            [
+                ("/generate", {"text": A}),
+                ("/prompt_streams", {"text": B}),
+                ("/prompt_streams/s/append", {"text": "more"}),
+                ("/generate", SEARCH),
+            ],
+            ["0", "1", "1", "1"],
+        ),
+        # A router that has restarted knows the engine of a stream only, which knows the rank.
+        (2, [("/generate", SEARCH)], [None, None]),
+        # A client may name a rank of an engine that chooses itself.
+        (1, [("/generate", {"text": A})], ["7"]),
+    ],
+)
+async def test_requests_name_a_rank(
+    ranks: int, requests: list[tuple[str, dict[str, Any]]], expected: list[str | None]
+) -> None:
+    engine = FakeEngine("s", ranks=ranks)
+    headers = KEY | ({"X-Data-Parallel-Rank": "7"} if ranks == 1 else {})
     async with routing(engine) as router:
-        for text in ("a" * 400, "b" * 400, "b" * 400 + "c", "a" * 400 + "d"):
-            await ask(router, text)
-    assert engine.named_ranks == ["0", "1", "1", "0"]
-
-
-async def test_stream_and_all_about_it_name_one_rank() -> None:
-    engine = FakeEngine("s", ranks=2)
-    async with routing(engine) as router:
-        await ask(router, "a" * 400)
-        await ask(router, "b" * 400, "/prompt_streams")
-        await ask(router, "more", "/prompt_streams/s/append")
-        await ask(router, "b" * 400, prompt_stream_id="s")
-    assert engine.named_ranks == ["0", "1", "1", "1"]
-    # A router that has restarted knows the engine of a stream only, which knows the rank.
-    async with routing(engine) as router:
-        await ask(router, "b" * 400, prompt_stream_id="s")
-    assert engine.named_ranks[-1] is None
-
-
-async def test_client_may_name_a_rank_of_an_engine_that_chooses_itself() -> None:
-    engine = FakeEngine()
-    async with routing(engine) as router:
-        body = json.dumps({"text": "a"}).encode()
-        await router("POST", "/generate", body, {**KEY, "X-Data-Parallel-Rank": "1"})
-    assert engine.named_ranks == ["1"]
+        for path, body in requests:
+            content = json.dumps(body).encode()
+            assert (await router("POST", path or "/generate", content, headers))[0] == 200
+    assert engine.named_ranks == expected
 
 
 class SilentConnections(FakeConnections):

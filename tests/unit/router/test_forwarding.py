@@ -16,7 +16,7 @@ from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.forwarding import Connections, RelayedStream, forward, open_connections
 from flashmoa.router.metrics import PlacementObserver, RouterMetrics
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware
 
 pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

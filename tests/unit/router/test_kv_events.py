@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.application import application
 from flashmoa.router.blocks import token_blocks
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
@@ -30,25 +30,25 @@ from flashmoa.router.kv_events import (
     PageMirror,
     parse_event_sources,
 )
-from flashmoa.router.policies import EngineTraits, WaitingRequest
-from flashmoa.router.prefix_aware import PrefixAware
+from flashmoa.router.policy import PrefixAware
 from tests.integration.router.serving import serve
-from tests.unit.router.fake_engines import FakeEngine, RouterClient, running
+from tests.unit.router.fake_engines import FakeEngine, running
 from tests.unit.router.support import PROMPTS, SIZE, blocks
 
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
-STORED: list[object] = ["BlockStored", [1, 2], None, [1] * 32, 16, None, "GPU"]
 UNUSED = EventSource("tcp://unused:1")
-OTHER: list[object] = ["BlockStored", [3, 4, 5], None, [2] * 48, 16, None, "GPU"]
-CONFIG = json.dumps(
-    {
-        "publisher": "zmq",
-        "endpoint": "tcp://*:7000",
-        "replay_endpoint": "tcp://*:7100",
-        "topic": "kv",
-    }
-)
+PUBLISHES = {"publisher": "zmq", "endpoint": "tcp://*:7000"}
+CONFIG = json.dumps({**PUBLISHES, "replay_endpoint": "tcp://*:7100", "topic": "kv"})
+
+
+def stored(first: int, blocks: int) -> list[object]:
+    """Return the event of a prompt of equal tokens, whose pages are numbered from ``first`` on."""
+    pages = list(range(first, first + blocks))
+    return ["BlockStored", pages, None, [first] * 16 * blocks, 16, None, "GPU"]
+
+
+STORED = stored(1, 2)
 
 
 def batch(*events: list[object], written: float = 0.0) -> bytes:
@@ -100,44 +100,42 @@ def test_pages_after_a_lost_event_are_ignored() -> None:
     assert len(mirror) == 0 and mirror.blocks() == []
 
 
-def one_engine() -> tuple[PrefixAware, Dispatcher]:
-    policy = PrefixAware()
+@pytest.fixture
+def policy() -> PrefixAware:
+    return PrefixAware()
+
+
+@pytest.fixture
+def dispatcher(policy: PrefixAware) -> Dispatcher:
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits(TOKENS))
-    return policy, dispatcher
+    return dispatcher
 
 
-def test_gap_in_an_engines_events_empties_its_table() -> None:
-    policy, dispatcher = one_engine()
+def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_empties_it(
+    policy: PrefixAware, dispatcher: Dispatcher
+) -> None:
+    salted, tokens = token_blocks([1] * 32, salt="x"), list(range(33))
+    pairs = [*STORED[:3], list(pairwise(tokens)), *STORED[4:]]  # Of speculative decoding.
     subscriber = KvEventSubscriber(dispatcher, "a", UNUSED)
-    subscriber.receive(4, batch(STORED))
-    assert policy.matched_tokens("a", PROMPT) == 31
-    subscriber.receive(5, batch(["BlockRemoved", [2], "CPU_PINNED"], ["BlockRemoved", [2], "GPU"]))
-    assert policy.matched_tokens("a", PROMPT) == 16
-    subscriber.receive(7, batch())
-    assert len(policy.engines["a"].blocks) == 0
-    subscriber.receive(8, batch([*STORED, {"cache_salt": "x"}]))
-    assert policy.matched_tokens("a", token_blocks([1] * 32, salt="x")) == 31
-    subscriber.receive(9, batch(["AllBlocksCleared"]))
-    assert len(policy.engines["a"].blocks) == 0
-    subscriber.receive(10, batch(STORED))
-    subscriber.receive(11, b"\xc1")
-    assert len(policy.engines["a"].blocks) == 0
-
-
-def test_pairs_of_tokens_of_speculative_decoding_are_read() -> None:
-    policy, dispatcher = one_engine()
-    subscriber = KvEventSubscriber(dispatcher, "a", UNUSED)
-    tokens = list(range(33))
-    kind, pages, parent, _, size, *more = STORED
-    subscriber.receive(0, batch([kind, pages, parent, list(pairwise(tokens)), size, *more]))
-    assert policy.matched_tokens("a", token_blocks(tokens)) == 32
+    for sequence, message, prompt, matched in [
+        (4, batch(STORED), PROMPT, 31),
+        (5, batch(["BlockRemoved", [2], "CPU_PINNED"]), PROMPT, 31),
+        (6, batch(["BlockRemoved", [2], "GPU"]), PROMPT, 16),
+        (8, batch(), PROMPT, 0),
+        (9, batch([*STORED, {"cache_salt": "x"}]), salted, 31),
+        (10, batch(["AllBlocksCleared"]), salted, 0),
+        (11, batch(STORED), PROMPT, 31),
+        (12, b"\xc1", PROMPT, 0),
+        (13, batch(pairs), token_blocks(tokens), 32),
+    ]:
+        subscriber.receive(sequence, message)
+        assert policy.matched_tokens("a", prompt) == matched, sequence
 
 
 @pytest.mark.parametrize(
     ("url", "info", "expected"),
     [
-        ("host", {}, []),
         ("host", {"kv_events_config": None}, []),
         ("host", {"kv_events_config": "no JSON"}, []),
         ("host", {"kv_events_config": json.dumps({"publisher": "null"})}, []),
@@ -152,12 +150,6 @@ def test_event_sources_of_server_info(url: str, info: dict[str, Any], expected: 
     replays = [f"tcp://{a.replace(':70', ':71')}" for a in expected if ":70" in a]
     assert [source.replay for source in sources if source.replay] == replays
     assert all(source.topic == "kv" for source in sources if source.replay)
-
-
-def test_events_without_a_port_are_an_error_that_says_what_to_do() -> None:
-    config = json.dumps({"publisher": "zmq", "endpoint": "ipc:///tmp/x"})
-    with pytest.raises(ValueError, match=r"need a port.*--kv-events-config"):
-        parse_event_sources("http://host:30000", {"kv_events_config": config})
 
 
 class Publisher:
@@ -210,24 +202,20 @@ async def publishing() -> AsyncGenerator[tuple[Publisher, EventSource]]:
         context.term()
 
 
-async def test_missed_events_are_replayed() -> None:
-    policy, dispatcher = one_engine()
-    other: list[object] = ["BlockStored", [3, 4], None, [2] * 32, 16, None, "GPU"]
-    third: list[object] = ["BlockStored", [5, 6], None, [3] * 32, 16, None, "GPU"]
+async def until_blocks(policy: PrefixAware, count: int) -> None:
+    with anyio.fail_after(20):
+        while len(policy.engines["a"].blocks) != count:  # noqa: ASYNC110 - it sends no event
+            await anyio.sleep(0.005)
 
-    async def until(blocks: int) -> None:
-        with anyio.fail_after(20):
-            while len(policy.engines["a"].blocks) != blocks:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
 
-    async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        # This event is published before the router subscribes.
-        await publisher.publish(0, batch(STORED, written=1.0))
+async def test_missed_events_are_replayed(policy: PrefixAware, dispatcher: Dispatcher) -> None:
+    async with publisher_of(STORED) as (publisher, source), anyio.create_task_group() as group:
         group.start_soon(KvEventSubscriber(dispatcher, "a", source).run)
-        await until(2)
+        # This event was published before the router subscribed.
+        await until_blocks(policy, 2)
         # A subscription takes a moment: the next events are received, replayed, or both.
-        await publisher.publish(1, batch(other, written=2.0), lost=True)
-        await publisher.publish(2, batch(third, written=3.0), lost=True)
+        await publisher.publish(1, batch(stored(3, 2), written=2.0), lost=True)
+        await publisher.publish(2, batch(stored(5, 2), written=3.0), lost=True)
         sequence = 3
         with anyio.fail_after(20):
             while len(policy.engines["a"].blocks) != 6:
@@ -238,99 +226,34 @@ async def test_missed_events_are_replayed() -> None:
         # Now another engine publishes at the same address.
         publisher.restart()
         await publisher.publish(0, batch(STORED, written=1000.0))
-        await until(2)
+        await until_blocks(policy, 2)
         assert publisher.replays[-1] == 0
         group.cancel_scope.cancel()
 
 
-async def test_blocks_are_forgotten_if_events_are_followed_no_longer() -> None:
-    policy, dispatcher = one_engine()
-    async with publishing() as (publisher, source), anyio.create_task_group() as group:
-        await publisher.publish(0, batch(STORED, written=1.0))
+async def test_blocks_are_forgotten_if_events_are_followed_no_longer(
+    policy: PrefixAware, dispatcher: Dispatcher
+) -> None:
+    async with publisher_of(STORED) as (publisher, source), anyio.create_task_group() as group:
         subscriber = KvEventSubscriber(dispatcher, "a", source)
         group.start_soon(subscriber.run)
+        await until_blocks(policy, 2)
         with anyio.fail_after(20):
-            while len(policy.engines["a"].blocks) != 2:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
             while len(policy.engines["a"].blocks):
                 await publisher.publish_other()
                 await anyio.sleep(0.005)
-    subscriber.report_all()
-    assert len(policy.engines["a"].blocks) == 0
+        subscriber.report_all()
+        assert len(policy.engines["a"].blocks) == 0
 
 
-async def test_a_message_of_many_events_places_waiting_requests_once() -> None:
-    class Counting(PrefixAware):
-        rounds = 0
-
-        def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
-            self.rounds += 1
-            return super().route(queue)
-
-    policy = Counting(patience=0.0)
-    dispatcher = Dispatcher(policy)
-    dispatcher.join("a", EngineTraits(TOKENS, saturation=40))
-    policy.admit(WaitingRequest("long", token_blocks([1] * 64)), "a")
-    placed = anyio.Event()
-
-    async def wait_for_place() -> None:
-        async with dispatcher.place(token_blocks([2] * 16)):
-            placed.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait_for_place)
-        await anyio.wait_all_tasks_blocked()
-        assert dispatcher.waiting == 1 and policy.rounds == 1
-        subscriber = KvEventSubscriber(dispatcher, "a", UNUSED)
-        pages = [["BlockStored", [n], n - 1 or None, [1] * 16, 16, None, "GPU"] for n in (1, 2, 3)]
-        subscriber.receive(0, batch(*pages[:1]))
-        assert policy.rounds == 1  # The engine is still saturated.
-        subscriber.receive(1, batch(*pages[1:]))
-        assert policy.rounds == 2
-        with anyio.fail_after(5):
-            await placed.wait()
-
-
-@dataclass
-class Rejoining:
-    """An engine that can leave and join again, behind a router."""
-
-    engine: FakeEngine
-    url: str
-    router: RouterClient
-
-    async def until(self, *wanted: str) -> str:
-        """Wait until the router's metrics have all of these lines; return the metrics."""
-        with anyio.fail_after(20):
-            while True:
-                _, page = await self.router("GET", "/metrics")
-                text = page.decode()
-                if all(line in text for line in wanted):
-                    return text
-                await anyio.sleep(0.005)
-
-    def line(self, gauge: str, value: int, rank: str = "") -> str:
-        """Return the line of a gauge of the engine, or of one of its ranks."""
-        return f'flashmoa_router_engine_{gauge}{{engine="{self.url}{rank}"}} {value}.0\n'
-
-    async def leave(self) -> str:
-        self.engine.refuses.add(("GET", "/health/ready"))
-        return await self.until(self.line("up", 0))
-
-    def join(self, source: EventSource) -> None:
-        self.engine.advertise(source)
-        self.engine.refuses.clear()
-
-
-@asynccontextmanager
-async def rejoining(source: EventSource) -> AsyncGenerator[Rejoining]:
-    engine = FakeEngine(needs_key=False)
-    engine.advertise(source)
-    async with (
-        serve(engine.app()) as url,
-        running(application(RouterOptions([url], watch_seconds=0.01))) as router,
-    ):
-        yield Rejoining(engine, url, router)
+def test_a_message_of_many_events_is_one_reason_to_place_waiting_requests(
+    dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[None] = []
+    monkeypatch.setattr(dispatcher, "reconsider", lambda: rounds.append(None))
+    events = [stored(first, 1) for first in (1, 2, 3)]
+    KvEventSubscriber(dispatcher, "a", UNUSED).receive(0, batch(*events))
+    assert len(rounds) == 1
 
 
 @asynccontextmanager
@@ -341,41 +264,42 @@ async def publisher_of(*events: list[object]) -> AsyncGenerator[tuple[Publisher,
         yield publisher, source
 
 
-async def test_engine_that_rejoins_has_the_blocks_that_its_events_told() -> None:
-    async with publisher_of(STORED) as (publisher, source), rejoining(source) as rig:
-        await rig.until(rig.line("blocks", 2))
-        await rig.leave()
-        rig.join(source)
-        await rig.until(rig.line("blocks", 2))
-        assert publisher.replays == [0]  # Its events were followed all the time.
-
-
-async def test_events_are_followed_where_the_engine_publishes_them_when_it_rejoins() -> None:
+@pytest.mark.parametrize(
+    ("moves", "ranks", "expected"),
+    [(False, 1, {"": 2}), (True, 1, {"": 3}), (False, 2, {"#0": 2, "#1": 0})],
+)
+async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins(
+    moves: bool, ranks: int, expected: dict[str, int]
+) -> None:
+    """The second rank publishes at the port that follows, where nothing listens."""
+    engine, refused = FakeEngine(needs_key=False), ("GET", "/health/ready")
     async with (
-        publisher_of(STORED) as (_, before),
-        publisher_of(OTHER) as (_, after),
-        rejoining(before) as rig,
+        publisher_of(STORED) as (publisher, before),
+        publisher_of(stored(3, 3)) as (_, after),
+        serve(engine.app()) as url,
     ):
-        await rig.until(rig.line("blocks", 2))
-        await rig.leave()
-        rig.join(after)
-        await rig.until(rig.line("blocks", 3))
+        engine.advertise(before)
+        options = RouterOptions([url], watch_seconds=0.01)
 
+        def line(gauge: str, value: int, rank: str = "") -> str:
+            return f'flashmoa_router_engine_{gauge}{{engine="{url}{rank}"}} {value}.0\n'
 
-async def test_engine_that_rejoins_with_other_ranks_is_followed_by_rank() -> None:
-    async with publisher_of(STORED) as (_, source), rejoining(source) as rig:
-        await rig.until(rig.line("blocks", 2))
-        await rig.leave()
-        rig.engine.ranks = 2
-        rig.join(source)
-        # The second rank publishes at the port that follows, where nobody is.
-        text = await rig.until(rig.line("blocks", 2, "#0"))
-        assert rig.line("blocks", 0, "#1") in text
+        async def until(*wanted: str) -> str:
+            with anyio.fail_after(20):
+                while True:
+                    text = (await router("GET", "/metrics"))[1].decode()
+                    if all(part in text for part in wanted):
+                        return text
+                    await anyio.sleep(0.005)
 
-
-async def test_engine_that_is_down_has_no_gauges_but_that_it_is_down() -> None:
-    async with publisher_of(STORED) as (_, source), rejoining(source) as rig:
-        await rig.until(rig.line("blocks", 2), rig.line("load", 0), rig.line("saturated", 0))
-        text = await rig.leave()
-        assert "engine_blocks{" not in text
-        assert "engine_load{" not in text and "engine_saturated{" not in text
+        async with running(application(options)) as router:
+            await until(line("blocks", 2), line("load", 0), line("saturated", 0))
+            engine.refuses.add(refused)
+            text = await until(line("up", 0))
+            assert not any(f"engine_{name}{{" in text for name in ("blocks", "load", "saturated"))
+            engine.ranks = ranks
+            engine.advertise(after if moves else before)
+            engine.refuses.discard(refused)
+            await until(*(line("blocks", value, rank) for rank, value in expected.items()))
+    # The events of one that comes back as it was were followed all the time.
+    assert publisher.replays == [0] * ranks

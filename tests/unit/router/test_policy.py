@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections import deque
-from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.router.blocks import Blocks
+from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.flops import TOKENS, Measure
-from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
-from flashmoa.router.prefix_aware import EngineCandidate, PrefixAware, choose_engine
-from tests.integration.router.serving import InTurn
+from flashmoa.router.policy import (
+    EngineCandidate,
+    PrefixAware,
+    WaitingRequest,
+    choose_engine,
+)
 from tests.unit.router.support import FLOPS, MEASURES, SIZE, blocks, load, place, policy
 
 CANDIDATES = st.lists(
@@ -403,56 +403,3 @@ def test_request_that_is_overtaken_again_and_again_loses_patience() -> None:
         routing.finish_prefill(stranger.request)
     # It saves 16 tokens, and the engine that has them has 98 more to compute first.
     assert placed == {"held": "other"} and overtaken == 2
-
-
-def cached_share(
-    routing: Policy, prompts: Mapping[str, Blocks], *, engines: int, at_once: int, limit: int
-) -> float:
-    """Return the share of the prompts' tokens that engines find cached.
-
-    Engines compute a token in each unit of time, one prompt after another. Prompts can share blocks
-    from when they have an engine, and ``at_once`` of them are on their way at a time.
-    """
-    held = {f"e{number}": set[int]() for number in range(engines)}
-    free = dict.fromkeys(held, 0)
-    for engine in held:
-        routing.join(engine, EngineTraits(TOKENS, limit))
-    coming, waiting = deque(prompts.items()), dict[str, Blocks]()
-    ends: list[tuple[int, str]] = []
-    now = cached = 0
-    while coming or ends:
-        while coming and len(waiting) + len(ends) < at_once:
-            name, prompt = coming.popleft()
-            waiting[name] = prompt
-        queue = [WaitingRequest(name, prompt) for name, prompt in waiting.items()]
-        for name, engine in routing.route(queue).items():
-            prompt = waiting.pop(name)
-            known = prompt.cached_tokens(sum(block in held[engine] for block in prompt.hashes))
-            cached += known
-            held[engine].update(prompt.hashes)
-            routing.add_blocks(engine, prompt.hashes)
-            free[engine] = max(now, free[engine]) + prompt.length - known
-            heapq.heappush(ends, (free[engine], name))
-        now, name = heapq.heappop(ends)
-        routing.finish_prefill(name)
-        routing.end(name)
-    return cached / sum(prompt.length for prompt in prompts.values())
-
-
-def test_prefixes_stay_together_while_requests_queue() -> None:
-    prompts = {
-        f"{document}-{number}": blocks([document] * 160 + [100 + number] * 16)
-        for number in range(8)
-        for document in range(4)
-    }
-    policies = {
-        "ours": PrefixAware(block_tokens=SIZE),
-        "the paper's": PrefixAware(block_tokens=SIZE, patience=0),
-        "in turn": InTurn(),
-    }
-    shares = {
-        name: cached_share(each, prompts, engines=3, at_once=12, limit=200)
-        for name, each in policies.items()
-    }
-    assert shares["ours"] == pytest.approx(28 * 160 / (32 * 176), abs=0.06)
-    assert shares["ours"] > shares["the paper's"] and shares["ours"] > shares["in turn"]

@@ -1,4 +1,7 @@
-"""Route by cached prefix, FLOPs and saturation; pure (MoE-Prefill §7, §B.2 and Algorithm 1)."""
+"""Route by cached prefix, FLOPs and saturation (`PrefixAware`); pure.
+
+After MoE-Prefill, §7, §B.2 and Algorithm 1.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
-from flashmoa.router.cache_tables import EngineTables, PrefixIndex
-from flashmoa.router.policies import EngineTraits, Policy, WaitingRequest
+from flashmoa.router.cache_tables import EngineTables, EngineTraits, PrefixIndex
 
 # How much delay a request accepts for work that is saved, by default.
 PATIENCE = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """A request that has no engine yet. ``request`` is a unique name for it."""
+
+    request: str
+    blocks: Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +103,15 @@ def choose_engine(
 
 @dataclass(slots=True)
 class _PlacedRequest:
-    """A request on an engine: its first token to compute, and its prompts yet to be computed."""
-
     engine: EngineTables
     blocks: Blocks
-    start: int
-    items_left: int
+    is_computed: bool = False
 
 
-class PrefixAware(Policy):
-    """Implements the paper's cascade over tables of cached and promised blocks.
+class PrefixAware:
+    """Decides to which engine each request is sent; requests are identified by unique names.
+
+    It is the paper's cascade over tables of cached and promised blocks.
 
     A request raises its engine's load by its cost there, and the load falls as the engine computes.
     If ``m`` of its tokens match, the cost is ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and a
@@ -149,6 +158,7 @@ class PrefixAware(Policy):
         self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
+        """Add an engine, or give a known one new traits."""
         if (tables := self.engines.get(engine)) is None:
             self.engines[engine] = EngineTables(traits, self._index)
         elif tables.traits.measure != traits.measure:
@@ -160,6 +170,7 @@ class PrefixAware(Policy):
             tables.blocks.capacity = traits.cache_blocks
 
     def leave(self, engine: str) -> None:
+        """Remove an engine, and forget its cache and its requests."""
         if (tables := self.engines.pop(engine, None)) is not None:
             tables.blocks.withdraw()
             for request in tables.requests:
@@ -170,9 +181,20 @@ class PrefixAware(Policy):
         return blocks.cached_tokens(self.engines[engine].blocks.match(blocks.hashes))
 
     def takes_requests(self) -> bool:
+        """Return whether some engine takes any request.
+
+        If none does, only a request that has just come may find an engine (:meth:`route`).
+        """
         return not all(engine.is_saturated for engine in self.engines.values())
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
+        """Return engines by request, for those requests in the queue that need not wait any longer.
+
+        Args:
+            queue: waiting requests in order of arrival.
+
+        Raises: ValueError if a request in the queue has an engine already.
+        """
         placed: dict[str, str] = {}
         held = self._place_until_saturated(self._considered(queue), placed)
         # An idle engine that takes a request has its prefix from then on, and attracts others.
@@ -268,6 +290,14 @@ class PrefixAware(Policy):
         )
 
     def admit(self, waiting: WaitingRequest, engine: str, cached: int | None = None) -> None:
+        """Record that a request is sent to an engine; :meth:`route` does so for those it places.
+
+        Args:
+            cached: number of tokens of its prompt that the engine has cached; by default, those
+                that match.
+
+        Raises: ValueError if the request has an engine already.
+        """
         if waiting.request in self._placed:
             raise ValueError(f"request {waiting.request!r} has an engine already; end it first")
         self._placements += 1
@@ -275,42 +305,41 @@ class PrefixAware(Policy):
         tables, blocks = self.engines[engine], waiting.blocks
         start = self.matched_tokens(engine, blocks) if cached is None else cached
         tables.add(waiting.request, start, blocks)
-        self._placed[waiting.request] = _PlacedRequest(tables, blocks, start, blocks.items)
+        self._placed[waiting.request] = _PlacedRequest(tables, blocks)
 
-    def finish_prefill(self, request: str, items: int | None = None) -> None:
+    def finish_prefill(self, request: str) -> bool:
+        """Record that a request's prompt is computed. Return whether that was not known before."""
         placed = self._placed.get(request)
-        if placed is None or placed.items_left <= 0:
-            return
-        placed.items_left -= placed.items_left if items is None else items
-        blocks, items = placed.blocks, max(0, placed.items_left)
-        left = (blocks.length - placed.start) * items // blocks.items
-        placed.engine.answer(request, blocks.length - left)
-        if not items:
-            placed.engine.blocks.commit(blocks.hashes)
-            placed.engine.blocks.release(blocks.hashes)
+        if placed is None or placed.is_computed:
+            return False
+        placed.is_computed = True
+        placed.engine.answer(request, placed.blocks.length)
+        placed.engine.blocks.commit(placed.blocks.hashes)
+        placed.engine.blocks.release(placed.blocks.hashes)
+        return True
 
     def end(self, request: str) -> None:
+        """Forget a request, whether its prompt is computed or not; harmless to repeat."""
         self._held_since.pop(request, None)
         if (placed := self._placed.pop(request, None)) is None:
             return
         placed.engine.requests.discard(request)
-        # However much of it was answered, nothing of it is left to do.
-        placed.engine.answer(request, placed.blocks.length)
-        if placed.items_left > 0:
+        if not placed.is_computed:
+            placed.engine.answer(request, placed.blocks.length)  # Nothing of it is left to do.
             placed.engine.blocks.release(placed.blocks.hashes)
 
     def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        """Record that an engine has cached blocks, and so has computed those that were pending."""
         if (tables := self.engines.get(engine)) is not None:
-            fulfilled, unknown = tables.blocks.commit(tuple(hashes))
+            fulfilled = tables.blocks.commit(tuple(hashes))
             tables.load.subtract_computed(fulfilled * self._block_tokens)
-            # Of a list only the beginning is known. Unknown blocks may also be answers, or prompts
-            # of other clients, so the load of single prompts does not fall by them.
-            tables.load.subtract_computed(unknown * self._block_tokens, of_lists=True)
 
     def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
+        """Record that an engine has evicted blocks."""
         if (tables := self.engines.get(engine)) is not None:
             tables.blocks.evict(hashes)
 
     def clear_blocks(self, engine: str) -> None:
+        """Record that an engine's cache is empty."""
         if (tables := self.engines.get(engine)) is not None:
             tables.blocks.clear()

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Self, cast
 from urllib.parse import quote
 
@@ -40,30 +39,17 @@ _IDEMPOTENT_POSTS = re.compile(r"/prompt_streams/[^/]+/(append|keep_alive)")
 _COMPUTING_POSTS = frozenset({*POLICY_ROUTES, *ANY_ENGINE_ROUTES})
 # Both loggers write the path of each request.
 _REQUEST_LOGGERS = ("httpx", "uvicorn.access")
-_NOT_VISIBLE_ASCII = re.compile(rb"[^\x21-\x7e]")
+_VISIBLE_ASCII = bytes(range(0x21, 0x7F))
 # SGLang's own name; the plugin reads it on every route.
 _RANK_HEADER = "x-data-parallel-rank"
-# These concern one connection.
-_CONNECTION_HEADERS = {
+_UNFORWARDED_HEADERS = {
+    # These concern one connection.
     *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
     *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
-}
-_UNFORWARDED_HEADERS = {
-    *_CONNECTION_HEADERS,
     "expect",  # The router has read the whole body before it forwards the request.
     # The HTTP client and server write these themselves.
     *("host", "content-length", "content-encoding", "accept-encoding", "date", "server"),
 }
-
-
-class RetryRule(Enum):
-    """Says when a request whose connection broke is sent to the same engine once more."""
-
-    ALWAYS = "always"
-    # Only if the connection had been used before: the engine may have closed it before the request
-    # arrived. If the request did arrive, repeating it costs computing, or a stream that expires.
-    ON_REUSED_CONNECTION = "on a reused connection"
-    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +59,7 @@ class ForwardedRequest:
     Attributes:
         path: decoded path.
         target: the path and the query as the client sent them, in ASCII.
+        headers: those of the client that are forwarded; their names are in lower case.
     """
 
     method: str
@@ -82,12 +69,13 @@ class ForwardedRequest:
     body: bytes
 
     @property
-    def retry_rule(self) -> RetryRule:
-        """When the request may be sent a second time."""
-        if self.method in _IDEMPOTENT_METHODS or _IDEMPOTENT_POSTS.fullmatch(self.path):
-            return RetryRule.ALWAYS
-        is_computing = self.path in _COMPUTING_POSTS
-        return RetryRule.ON_REUSED_CONNECTION if is_computing else RetryRule.NEVER
+    def is_repeatable(self) -> bool:
+        """Whether it may be sent twice: at worst an engine computes, or keeps a stream, in vain."""
+        return (
+            self.method in _IDEMPOTENT_METHODS
+            or self.path in _COMPUTING_POSTS
+            or _IDEMPOTENT_POSTS.fullmatch(self.path) is not None
+        )
 
     @property
     def api_key(self) -> dict[str, str]:
@@ -96,8 +84,7 @@ class ForwardedRequest:
         The router sends it with its own requests to engines on behalf of the client, so that it has
         only the client's rights.
         """
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        return {"authorization": headers["authorization"]} if "authorization" in headers else {}
+        return {name: key for name, key in self.headers.items() if name == "authorization"}
 
     def on_rank(self, rank: int | None) -> ForwardedRequest:
         """Return the request for a data-parallel rank; ``None`` leaves the choice as it is."""
@@ -108,14 +95,14 @@ class ForwardedRequest:
     @classmethod
     def from_client(cls, request: Request, body: bytes) -> Self:
         """Build the request to forward from a client's request and its body."""
-        path: str = request.scope["path"]
         # ``request.url`` would be wrong, because it contains the Host header that the client sent.
-        raw: bytes = request.scope.get("raw_path") or quote(path).encode()
+        raw: bytes = request.scope["raw_path"]
         if query := request.scope["query_string"]:
             raw += b"?" + query
         # Some web servers accept other bytes, but every engine accepts visible ASCII.
-        target = _NOT_VISIBLE_ASCII.sub(lambda match: b"%%%02X" % match[0][0], raw).decode()
-        return cls(request.method, path, target, select_forwarded_headers(request.headers), body)
+        target = quote(raw, safe=_VISIBLE_ASCII)
+        headers = select_forwarded_headers(request.headers)
+        return cls(request.method, request.scope["path"], target, headers, body)
 
 
 def select_forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -6,13 +6,10 @@ import json
 import socket
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import anyio
-from aiohttp.connector import Connection
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -20,7 +17,7 @@ from yarl import URL
 
 from flashmoa._starlette import while_connected
 from flashmoa.engine.connections import KEPT_SECONDS
-from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
+from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
 from flashmoa.router.errors import EngineLost
 
 EVENT_END = b"\n\n"
@@ -34,19 +31,6 @@ _PROBES = {
 # Headers that aiohttp would add to the client's.
 _ADDED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-# Errors of a connection that was closed before the answer's first byte; if it is closed later,
-# aiohttp raises a ClientPayloadError.
-_CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
-
-
-@dataclass(slots=True)
-class _Attempt:
-    reused: bool = False
-
-    def may_repeat(self, rule: RetryRule, error: BaseException | None) -> bool:
-        if rule is RetryRule.ON_REUSED_CONNECTION:
-            return self.reused and isinstance(error, _CLOSED)
-        return rule is RetryRule.ALWAYS
 
 
 class Connections:
@@ -62,9 +46,16 @@ class Connections:
         self._fresh = fresh
 
     async def exchange(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, rule: RetryRule
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, *, repeats: bool
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Send a request, and once more if its connection breaks and ``rule`` allows that.
+        """Send a request, and if its connection breaks once more, over a new one.
+
+        An engine may have closed a kept connection before the request arrived: SGLang does so
+        milliseconds after an answer with status 500, and does not say so in the answer.
+
+        Args:
+            repeats: whether the request may be sent twice. If not, it is sent once, over a new
+                connection.
 
         Return the answer, which the caller closes, and its content. If the answer is a stream, the
         content is ``None``, and the caller reads it.
@@ -72,14 +63,15 @@ class Connections:
         Raises: EngineLost if there is no answer.
         """
         request = (method, url, headers, body)
-        attempt = _Attempt()
+        if not repeats:
+            return await _send(self._fresh, *request)
         try:
-            return await _send(self._kept, *request, attempt)
+            return await _send(self._kept, *request)
         except EngineLost as lost:
-            if not (lost.reached and attempt.may_repeat(rule, lost.__cause__)):
+            if not lost.reached:
                 raise
         try:
-            return await _send(self._fresh, *request, _Attempt())
+            return await _send(self._fresh, *request)
         except EngineLost as lost:
             lost.reached = True  # The first attempt may have reached the engine.
             raise
@@ -98,7 +90,7 @@ class Connections:
         Raises: EngineLost as :meth:`exchange`.
         """
         with anyio.move_on_after(seconds):
-            answer, content = await self.exchange(method, url, headers, body, RetryRule.ALWAYS)
+            answer, content = await self.exchange(method, url, headers, body, repeats=True)
             answer.close()
             return Response(content, answer.status, media_type=answer.content_type)
         return None
@@ -110,7 +102,6 @@ async def _send(
     url: str,
     headers: Mapping[str, str],
     body: bytes,
-    attempt: _Attempt,
 ) -> tuple[aiohttp.ClientResponse, bytes | None]:
     try:
         answer = await http.request(
@@ -119,7 +110,6 @@ async def _send(
             headers=headers,
             data=body or None,
             allow_redirects=False,
-            trace_request_ctx=attempt,
         )
         if answer.content_type == "text/event-stream":
             return answer, None
@@ -133,57 +123,27 @@ def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class _EngineResponse(aiohttp.ClientResponse):
-    """Closes its connection if its status is 5xx.
-
-    Stock SGLang's web server closes the connection milliseconds after such an answer without saying
-    so in the answer, and a request that is sent in between would be lost.
-    """
-
-    async def start(self, connection: Connection) -> Self:
-        protocol = connection.protocol
-        await super().start(connection)
-        if self.status >= 500 and protocol is not None:
-            protocol.force_close()
-            if self.connection is None:
-                # The whole answer arrived at once, so aiohttp has released its connection already.
-                protocol.close()
-        return self
-
-
 @asynccontextmanager
 async def open_connections() -> AsyncGenerator[Connections]:
     """Open the sessions, and close their connections when the context is left."""
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_record_reuse)
     # SGLang closes a connection that was idle for 5 s. A request that is sent just then would be
     # lost, so the router closes its idle connections earlier.
     kept = aiohttp.TCPConnector(
         limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_make_probed_socket
     )
     fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
-    async with _make_session(kept, trace) as kept_session, _make_session(fresh) as fresh_session:
+    async with _make_session(kept) as kept_session, _make_session(fresh) as fresh_session:
         yield Connections(kept_session, fresh_session)
 
 
-def _make_session(
-    connector: aiohttp.TCPConnector, *traces: aiohttp.TraceConfig
-) -> aiohttp.ClientSession:
+def _make_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=connector,
         timeout=_TIMEOUT,
         auto_decompress=False,
         skip_auto_headers=_ADDED_HEADERS,
         cookie_jar=aiohttp.DummyCookieJar(),
-        response_class=_EngineResponse,
-        trace_configs=list(traces),
     )
-
-
-async def _record_reuse(
-    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: object
-) -> None:
-    context.trace_request_ctx.reused = True
 
 
 def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -227,7 +187,11 @@ async def forward(
     """
     try:
         answer, content = await connections.exchange(
-            call.method, engine + call.target, call.headers, call.body, call.retry_rule
+            call.method,
+            engine + call.target,
+            call.headers,
+            call.body,
+            repeats=call.is_repeatable,
         )
     except EngineLost as error:
         observer.end("lost")

@@ -1,25 +1,25 @@
-"""Test routers whose engines die or come back."""
+"""Test routers whose engines die, come back, or close connections."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from anyio.abc import SocketAttribute, SocketStream
-from anyio.streams.stapled import MultiListener
 
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.router.engines import RouterOptions
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric, wait_for_metric
 from tests.integration.router.serving import InTurn
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
+JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.slow
@@ -64,48 +64,36 @@ async def test_other_engine_serves_when_one_dies(
         await mortal.stop()
 
 
-class EndingServer:
-    """Ends at the first POST like a process: it drops its connections, and then closes its port."""
-
-    def __init__(self, dropped: int) -> None:
-        self._left = dropped
-        self._ends = False
-        self._scope = anyio.CancelScope()
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncGenerator[str]:
-        listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-        port = listener.extra(SocketAttribute.local_port)
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._serve, listener)
-            yield f"http://127.0.0.1:{port}"
-            self._scope.cancel()
-
-    async def _serve(self, listener: MultiListener[SocketStream]) -> None:
-        with self._scope:
-            async with listener:
-                await listener.serve(self._answer)
-
-    async def _answer(self, client: SocketStream) -> None:
-        async with client:
-            request = b"" if self._ends else await client.receive()
-            if self._ends:
-                self._left -= 1
-            elif request.startswith(b"POST"):
-                self._ends = True
-            else:
-                await client.send(b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        if self._ends and self._left <= 0:
-            self._scope.cancel()
-
-
-@pytest.mark.parametrize("dropped", [0, 1, 4])
-async def test_engine_that_is_ending_gets_no_further_requests(
-    engine: LocalEngine, words: Words, dropped: int
+@pytest.mark.slow
+async def test_appends_survive_bodies_that_break_other_connections(
+    engine: LocalEngine, plain_engine: LocalEngine
 ) -> None:
-    async with EndingServer(dropped).listening() as url:
-        several = RouterOptions([url, engine.url], policy=InTurn(), watch_seconds=60)
-        async with serve_router(several) as router:
-            for number in range(2):
-                await generated(router, words(10, 1090 + number))
-            assert await metric(router, f'flashmoa_router_engine_up{{engine="{url}"}}') == 0
+    """Stock SGLang answers such a chat with 500, and closes the connection without saying so."""
+    answers = Counter[int]()
+    # Only one of the two engines has prompt streams.
+    async with serve_router(make_options(engine, plain_engine)) as router:
+        async with EngineClient(engine.url) as direct:
+            stream = await direct.open_stream(text="It begins:")
+        is_over = anyio.Event()
+
+        async def spoil() -> None:
+            while not is_over.is_set():
+                path = "/v1/chat/completions"
+                answers[(await router.post(path, content=b"[]", headers=JSON)).status_code] += 1
+
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(spoil)
+            path = f"/prompt_streams/{stream.id}/append"
+            failed: list[str] = []
+            for number in range(180):
+                answer = await router.post(path, json={"seq": number, "text": " x"})
+                if answer.status_code != 200:
+                    failed.append(answer.text)
+            is_over.set()
+        assert failed == [] and set(answers) == {500} and answers[500] > 20
+        state = (await router.get(f"/prompt_streams/{stream.id}")).json()
+        assert state["next_seq"] == 180
+        assert (await router.delete(f"/prompt_streams/{stream.id}")).status_code == 200
+    async with EngineClient(engine.url) as watching:
+        await wait_until_idle(watching)

@@ -11,7 +11,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 from starlette.requests import Request
 
-from flashmoa.router.client_requests import ForwardedRequest, RetryRule, select_forwarded_headers
+from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.forwarding import Connections, RelayedStream, forward, open_connections
@@ -21,22 +21,21 @@ from flashmoa.router.policy import PrefixAware
 pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 BAD = b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\nno"
-LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
 HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no"
 CLOSE = b""
 END = b"end"
-# The headers of a stream; the server sends its body when the test sets ``may_send_body``.
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 999\r\n\r\n"
 SILENCE = b"silence"
-EVENTS = b"HTTP/1.1 500 -\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\n"
 
 
 async def read_request(client: SocketStream) -> None:
     request = b""
-    while (found := re.search(rb"(?i)content-length: (\d+)(?s:.*?)\r\n\r\n", request)) is None:
+    while b"\r\n\r\n" not in request:
         request += await client.receive()
-    while len(request) < found.end() + int(found[1]):
-        request += await client.receive()
+    head, _, body = request.partition(b"\r\n\r\n")
+    found = re.search(rb"(?i)content-length: (\d+)", head)
+    while found and len(body) < int(found[1]):
+        body += await client.receive()
 
 
 class Server:
@@ -53,7 +52,6 @@ class Server:
         self._scripts = list(scripts)
         self.seen: list[int] = []
         self.is_asked = anyio.Event()
-        self.may_send_body = anyio.Event()
         self._opened = 0
 
     @asynccontextmanager
@@ -87,9 +85,6 @@ class Server:
                 if answer is SILENCE:
                     break
                 await client.send(answer)
-                if answer is EVENTS:
-                    await self.may_send_body.wait()
-                    await client.send(b"no")
                 if answer is HALF or answer.startswith(STREAM):
                     return
             # The connection stays open until the client closes it.
@@ -97,110 +92,68 @@ class Server:
                 await client.receive()
 
 
-async def send(http: Connections, url: str, rule: RetryRule) -> tuple[int, bytes | None]:
-    answer, content = await http.exchange("POST", url, {}, b"body", rule)
+async def send(http: Connections, url: str, *, repeats: bool = True) -> bytes | None:
+    answer, content = await http.exchange("POST", url, {}, b"body", repeats=repeats)
     answer.close()
-    return answer.status, content
+    return content
 
 
-async def test_connection_is_reused() -> None:
-    server = Server((GOOD, GOOD))
-    async with server.listening() as url, open_connections() as http:
-        for _ in range(2):
-            assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
-    assert server.seen == [0, 0]
-
-
-@pytest.mark.parametrize("answer", [BAD, LAST])
-async def test_connection_that_will_be_closed_is_not_reused(answer: bytes) -> None:
-    """After a 500, SGLang closes the connection without saying so in the answer."""
-    server = Server((answer,), (GOOD,))
-    async with server.listening() as url, open_connections() as http:
-        assert (await send(http, url, RetryRule.NEVER))[0] == int(answer[9:12])
-        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
-    assert server.seen == [0, 1]
-
-
-async def test_connection_is_not_reused_after_a_streamed_error() -> None:
-    server = Server((EVENTS,), (GOOD,))
-    async with server.listening() as url, open_connections() as http:
-        answer, content = await http.exchange("POST", url, {}, b"body", RetryRule.NEVER)
-        assert (answer.status, content) == (500, None)
-        server.may_send_body.set()
-        assert await answer.read() == b"no"
-        assert await send(http, url, RetryRule.NEVER) == (200, b"ok")
-    assert server.seen == [0, 1]
-
-
-@pytest.mark.parametrize("rule", [RetryRule.ALWAYS, RetryRule.ON_REUSED_CONNECTION])
-async def test_request_lost_on_a_reused_connection_is_repeated(rule: RetryRule) -> None:
-    server = Server((GOOD, CLOSE), (GOOD,), (GOOD,))
-    async with server.listening() as url, open_connections() as http:
-        for _ in range(3):
-            assert await send(http, url, rule) == (200, b"ok")
-    # The request is repeated once, on a connection that no other request uses.
-    assert server.seen == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("rule", "script"),
-    [
-        (RetryRule.NEVER, (GOOD, CLOSE)),
-        (RetryRule.ON_REUSED_CONNECTION, (GOOD, HALF)),
-        (RetryRule.ON_REUSED_CONNECTION, (CLOSE,)),
-    ],
-)
-async def test_request_that_may_have_been_done_is_not_repeated(
-    rule: RetryRule, script: tuple[bytes, ...]
+@pytest.mark.parametrize("script", [(CLOSE,), (HALF,), (GOOD, CLOSE), (GOOD, HALF), (BAD, CLOSE)])
+async def test_lost_request_that_may_be_repeated_is_sent_once_more_over_a_new_connection(
+    script: tuple[bytes, ...],
 ) -> None:
-    server = Server(script, (GOOD,))
-    async with server.listening() as url, open_connections() as http:
-        for _ in script[1:]:
-            await send(http, url, rule)
-        with pytest.raises(EngineLost) as lost:
-            await send(http, url, rule)
-    assert lost.value.reached and server.seen == [0] * len(script)
-
-
-@pytest.mark.parametrize("script", [(GOOD, CLOSE), (GOOD, HALF), (CLOSE,), (HALF,)])
-async def test_idempotent_request_is_repeated_once(script: tuple[bytes, ...]) -> None:
+    """After a 500, SGLang closes the connection without saying so in the answer."""
     server = Server(script, (GOOD,), (CLOSE,), (CLOSE,))
     async with server.listening() as url, open_connections() as http:
-        for _ in script:
-            assert await send(http, url, RetryRule.ALWAYS) == (200, b"ok")
-        with pytest.raises(EngineLost):
-            await send(http, url, RetryRule.ALWAYS)
-    assert server.seen == [*[0] * len(script), 1, 2, 3]
+        for _ in script[1:]:
+            await send(http, url)  # Connections are kept.
+        assert await send(http, url) == b"ok"
+        with pytest.raises(EngineLost) as lost:
+            await send(http, url)
+    # No other request uses the connection of a repeated one.
+    assert lost.value.reached and server.seen == [*[0] * len(script), 1, 2, 3]
+
+
+@pytest.mark.parametrize("lost", [CLOSE, HALF])
+async def test_request_that_may_not_be_repeated_is_sent_once_over_a_new_connection(
+    lost: bytes,
+) -> None:
+    server = Server((BAD, CLOSE), (GOOD,), (lost,))
+    async with server.listening() as url, open_connections() as http:
+        await send(http, url)
+        assert await send(http, url, repeats=False) == b"ok"
+        with pytest.raises(EngineLost) as error:
+            await send(http, url, repeats=False)
+    assert error.value.reached and server.seen == [0, 1, 2]
 
 
 async def test_engine_that_dies_before_the_second_attempt_counts_as_reached() -> None:
     server = Server((GOOD, END))
     async with server.listening() as url, open_connections() as http:
-        await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+        await send(http, url)
         with pytest.raises(EngineLost) as lost:
-            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+            await send(http, url)
         assert lost.value.reached and server.seen == [0, 0]
         with pytest.raises(EngineLost) as lost:
-            await send(http, url, RetryRule.ON_REUSED_CONNECTION)
+            await send(http, url)
     assert not lost.value.reached
 
 
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("POST", "/prompt_streams/1/append", RetryRule.ALWAYS),
-        ("POST", "/prompt_streams/1/keep_alive", RetryRule.ALWAYS),
-        ("GET", "/prompt_streams/1", RetryRule.ALWAYS),
-        ("DELETE", "/prompt_streams/1", RetryRule.ALWAYS),
-        ("POST", "/prompt_streams", RetryRule.ON_REUSED_CONNECTION),
-        ("POST", "/generate", RetryRule.ON_REUSED_CONNECTION),
-        ("POST", "/render", RetryRule.ON_REUSED_CONNECTION),
-        ("POST", "/update_weights_from_disk", RetryRule.NEVER),
-        ("POST", "/prompt_streams/1/append/x", RetryRule.NEVER),
+        ("POST", "/prompt_streams/1/append", True),
+        ("POST", "/prompt_streams/1/keep_alive", True),
+        ("DELETE", "/prompt_streams/1", True),
+        ("POST", "/prompt_streams", True),
+        ("POST", "/generate", True),
+        ("POST", "/render", True),
+        ("POST", "/update_weights_from_disk", False),
+        ("POST", "/prompt_streams/1/append/x", False),
     ],
 )
-def test_repeat_rule_of_each_route(method: str, path: str, expected: RetryRule) -> None:
-    assert ForwardedRequest(method, path, path, {}, b"").retry_rule is expected
+def test_requests_that_may_be_sent_twice(method: str, path: str, expected: bool) -> None:
+    assert ForwardedRequest(method, path, path, {}, b"").is_repeatable == expected
 
 
 def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
@@ -208,14 +161,12 @@ def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
         "type": "http",
         "method": "POST",
         "path": "/tokenize/a b",
-        "raw_path": b"/tokenize/a%20b",
+        "raw_path": b"/tokenize/a%20b\xe9",
         "query_string": b"c=%2F",
         "headers": [(b"host", b"x/flush_cache?")],
     }
     call = ForwardedRequest.from_client(Request(scope), b"")
-    assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b?c=%2F")
-    del scope["raw_path"]
-    assert ForwardedRequest.from_client(Request(scope), b"").target == "/tokenize/a%20b?c=%2F"
+    assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b%E9?c=%2F")
 
 
 async def test_connection_is_probed_while_an_answer_takes_long() -> None:
@@ -233,9 +184,7 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
         async with open_connections() as sending, anyio.create_task_group() as group:
             group.start_soon(listener.serve, never_answer)
             with pytest.raises(EngineLost):
-                await sending.exchange(
-                    "POST", f"http://127.0.0.1:{port}/", {}, b"", RetryRule.NEVER
-                )
+                await send(sending, f"http://127.0.0.1:{port}/", repeats=False)
             group.cancel_scope.cancel()
     # This is the kernel's name for a keep-alive timer (proc(5)).
     assert timers == ["02"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flashmoa.router.application import application
 from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREAMS
 from flashmoa.router.engines import RouterOptions
-from tests.integration.router.serving import InTurn
+from tests.integration.router.serving import InTurn, serve
 from tests.unit.router.fake_engines import (
     DRAINING,
     KEY,
@@ -25,6 +25,7 @@ from tests.unit.router.fake_engines import (
     routing,
     running,
 )
+from tests.unit.router.test_forwarding import END, GOOD, Server
 
 pytestmark = pytest.mark.anyio
 
@@ -66,6 +67,23 @@ async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) 
         with_stream = b'{"text": "x", "prompt_stream_id": "a"}'
         assert (await client("POST", GENERATE, with_stream, KEY))[0] == 200
         assert engines[0].requests == []
+
+
+async def test_request_of_an_engine_that_ends_goes_to_another_engine() -> None:
+    ending, other = Server((GOOD, GOOD, GOOD, END)), FakeEngine()
+    async with (
+        ending.listening() as first,
+        serve(other.app()) as second,
+        running(
+            application(RouterOptions([first, second], InTurn(), "right", watch_seconds=60))
+        ) as client,
+    ):
+        for _ in range(2):
+            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
+        _, page = await client("GET", "/metrics")
+    # It answered three probes, and ended when it got a request.
+    assert ending.seen == [0] * 4 and other.requests == [f"POST {GENERATE}"] * 2
+    assert f'flashmoa_router_engine_up{{engine="{first}"}} 0.0'.encode() in page
 
 
 async def test_a_refusal_is_passed_on_if_no_engine_drains() -> None:
@@ -153,34 +171,30 @@ async def test_web_pages_of_other_origins_may_ask_a_router(any_router: RouterCli
     assert (await any_router("OPTIONS", CHAT, headers=asked))[0] == 200
 
 
-HALF = "half of a pair: \ud83d"
-# ``bodies`` replaces this by nested lists or objects.
-DEEP = "deep below"
-texts = st.sampled_from([HALF, DEEP, "", "a", "x", "word" * 40])
-plain = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), [], {}, [[]], {"n": 2}])
-odd = st.one_of(texts, plain, texts, st.text(max_size=20))
-ids = st.lists(st.integers(-1, 1 << 33), max_size=40)
-part = st.fixed_dictionaries({}, optional={"text": odd, "agent": odd, "input_ids": ids | odd})
-parts = st.lists(part | part.map(lambda one: one | {"type": "agent"}) | odd, max_size=3)
-message = st.fixed_dictionaries({}, optional={"role": odd, "content": st.one_of(parts, odd)})
-prompts = st.one_of(texts, ids, parts, st.lists(texts, max_size=3), odd)
-FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(("text", "prompt", "input", "input_ids"), prompts),
-    **dict.fromkeys(("cache_salt", "extra_key", "workflow", "agent", "stream", "n"), odd),
-    **dict.fromkeys(("query", "items", "documents"), prompts),
-    "messages": st.one_of(st.lists(message, max_size=3), odd),
-    "tools": odd,
-    "sampling_params": st.one_of(st.fixed_dictionaries({}, optional={"n": odd}), odd),
-    "prompt_stream_id": odd,
-    "add_special_tokens": odd,
-}
+DEEP = "deep below"  # ``bodies`` replaces this by nested lists or objects.
+scalars = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), "", "a", "x" * 160])
+texts = st.sampled_from(["half of a pair: \ud83d", DEEP]) | st.text(max_size=20)
+NAMES = ["text", "agent", "input_ids", "role", "content", "n"]
+values: st.SearchStrategy[Any] = st.recursive(
+    scalars | texts | st.lists(st.integers(-1, 1 << 33), max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+        | st.just({"type": "agent", "agent": "a"})
+    ),
+    max_leaves=8,
+)
+FIELDS = [
+    *("text", "prompt", "input", "input_ids", "query", "items", "documents", "messages", "tools"),
+    *("cache_salt", "extra_key", "workflow", "agent", "stream", "n", "sampling_params"),
+    *("prompt_stream_id", "add_special_tokens"),
+]
 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
     """Return JSON with unusual fields."""
-    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=2, max_size=6, unique=True))
-    fields = {name: draw(FIELDS[name]) for name in names}
+    fields = draw(st.dictionaries(st.sampled_from(FIELDS), values, min_size=2, max_size=6))
     deep = draw(st.sampled_from([190, 250, 5000]) | st.integers(950, 990))
     nest = draw(st.sampled_from([("[", "]"), ('{"a":', "}")]))
     inner = nest[0] * deep + "1" + nest[1] * deep
@@ -197,10 +211,6 @@ ROUTES = [
 ]
 
 
-def written(value: object) -> bytes:
-    return json.dumps(value).encode()
-
-
 cut = st.tuples(bodies(), st.integers(0, 50)).map(lambda both: both[0][: both[1]])
 # A web server accepts these characters in a header.
 header = st.text(
@@ -211,7 +221,7 @@ requests = st.fixed_dictionaries(
         "route": st.sampled_from(ROUTES),
         "name": st.binary(max_size=8).map(quote) | st.sampled_from(["a", "x"]),
         "body": st.one_of(
-            bodies(), bodies(), cut, st.binary(max_size=40), odd.map(json.dumps).map(str.encode)
+            bodies(), bodies(), cut, st.binary(max_size=40), values.map(json.dumps).map(str.encode)
         ),
         "query": st.one_of(st.just(b""), st.binary(max_size=8)),
         "headers": st.dictionaries(

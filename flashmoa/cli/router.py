@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
@@ -21,13 +21,13 @@ from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine import engine_url
 from flashmoa.router.cache_tables import SATURATION_MARGIN
 from flashmoa.router.dispatcher import MAX_WAITING
-from flashmoa.router.policy import PATIENCE
+from flashmoa.router.policy import PATIENCE, PrefixAware
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from flashmoa.router.engines import RouterOptions
-    from flashmoa.router.shell.application import ShellOptions
+_TOKENIZE = {"auto": None, "always": True, "never": False}
+_INSTALL = "pip install 'flashmoa[router]'"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,8 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
         parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
     ports = range(parsed.port, parsed.port + max(1, pairs))
-    if problem := _find_wrong_number(parsed, ports) or _find_unused_option(parsed, parser):
+    if problem := port_problem(ports[0]):
         parser.error(problem)
+    if port_problem(ports[-1]):
+        parser.error(f"{pairs} pairs listen at ports from --port {ports[0]} on; give a smaller one")
     try:
         app, backends = _make_application(parsed)
         with ExitStack() as stack:
@@ -56,148 +58,40 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find_wrong_number(parsed: argparse.Namespace, ports: range) -> str | None:
-    """Return which number no router can have, ``None`` if there is none."""
-    if problem := port_problem(ports[0]):
-        return problem
-    if port_problem(ports[-1]):
-        return f"{len(ports)} pairs listen at ports from --port {ports[0]} on; give a smaller one"
-    for name in (*_OF_THE_POLICY, *_ABOVE_ZERO):
-        value, least = getattr(parsed, name), "above" if name in _ABOVE_ZERO else "at least"
-        if not (value > 0 or (value == 0 and name not in _ABOVE_ZERO)):
-            return f"--{name.replace('_', '-')} {value} is not {least} 0"
-    return None
-
-
-def _find_unused_option(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
-    """Return which option is for the other mode, ``None`` if there is none."""
-    mode, others = "--prefill", ["agent_seconds"]
-    if parsed.prefill:
-        mode, others = "--engine", ["api_key", "model_config", "tokenize", *_OF_THE_POLICY]
-    for name in others:
-        if getattr(parsed, name) != parser.get_default(name):
-            return f"--{name.replace('_', '-')} goes with {mode} only; leave it out"
-    return None
-
-
 def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]:
     """Return what is served, and what is behind each port.
 
     Raises: OSError or ValueError if an option is wrong; ModuleNotFoundError.
     """
     from flashmoa.router.application import application
-    from flashmoa.router.shell.application import shells_application
+    from flashmoa.router.engines import RouterOptions
+    from flashmoa.router.shell.application import ShellOptions, shells_application
 
     if parsed.prefill:
-        app = shells_application(_make_shell_options(parsed), parsed.port)
+        pairs = [
+            ShellOptions(
+                prefill=engine_url(prefill),
+                pd_router=engine_url(pd_router),
+                agent_seconds=parsed.agent_seconds,
+                max_body_bytes=parsed.max_body_bytes,
+            )
+            for prefill, pd_router in zip(parsed.prefill, parsed.pd_router, strict=True)
+        ]
+        app = shells_application(pairs, parsed.port)
         return app, [f"the PD pair of {url}" for url in parsed.prefill]
-    options = _make_router_options(parsed)
-    count = len(set(options.engines))
-    return application(options), [f"{count} engine{'s' if count > 1 else ''}"]
-
-
-def _serve(app: Starlette, sockets: list[socket]) -> None:
-    import uvicorn
-
-    with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
-
-
-_TOKENIZE = {"auto": None, "always": True, "never": False}
-_INSTALL = "pip install 'flashmoa[router]'"
-_OF_THE_POLICY = ("patience", "saturation", "max_waiting")
-_ABOVE_ZERO = ("max_body_bytes", "agent_seconds")
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flashmoa router",
-        description=(__doc__ or "").partition(": ")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=30200, help="port to listen on (%(default)s)")
-    parser.add_argument(
-        "--max-body-bytes",
-        type=int,
-        default=32 << 20,
-        help="the largest body of a request, in bytes (32 MiB)",
-    )
-    engines = parser.add_argument_group("several engines behind one address")
-    _add_engine_options(engines)
-    _add_policy_options(engines)
-    _add_pair_options(parser.add_argument_group("PD pairs behind one address each"))
-    return parser
-
-
-def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    _add_urls(group, "--engine", "an engine's URL; give it once for each engine")
-    group.add_argument("--api-key", help="API key for the router's own requests to the engines")
-    group.add_argument(
-        "--model-config", type=Path, help="the model's config.json, to count work in FLOPs"
-    )
-    group.add_argument(
-        "--tokenize",
-        choices=tuple(_TOKENIZE),
-        default="auto",
-        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
-    )
-
-
-def _add_policy_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--patience",
-        type=float,
-        default=PATIENCE,
-        help="wait for the engine that has the prefix while the work before the request is less "
-        "than this many times the work that the engine saves (%(default)g); 0: never wait",
-    )
-    group.add_argument(
-        "--saturation",
-        type=float,
-        default=SATURATION_MARGIN,
-        metavar="FORWARDS",
-        help="an engine is full when it has tokens for so many of its largest forwards to compute "
-        "(%(default)g); 0: no limit",
-    )
-    group.add_argument(
-        "--max-waiting",
-        type=int,
-        default=MAX_WAITING,
-        help="the most requests that wait for an engine (%(default)s); 0: none waits",
-    )
-
-
-def _add_pair_options(group: argparse._ArgumentGroup) -> None:
-    _add_urls(group, "--prefill", "the prefill engine of a PD pair; give it once for each pair")
-    _add_urls(group, "--pd-router", "the pair's own router; give it once for each pair")
-    group.add_argument(
-        "--agent-seconds",
-        type=float,
-        default=600.0,
-        help="the most seconds that a request waits for an answer that it reads (%(default)g)",
-    )
-
-
-def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
-    group.add_argument(flag, action="append", default=[], metavar="URL", help=about)
-
-
-def _make_router_options(parsed: argparse.Namespace) -> RouterOptions:
-    from flashmoa.router.engines import RouterOptions
-    from flashmoa.router.policy import PrefixAware
-
-    config: Path | None = parsed.model_config
-    return RouterOptions(
-        engines=[engine_url(url) for url in parsed.engine],
+    engines = [engine_url(url) for url in parsed.engine]
+    options = RouterOptions(
+        engines,
         policy=PrefixAware(patience=parsed.patience),
         api_key=parsed.api_key,
-        model_config=_read_config(config) if config else None,
+        model_config=_read_config(parsed.model_config) if parsed.model_config else None,
         saturation_margin=parsed.saturation,
         tokenize=_TOKENIZE[parsed.tokenize],
         max_body_bytes=parsed.max_body_bytes,
         max_waiting=parsed.max_waiting,
     )
+    count = len(set(engines))
+    return application(options), [f"{count} engine{'s' if count > 1 else ''}"]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -208,15 +102,78 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"--model-config {path} is not JSON: {error}") from error
 
 
-def _make_shell_options(parsed: argparse.Namespace) -> list[ShellOptions]:
-    from flashmoa.router.shell.application import ShellOptions
+def _serve(app: Starlette, sockets: list[socket]) -> None:
+    import uvicorn
 
-    return [
-        ShellOptions(
-            prefill=engine_url(prefill),
-            pd_router=engine_url(pd_router),
-            agent_seconds=parsed.agent_seconds,
-            max_body_bytes=parsed.max_body_bytes,
-        )
-        for prefill, pd_router in zip(parsed.prefill, parsed.pd_router, strict=True)
-    ]
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashmoa router",
+        description=(__doc__ or "").partition(": ")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=30200, help="port to listen on (%(default)s)")
+    about = "the largest body of a request, in bytes (32 MiB)"
+    add("--max-body-bytes", type=_not_negative(int), default=32 << 20, help=about)
+    _add_engine_options(parser.add_argument_group("several engines behind one address"))
+    group = parser.add_argument_group("PD pairs behind one address each")
+    _add_urls(group, "--prefill", "the prefill engine of a PD pair; give it once for each pair")
+    _add_urls(group, "--pd-router", "the pair's own router; give it once for each pair")
+    about = "the most seconds that a request waits for an answer that it reads (%(default)g)"
+    group.add_argument("--agent-seconds", type=_not_negative(float), default=600.0, help=about)
+    return parser
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    _add_urls(group, "--engine", "an engine's URL; give it once for each engine")
+    add("--api-key", help="API key for the router's own requests to the engines")
+    add("--model-config", type=Path, help="the model's config.json, to count work in FLOPs")
+    add(
+        "--tokenize",
+        choices=tuple(_TOKENIZE),
+        default="auto",
+        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
+    )
+    add(
+        "--patience",
+        type=_not_negative(float),
+        default=PATIENCE,
+        help="wait for the engine that has the prefix while the work before the request is less "
+        "than this many times the work that the engine saves (%(default)g); 0: never wait",
+    )
+    add(
+        "--saturation",
+        type=_not_negative(float),
+        default=SATURATION_MARGIN,
+        metavar="FORWARDS",
+        help="an engine is full when it has tokens for so many of its largest forwards to compute "
+        "(%(default)g); 0: no limit",
+    )
+    add(
+        "--max-waiting",
+        type=_not_negative(int),
+        default=MAX_WAITING,
+        help="the most requests that wait for an engine (%(default)s); 0: none waits",
+    )
+
+
+def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
+    group.add_argument(flag, action="append", default=[], metavar="URL", help=about)
+
+
+def _not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return a type of arguments: numbers of at least 0."""
+
+    def parse(text: str) -> float:
+        if not (number := kind(text)) >= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+        return number
+
+    parse.__name__ = kind.__name__  # For argparse's message about what is no number.
+    return parse

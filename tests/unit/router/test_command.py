@@ -40,19 +40,3 @@ def test_command_accepts_engines_or_a_pair(
     with pytest.raises(SystemExit):
         cli.main()
     assert "--prefill and --pd-router" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "mode"),
-    [
-        (["--engine", "a:1", "--agent-seconds", "5"], "--prefill"),
-        (["--prefill", "a:1", "--pd-router", "b:1", "--api-key", "k"], "--engine"),
-        (["--prefill", "a:1", "--pd-router", "b:1", "--patience", "1"], "--engine"),
-    ],
-)
-def test_options_of_the_other_mode_are_refused(
-    arguments: list[str], mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        router.main(arguments)
-    assert f"{arguments[-2]} goes with {mode} only; leave it out" in capsys.readouterr().err

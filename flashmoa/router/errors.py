@@ -18,10 +18,14 @@ class RouterError(FlashMoAError):
 
 
 class BadRequest(RouterError, ValueError):
+    """Raised when a request cannot be read, or asks for what the router does not do."""
+
     status = 400
 
 
 class BodyTooLarge(RouterError):
+    """Raised when a request's body is longer than ``--max-body-bytes``."""
+
     status = 413
 
 

@@ -166,6 +166,9 @@ class Server:
         process = self._process = subprocess.Popen(
             self._command, start_new_session=True, env=environment
         )
+        if self._stopping_since is not None:
+            # The signal arrived while the process was started.
+            process.send_signal(signal.SIGTERM)
         is_ready = False
         try:
             while process.poll() is None and not self._is_stop_overdue():
@@ -197,14 +200,12 @@ class Server:
 
     def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Ask SGLang to finish its running requests and end. At the second signal, kill it."""
-        if self._process is None:
-            return
-        if self._stopping_since is None:
+        is_first = self._stopping_since is None
+        if is_first:
             self._stopping_since = time.monotonic()
+        if self._process is not None:
             # On SIGINT, SGLang would wait for its child processes instead of draining.
-            self._process.send_signal(signal.SIGTERM)
-        else:
-            self._process.kill()
+            self._process.send_signal(signal.SIGTERM if is_first else signal.SIGKILL)
 
     def _is_stop_overdue(self) -> bool:
         since = self._stopping_since

@@ -80,6 +80,30 @@ def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
     assert out == ("finished\n" if finishes else "") + "ended: 0\n"
 
 
+def test_a_signal_that_arrives_while_the_process_is_started_is_not_lost() -> None:
+    stopped = SERVER.replace(
+        "server = ",
+        "import os, signal, subprocess\n"
+        "class Popen(subprocess.Popen):\n"
+        "    def __init__(self, *arguments, **options):\n"
+        "        super().__init__(*arguments, **options)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "subprocess.Popen = Popen\n"
+        "server = ",
+    )
+    command = [
+        sys.executable,
+        "-c",
+        stopped,
+        "import time; time.sleep(100)",
+        "http://[::1]:9",
+        "30",
+    ]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "ended: 0\n"
+    )
+
+
 READY = """
 import http.server, ssl
 

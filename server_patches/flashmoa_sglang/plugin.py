@@ -21,7 +21,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
-from flashmoa_sglang.asyncep import memory_plan
 from flashmoa_sglang.http import metrics, rendering, stream_requests
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
@@ -190,7 +189,7 @@ SCHEDULER_HOOKS = [
 ]
 HTTP_HOOKS = [
     Hook(f"{_SERVER_ARGS}.add_cli_args", "after", options.add_arguments),
-    Hook(f"{_SERVER_ARGS}.from_cli_args", "around", memory_plan.choose_arguments),
+    Hook(f"{_SERVER_ARGS}.from_cli_args", "around", asyncep.choose_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),

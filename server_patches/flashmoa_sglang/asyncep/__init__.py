@@ -8,10 +8,13 @@ experts of the next layer.
 
 from __future__ import annotations
 
+import logging
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.cpu import lacks_accelerator
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Store
     from flashmoa_sglang.saturation import LayerTimes
 
+logger = logging.getLogger(__name__)
 _WRITES = "it writes to experts where the device has them"
 _MERGE = (
     "layers with adapters do not call the method that waits for copied experts (adapters merged "
@@ -95,6 +99,23 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, store, whole=whole)
 
 
+def choose_arguments(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
+    """Turn CUDA graphs off, unless the user gives their options; wraps ``from_cli_args``."""
+    if Options.from_environment().asyncep == "off" or args.device == "cpu" or lacks_accelerator():
+        return original(cls, args)
+    for argument in RELEASE.NO_GRAPHS.split("--")[1:]:
+        name, _, value = argument.strip().replace("-", "_").partition(" ")
+        if not getattr(args, name):
+            setattr(args, name, value or True)
+    if args.chunked_prefill_size is None:
+        logger.warning(
+            "--flashmoa-asyncep: forwards are as long as SGLang chooses, mostly too short to hide "
+            "copies of experts. Give --chunked-prefill-size, --max-prefill-tokens and "
+            "--mem-fraction-static, for example 131072, 131072 and 0.75."
+        )
+    return original(cls, args)
+
+
 def problem(arguments: Any, options: Options) -> str | None:
     """Return why ``--flashmoa-asyncep`` does not go with SGLang's resolved arguments.
 
@@ -103,7 +124,9 @@ def problem(arguments: Any, options: Options) -> str | None:
     if options.asyncep == "off":
         return None
     for name, reason in _EXCLUDED.items():
-        if is_given(getattr(arguments, name, None)):
+        value = getattr(arguments, name, None)
+        # The default is nothing, or for a size, 1.
+        if value > 1 if type(value) is int else value:
             return (
                 f"--flashmoa-asyncep does not go with --{name.replace('_', '-')}: {reason}; start "
                 "without one of the two."
@@ -138,11 +161,6 @@ def problem(arguments: Any, options: Options) -> str | None:
             "example, or shorter forwards (--chunked-prefill-size, --max-prefill-tokens)."
         )
     return None
-
-
-def is_given(value: object) -> bool:
-    """Return whether an argument differs from its default: nothing, or for a size, 1."""
-    return value > 1 if type(value) is int else bool(value)
 
 
 def memory() -> dict[str, int] | None:

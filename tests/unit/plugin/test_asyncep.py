@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +14,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from flashmoa_sglang import asyncep
 from flashmoa_sglang.asyncep import experts
 from flashmoa_sglang.asyncep.experts import Experts, Packing, store_on_host
 from flashmoa_sglang.asyncep.offloader import ExpertOffloader, SlotRotation
+from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.conftest import ROOT
 
 EXPERTS = 4
 
@@ -333,3 +341,59 @@ def test_experts_for_which_there_is_no_room_are_refused_before_they_are_loaded(
     monkeypatch.setattr(experts, "available_bytes", lambda: needed - 1)
     with pytest.raises(SystemExit, match="the next layer's experts need"):
         Experts(layer).move_to_host()
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, mode: str, **given: Any) -> dict[str, Any]:
+    """Return the arguments that SGLang gets on a GPU other than the user has given them."""
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", mode)
+    monkeypatch.setattr(asyncep, "lacks_accelerator", lambda: False)
+    flags = [part.strip().partition(" ")[0] for part in RELEASE.NO_GRAPHS.split("--")[1:]]
+    before = {"device": None, "chunked_prefill_size": None}
+    before |= dict.fromkeys(flag.replace("-", "_") for flag in flags) | given
+    found = asyncep.choose_arguments(lambda _cls, args: args, object, Namespace(**before))
+    return {name: value for name, value in vars(found).items() if value != before[name]}
+
+
+def test_graphs_are_turned_off_and_short_forwards_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = list(chosen(monkeypatch, "h2d"))
+    assert len(graphs) == 2 and "Give --chunked-prefill-size" in caplog.text
+    caplog.clear()
+    assert list(chosen(monkeypatch, "h2d", chunked_prefill_size=65536)) == graphs
+    assert list(chosen(monkeypatch, "h2d", **{graphs[0]: "full"})) == graphs[1:]
+    assert chosen(monkeypatch, "h2d", device="cpu") == chosen(monkeypatch, "off") == {}
+    assert caplog.text.count("Give --chunked") == 1
+
+
+PROGRAM = """
+import sys
+from flashmoa_sglang.cpu import torchvision_ops
+torchvision_ops.allow_mismatched_build()
+from flashmoa_sglang import asyncep
+from sglang.srt import server_args
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+asyncep.lacks_accelerator = lambda: False
+server_args.get_device_memory_capacity = lambda _device: 81559.0
+name = "sglang.srt.server_args.ServerArgs.from_cli_args"
+HookRegistry.register(name, asyncep.choose_arguments, HookType.AROUND)
+HookRegistry.apply_hooks()
+given = server_args.prepare_server_args(sys.argv[1:])
+# SGLang 0.5.23 makes its own choices later.
+getattr(given, "resolve_once", bool)()
+print(asyncep.RELEASE.graphs_are_off(asyncep.RELEASE.resolve_arguments(given)))
+"""
+
+
+def test_sglang_has_no_graphs_then() -> None:
+    model = ROOT / "examples/models/qwen3-30b-a3b"
+    arguments = f"--model-path {model} --device cuda --skip-tokenizer-init".split()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments],
+        env=os.environ | {"SGLANG_PLUGINS": "none", "FLASHMOA_ASYNCEP": "h2d"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip().endswith("True"), done.stderr

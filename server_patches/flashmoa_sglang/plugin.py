@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
-from flashmoa_sglang.http import metrics, rendering, stream_requests
+from flashmoa_sglang.http import client_requests, metrics, rendering
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
@@ -105,7 +105,7 @@ def generate_request(
     original = RELEASE.forget_refused(original)
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
-    return stream_requests.generate_request(original, manager, obj, request)
+    return client_requests.generate_request(original, manager, obj, request)
 
 
 async def handle_chat(
@@ -116,13 +116,13 @@ async def handle_chat(
     if table is None:
         return await original(chat, request, raw_request)
     try:
-        stream_request = stream_requests.bind(table, raw_request)
+        stream_request = client_requests.bind(table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
     result = await original(chat, request, raw_request)
     if stream_request is None:
         return result
-    return stream_requests.annotate_chat(result, stream_request)
+    return client_requests.annotate_chat(result, stream_request)
 
 
 async def without_streams(

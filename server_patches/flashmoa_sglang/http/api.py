@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from flashmoa_sglang import __version__, kv_free, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
+from flashmoa_sglang.http.bodies import PromptReader
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import (
     ApiError,
@@ -26,7 +27,6 @@ from flashmoa_sglang.http.errors import (
     EngineDraining,
     MalformedRequest,
 )
-from flashmoa_sglang.http.prompts import PromptReader
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import PromptStream

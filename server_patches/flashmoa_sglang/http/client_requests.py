@@ -1,42 +1,51 @@
-"""Reads the hints in clients' ordinary requests, and refuses requests that would do harm.
+"""Clients' ordinary requests: their hints, what is refused, and how one uses its prompt stream.
 
 Hints change when a request is computed and how much of it, never its answer. A token id outside of
 the vocabulary would end SGLang's scheduler, and is an easy mistake: a client only has to tokenise
 with another model's tokenizer. A prompt without tokens would end SGLang 0.5.23's. The plugin's mark
 on a request is for the scheduler; clients must not set it. SGLang checks everything else itself.
+
+The final request of a prompt stream, whose prompt the stream has prepared, has its whole prompt
+itself; ``prompt_stream_id`` is only a hint. Its tokens are taken from the stream as far as the two
+texts agree, and its answer says how the stream was used.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY
+from fastapi import HTTPException
+
+from flashmoa_sglang import kv_free
+from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.errors import ApiError
+from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.messages import RequestMark
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+    from flashmoa_sglang.http.stream import PromptStream
+    from flashmoa_sglang.http.streams import StreamTable
 
 STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
 # Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
 LARGEST_NUMBER = 2**31 - 1
+# The statuses with which SGLang refuses a request, and has no room for one in its queue.
+_REFUSALS = (400, 503)
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """The fields that a client adds to a request for the plugin.
-
-    ``stream_id``: id of the prompt stream that has the beginning of the prompt.
-    ``expected_output``: number of tokens that the client expects in the answer.
-    """
-
-    stream_id: str | None = None
-    expected_output: int | None = None
-
-
-def read_hints(http_request: Any) -> Hints:
+def read_hints(http_request: Any) -> tuple[str | None, int | None]:
     """Read the hints in an HTTP request's body.
+
+    Return the id of the prompt stream that has the beginning of the prompt, and the number of
+    tokens that the client expects in the answer, each if it is given.
 
     Raises:
         ValueError: if a hint has a wrong type or value (SGLang answers 400).
@@ -44,7 +53,7 @@ def read_hints(http_request: Any) -> Hints:
     # SGLang has already parsed the body, and Starlette keeps the result.
     body = getattr(http_request, "_json", None)
     if not isinstance(body, dict):
-        return Hints()
+        return None, None
     stream_id, expected = body.get(STREAM), body.get(EXPECTED_OUTPUT)
     if stream_id is not None and not isinstance(stream_id, str):
         raise ValueError(
@@ -56,7 +65,7 @@ def read_hints(http_request: Any) -> Hints:
             f"{EXPECTED_OUTPUT} must be an integer from 0 to {LARGEST_NUMBER}, not "
             f"{str(expected)[:40]}."
         )
-    return Hints(stream_id, expected)
+    return stream_id, expected
 
 
 def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
@@ -142,3 +151,263 @@ def _list_params(sampling_params: Any) -> list[dict[str, Any]]:
 def _with_mark(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
     custom = params.get("custom_params") or {}
     return {**params, "custom_params": {**custom, **mark.to_custom_params()}}
+
+
+class StreamRequest:
+    """A request that names a prompt stream.
+
+    Attributes:
+        status: after :meth:`use`, ``hit`` (the stream is a prefix of the prompt), ``mispredicted``
+            (the prompt departs from the stream and uses only what agrees), or why no stream could
+            be used: ``used``, ``deleted``, ``expired``, ``drained``, ``unknown``, or
+            ``other_namespace`` (the request has another cache salt, extra key or adapter than the
+            stream, and cannot read its KV).
+        usage: the fields that :meth:`annotate` added to the answer.
+    """
+
+    def __init__(self, table: StreamTable, stream_id: str) -> None:
+        self.stream_id = stream_id
+        self._table = table
+        self._stream, self.status = table.find(stream_id)
+        # The text that SGLang has encoded so far. It encodes some prompts in two pieces.
+        self._text = ""
+        self._claimed = False
+        self._reads_kv = True
+        self.usage: dict[str, Any] | None = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
+        """Return the tokens of a piece of the prompt; ``None`` if the stream has no text."""
+        if self._stream is None or self._stream.buffer is None:
+            return None
+        first, self._text = not self._text, self._text + text
+        return self._stream.buffer.encode_piece(text, add_special_tokens, first)
+
+    def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
+        """Claim the stream for a ``GenerateReqInput``, and give the request the stream's tokens.
+
+        Args: multimodal: whether the model's processor tokenises the text, which stays as it is.
+        Raises: ValueError if the request is a batch (SGLang answers 400).
+        """
+        if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
+            raise ValueError(f"{STREAM} goes with one prompt; send a batch without it.")
+        stream = self._claim()
+        if stream is not None and not _shares_kv(obj, stream):
+            stream, self.status, self._reads_kv = None, "other_namespace", False
+        if stream is None:
+            _put_expectation(obj, expected_output)
+            return
+        if obj.text is not None and not multimodal:
+            ids = self.encode(obj.text, add_special_tokens=True)
+            if ids is not None:
+                obj.text, obj.input_ids = None, ids
+        self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
+        if obj.routed_dp_rank is None:
+            obj.routed_dp_rank = stream.terms.dp_rank
+        mark = RequestMark(stream.id, final=True, expected_output=expected_output)
+        put_mark(obj, mark)
+
+    def _claim(self) -> PromptStream | None:
+        if self._stream is not None and self._stream.claimed:
+            # Another request has claimed it since.
+            self._stream, self.status = None, "used"
+        if self._stream is not None and self._stream.closed is not None:
+            self._stream, self.status = None, self._stream.closed
+        if self._stream is not None:
+            self._table.claim(self._stream)
+            self._claimed = True
+        return self._stream
+
+    def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
+        # Texts are compared, because tokens of the end of the stream's text may be held back.
+        buffer, expected = stream.buffer, stream.known()
+        if buffer is not None and self._text and not self._text.startswith(buffer.whole_text):
+            return False
+        if buffer is not None and (self._text or stream.ended_at is None):
+            expected = buffer.tokens[: buffer.certain_tokens]
+        return ids is not None and ids[: len(expected)] == list(expected)
+
+    def annotate(self, output: dict[str, Any]) -> None:
+        """Add to an answer how many tokens of the prompt had been computed before.
+
+        ``prompt_tokens`` is the sum of ``cached_tokens`` and ``late_tokens``. The stream computed
+        ``streamed_tokens`` of the cached ones before the request came.
+        """
+        meta = output.get("meta_info") or {}
+        if "cached_tokens" not in meta:
+            return
+        cached = meta["cached_tokens"]
+        stream = self._stream if self._reads_kv else None
+        streamed = min(cached, stream.computed) if stream is not None else 0
+        if self.usage is None:
+            metrics.count("finals", status=self.status)
+            metrics.count("final_late_tokens", meta["prompt_tokens"] - cached)
+        self.usage = {
+            "cached_tokens": cached,
+            "streamed_tokens": streamed,
+            "late_tokens": meta["prompt_tokens"] - cached,
+            "prompt_stream": {
+                "id": self.stream_id,
+                "status": self.status,
+                "prefills": [asdict(span) for span in stream.spans] if stream else [],
+            },
+        }
+        meta.update(self.usage)
+
+    def give_stream_back(self) -> None:
+        """Leave the stream to the next request, because SGLang has refused this one."""
+        if self._claimed and self._stream is not None and self._stream.closed is None:
+            self._table.unclaim(self._stream)
+            self._claimed = False
+
+    def close_stream(self) -> None:
+        """Close the stream, because the request now holds the KV itself or has ended."""
+        if self._claimed and self._stream is not None:
+            self._table.close(self._stream, "used")
+
+
+def _shares_kv(obj: Any, stream: PromptStream) -> bool:
+    return all(
+        (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
+    )
+
+
+_current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
+
+
+def current() -> StreamRequest | None:
+    """Return the request of this context, if it names a prompt stream."""
+    return _current.get()
+
+
+def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
+    """Find the stream that an HTTP request's body names, and remember it in the request's context.
+
+    Raises: ValueError if a hint is malformed (SGLang answers 400).
+    """
+    stream_id, _ = read_hints(http_request)
+    if stream_id is None:
+        return None
+    request = StreamRequest(table, stream_id)
+    _current.set(request)
+    return request
+
+
+def generate_request(
+    original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
+) -> Any:
+    """Run ``TokenizerManager.generate_request`` for a client's request.
+
+    Raises: ValueError if a hint is malformed, a token id or the named data-parallel rank does not
+        exist, or the client has set the plugin's mark.
+    """
+    check(obj, manager.model_config.vocab_size, manager.tokenizer)
+    if not hasattr(obj, "stream"):  # This is a request for an embedding.
+        return original(manager, obj, http_request)
+    kv_free.check(obj)
+    rank = manager.flashmoa_table.named_rank(http_request)
+    if rank is not None:
+        obj.routed_dp_rank = rank
+    _, expected_output = read_hints(http_request)
+    request = current() or bind(manager.flashmoa_table, http_request)
+    if request is None:
+        _put_expectation(obj, expected_output)
+        return original(manager, obj, http_request)
+    outputs = original(manager, obj, http_request)
+    prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
+    return run_with_stream(outputs, request, prepare, http_request)
+
+
+async def run_with_stream(
+    outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
+) -> AsyncGenerator[Any]:
+    """Yield the outputs of a stream's final request, annotated, and close its stream.
+
+    A request that is refused leaves the stream to the next one.
+
+    Args: prepare: calls :meth:`StreamRequest.use`, before the first output.
+    """
+    # ``prepare`` claims the stream. It is called here, because only a generator that has been
+    # started certainly runs its ``finally``.
+    async with using_stream(request, http_request), aclosing(outputs):
+        prepare()
+        async for output in outputs:
+            # The output is a list if the request asks for several answers to the prompt.
+            answers = output if isinstance(output, list) else [output]
+            for answer in answers:
+                request.annotate(answer)
+            if all(map(_is_refusal, answers)):
+                request.give_stream_back()
+            else:
+                request.close_stream()
+            yield output
+
+
+@asynccontextmanager
+async def using_stream(request: StreamRequest, http_request: Any) -> AsyncGenerator[None]:
+    """Close a request's stream at the end, or leave it to the next one if this one is refused."""
+    try:
+        yield
+    except (ValueError, HTTPException, ApiError) as error:
+        # SGLang raises the first two for a request that it refuses or has no room for, a ValueError
+        # also if the client has disconnected; of the plugin's own requests they are ApiErrors.
+        status = error.status if isinstance(error, ApiError) else getattr(error, "status_code", 400)
+        is_refused = status in _REFUSALS
+        if is_refused and (http_request is None or not await http_request.is_disconnected()):
+            request.give_stream_back()
+        raise
+    finally:
+        request.close_stream()
+
+
+def _is_refusal(answer: dict[str, Any]) -> bool:
+    """Return whether a scheduler has refused a request, of which a streamed answer tells."""
+    meta = answer.get("meta_info") or {}
+    reason = meta.get("finish_reason")
+    return (
+        isinstance(reason, dict)
+        and reason.get("type") == "abort"
+        and reason.get("status_code") in _REFUSALS
+        and not meta.get("completion_tokens")
+    )
+
+
+def _put_expectation(obj: Any, expected_output: int | None) -> None:
+    if expected_output is not None and decodes(obj):
+        put_mark(obj, RequestMark(expected_output=expected_output))
+
+
+def annotate_chat(result: Any, request: StreamRequest) -> Any:
+    """Add the stream's figures to the usage of a chat answer, whether it is streamed or not."""
+    if hasattr(result, "body_iterator"):
+        result.body_iterator = _annotate_events(result.body_iterator, request)
+        return result
+    if getattr(result, "usage", None) is None or request.usage is None:
+        return result
+    from fastapi.responses import JSONResponse
+
+    payload = json.loads(result.model_dump_json())
+    _add_figures(payload["usage"], request.usage)
+    return JSONResponse(payload)
+
+
+async def _annotate_events(events: Any, request: StreamRequest) -> AsyncIterator[Any]:
+    async for event in events:
+        text = event if isinstance(event, str) else event.decode()
+        yield _annotate_event(text, request) if '"usage":{' in text.replace(" ", "") else event
+
+
+def _annotate_event(event: str, request: StreamRequest) -> str:
+    if not event.startswith("data: {") or request.usage is None:
+        return event
+    payload = json.loads(event[len("data: ") :])
+    if payload.get("usage"):
+        _add_figures(payload["usage"], request.usage)
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+
+
+def _add_figures(usage: dict[str, Any], figures: dict[str, Any]) -> None:
+    details = dict(usage.get("prompt_tokens_details") or {})
+    for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
+        details[name] = figures[name]
+    usage["prompt_tokens_details"] = details
+    usage["prompt_stream"] = figures["prompt_stream"]

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashmoa_sglang.http import stream_requests
+from flashmoa_sglang.http import client_requests
 from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
@@ -71,7 +71,7 @@ def wrap_encode(tokenizer: Any) -> None:
         if rendered is not None and isinstance(text, str):
             rendered.pieces.append(Piece(text, add_special_tokens))
             return []
-        stream_request = stream_requests.current()
+        stream_request = client_requests.current()
         if stream_request is not None and isinstance(text, str):
             ids = stream_request.encode(text, add_special_tokens)
             if ids is not None:

@@ -79,7 +79,7 @@ class PromptStream:
         ids: of a stream of text, its tokens once it has ended.
         next_seq: the number of the append that is expected next.
         sent: number of tokens that have been handed over to the schedulers.
-        unchanged: how many of these are still right.
+        kept: how many of these are still right.
         end_sent: whether they have been told that no more tokens come.
         claimed: whether the final request has come, and computes the rest of the prompt.
         closed: how the stream ended; ``None`` while it is open.
@@ -99,7 +99,7 @@ class PromptStream:
     next_seq: int = 0
     ended_at: float | None = None
     sent: int = 0
-    unchanged: int = 0
+    kept: int = 0
     end_sent: bool = False
     claimed: bool = False
     closed: Ending | None = None

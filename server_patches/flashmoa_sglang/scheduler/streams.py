@@ -53,7 +53,7 @@ class SchedulerStream:
         ended: whether no more tokens come.
         claimed: whether the final request has come, which computes the rest.
         increment: the increment that was made and is not in the radix tree yet.
-        right: how many of its tokens are still those of the stream.
+        kept: how many of its tokens are still those of the stream.
         is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
     """
 
@@ -67,7 +67,7 @@ class SchedulerStream:
     ended: bool = False
     claimed: bool = False
     increment: Any = None
-    right: int = 0
+    kept: int = 0
     is_pin_stale: bool = False
 
     @property
@@ -135,7 +135,7 @@ class SchedulerStreams:
 
     def _take_back(self, stream: SchedulerStream, tokens: int) -> None:
         del stream.tokens[tokens:]
-        stream.right = min(stream.right, tokens)
+        stream.kept = min(stream.kept, tokens)
         stream.prefilled = min(stream.prefilled, self._kept(tokens))
         stream.is_pin_stale = True
 
@@ -282,7 +282,7 @@ class SchedulerStreams:
         assert self._make is not None
         req = take_request(self._scheduler, message, self._make)
         if req is not None:
-            stream.increment, stream.right = req, len(req.origin_input_ids)
+            stream.increment, stream.kept = req, len(req.origin_input_ids)
         return req
 
     def discard(self, req: Any) -> None:
@@ -296,7 +296,7 @@ class SchedulerStreams:
         stream = self._of(req)
         if stream is not None:
             # Text that came since may have changed the last of its tokens.
-            stream.prefilled, stream.increment = self._kept(stream.right), None
+            stream.prefilled, stream.increment = self._kept(stream.kept), None
             stream.is_pin_stale = False
 
     def finish(self, req: Any, seconds: float) -> None:

@@ -12,8 +12,8 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http import bodies  # noqa: E402
 from flashmoa_sglang.http.api import Api  # noqa: E402
+from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge  # noqa: E402
-from flashmoa_sglang.http.prompts import PromptReader  # noqa: E402
 
 
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:

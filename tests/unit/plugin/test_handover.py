@@ -13,7 +13,7 @@ from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.http import handover  # noqa: E402
+from flashmoa_sglang.http import streams as streams_module  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
@@ -66,7 +66,7 @@ def test_each_token_is_handed_over_once_in_its_order_and_then_the_end(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # So that the handover is in between more often.
-        patch.setattr(handover, "_GATHERED", 0)
+        patch.setattr(streams_module, "_GATHERED", 0)
         asyncio.run(append_all(appends))
 
 

@@ -13,7 +13,7 @@ from flashmoa_sglang.cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 
 from fastapi import HTTPException  # noqa: E402
-from flashmoa_sglang.http import client_requests, stream_requests  # noqa: E402
+from flashmoa_sglang.http import client_requests  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 
 from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
@@ -56,9 +56,9 @@ async def send(table: StreamTable, stream: str, *outcomes: Exception | dict[str,
         mm_processor=None,
     )  # fmt: skip
     request = HttpRequest(prompt_stream_id=stream)
-    stream_requests._current.set(None)
+    client_requests._current.set(None)
     with suppress(ValueError, HTTPException):
-        async for _ in stream_requests.generate_request(answer, manager, body, request):
+        async for _ in client_requests.generate_request(answer, manager, body, request):
             pass
 
 
@@ -93,7 +93,7 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     engine = FakeEngine()
     table = StreamTable(engine)  # type: ignore[arg-type]
     stream = open_stream(table)
-    request = stream_requests.StreamRequest(table, stream.id)
+    request = client_requests.StreamRequest(table, stream.id)
     table.close(stream, "expired")
     body = SimpleNamespace(text=None, input_ids=[1], sampling_params={}, routed_dp_rank=None)
     request.use(body, multimodal=False)

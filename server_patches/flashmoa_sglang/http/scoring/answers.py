@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flashmoa_sglang.http.client_requests import StreamRequest
 from flashmoa_sglang.http.scoring.forwards import ScoredPrompt, ScoringUsage
-from flashmoa_sglang.http.stream_requests import StreamRequest
 
 
 class Form(Protocol):

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.http.client_requests import StreamRequest, using_stream
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
-from flashmoa_sglang.http.stream_requests import StreamRequest, using_stream
 from flashmoa_sglang.messages import RequestMark, unsent
 
 if TYPE_CHECKING:

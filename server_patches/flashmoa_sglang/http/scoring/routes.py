@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang.http import bodies
+from flashmoa_sglang.http.client_requests import StreamRequest
 from flashmoa_sglang.http.errors import (
     ApiError,
     CandidateRefused,
@@ -41,14 +42,13 @@ from flashmoa_sglang.http.scoring.forwards import (
     ScoredPrompt,
     name_item,
 )
-from flashmoa_sglang.http.stream_requests import StreamRequest
 from flashmoa_sglang.http.token_buffer import common_length
 
 if TYPE_CHECKING:
     from fastapi import Request
 
+    from flashmoa_sglang.http.bodies import PromptReader
     from flashmoa_sglang.http.engine import Engine
-    from flashmoa_sglang.http.prompts import PromptReader
     from flashmoa_sglang.http.rendering import ChatRenderer
     from flashmoa_sglang.http.streams import Limits, StreamTable
     from flashmoa_sglang.http.token_buffer import TokenBuffer

@@ -109,13 +109,10 @@ async def test_rerank_serves_the_clients_of_cohere_and_jina(http: httpx.AsyncCli
     voyage = {"query": "lake", "documents": DOCUMENTS, "top_k": 1}
     for path, body in [
         ("/v2/rerank", cohere_v2), ("/v2/rerank", langchain), ("/v1/rerank", jina),
-        ("/v1/rerank", cohere_v1), ("/v1/rerank", {**cohere_v1, "rank_fields": ["title", "text"]}),
-        ("/rerank", vllm), ("/v1/rerank", voyage),
+        ("/v1/rerank", cohere_v1), ("/rerank", vllm), ("/v1/rerank", voyage),
     ]:  # fmt: skip
         found = await post(http, path, **body)
         assert isinstance(found["id"], str)
-        version = "2" if path == "/v2/rerank" else "1"
-        assert found["meta"]["api_version"]["version"] == version
         assert len(found["results"]) == (body.get("top_n") or body.get("top_k") or 3)
         for one in found["results"]:
             assert 0 <= one["relevance_score"] <= 1
@@ -134,16 +131,13 @@ async def test_rerank_cuts_documents_at_max_tokens_per_doc(http: httpx.AsyncClie
     assert score == pytest.approx(alone["results"][0]["relevance_score"], abs=EXACT)
 
 
-async def test_classify_letters_the_labels_and_answers_in_both_forms(
+async def test_classify_letters_the_labels(
     http: httpx.AsyncClient, tokenizer: Any, reference: Logprobs
 ) -> None:
     labels = ["praise", "complaint", "question"]
-    given: list[Any] = [["Cold tea.", "Where?"], [{"text": "Cold tea."}, {"text": "Where?"}]]
-    first, found = [
-        await post(http, "/v1/classify", input=texts, labels=labels, model="m") for texts in given
-    ]
+    texts = ["Cold tea.", "Where?"]
+    found = await post(http, "/v1/classify", input=texts, labels=labels, model="m")
     assert [one["index"] for one in found["data"]] == [0, 1]
-    assert [one["label"] for one in first["data"]] == [one["label"] for one in found["data"]]
     text = (
         "Which of these labels fits the text best?\n\nA. praise\nB. complaint\nC. question\n\n"
         "Text: Where?\n\nAnswer with the letter of one label."
@@ -154,9 +148,8 @@ async def test_classify_letters_the_labels_and_answers_in_both_forms(
     expected = [math.exp(logprob) for logprob in logprobs]
     assert one["mass"] == pytest.approx(sum(expected), abs=EXACT)
     assert one["probs"] == pytest.approx([each / sum(expected) for each in expected], abs=EXACT)
-    assert one["num_classes"] == 3 and one["label"] == one["prediction"]
+    assert one["num_classes"] == 3
     assert one["label"] == labels[one["probs"].index(max(one["probs"]))]
-    assert one["predictions"][2] == {"label": "question", "score": one["probs"][2]}
 
 
 LISTS: list[tuple[str, str, dict[str, Any]]] = [

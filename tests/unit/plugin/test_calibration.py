@@ -1,17 +1,29 @@
-"""How costs follow from measured times, with noise; without engines."""
+"""How costs are measured, with noise, or read from a file; without engines."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
-from flashmoa_sglang.http import calibration
-from flashmoa_sglang.http.calibration import calibrate, measure
-from flashmoa_sglang.messages import ForwardTime
+from flashmoa_sglang.cpu import torchvision_ops
+
+torchvision_ops.allow_mismatched_build()
+
+from flashmoa_sglang import plugin  # noqa: E402
+from flashmoa_sglang.costs import Costs  # noqa: E402
+from flashmoa_sglang.http import calibration  # noqa: E402
+from flashmoa_sglang.http.calibration import TimedRequests, calibrate, measure, read_costs  # noqa: E402
+from flashmoa_sglang.http.errors import EngineBusy, EngineFailed  # noqa: E402
+from flashmoa_sglang.messages import MEASURED_STEPS, ForwardTime, RequestMark  # noqa: E402
+from flashmoa_sglang.saturation import Saturation  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -208,12 +220,6 @@ async def test_no_larger_prefill_rides_than_was_measured_alone() -> None:
     assert {d + k for d, k, _ in measured.mixed if k} == {32, 64}
 
 
-async def test_noisy_rounds_are_measured_again() -> None:
-    # The first forward of each length takes a second.
-    found, _ = await costs(lambda tokens, before: 1e-5 * tokens if before else 1.0)
-    assert found.points == tuple((n, 1e-5 * n) for n in SIZES)
-
-
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
 async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
@@ -257,3 +263,156 @@ async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
     calibration._log_what_is_off(ranks)
     assert caplog.text.count("rides: off, because it decodes speculatively.") == 1
     assert caplog.text.count("sharing: off, because the tree copies it.") == 1
+
+
+class AnsweringEngine:
+    """An engine whose answers grow until they are aborted.
+
+    ``refuses``: how many answers it has no place for.
+    """
+
+    def __init__(self, refuses: int = 0) -> None:
+        self.refuses = refuses
+        self.marks: list[RequestMark] = []
+        self.answers: dict[str, int] = {}
+        self.finish_reason: dict[str, str] | None = None
+
+    def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+        assert kind is ForwardTime
+        self._report = handler
+
+    def abort(self, rid: str) -> None:
+        self.answers.pop(rid, None)
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        mark: RequestMark,
+        *,
+        rid: str,
+        new_tokens: int = 0,
+        on_token: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        self.marks.append(mark)
+        if on_token is not None:
+            await self._decode(rid, new_tokens, on_token)
+        else:
+            self._report(ForwardTime("another", 9.0))
+            self._report(ForwardTime(rid, 0.1))
+        tokens = len(input_ids)
+        return {"finish_reason": self.finish_reason, "prompt_tokens": tokens, "cached_tokens": 0}
+
+    async def _decode(
+        self, rid: str, tokens: int, on_token: Callable[[dict[str, Any]], None]
+    ) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise EngineBusy("no place")
+        assert tokens > 2 * MEASURED_STEPS
+        self.answers[rid] = 0
+        while rid in self.answers:
+            self.answers[rid] += 1
+            on_token({"completion_tokens": self.answers[rid]})
+            await asyncio.sleep(0)
+
+
+async def test_the_time_of_a_forward_is_the_one_that_the_scheduler_reports() -> None:
+    engine: Any = AnsweringEngine()
+    timed = TimedRequests(engine)
+    forward = await timed.time_forward([1, 2, 3], rides=True)
+    assert forward.seconds == 0.1
+    assert engine.marks == [RequestMark(timed=True, rides=True)]
+
+
+async def test_a_forward_that_was_aborted_has_no_time() -> None:
+    engine: Any = AnsweringEngine()
+    engine.finish_reason = {"type": "abort", "message": "too late"}
+    with pytest.raises(EngineFailed, match="too late"):
+        await TimedRequests(engine).time_forward([1, 2, 3])
+
+
+async def test_answers_decode_for_some_steps_before_something_rides_with_them() -> None:
+    engine: Any = AnsweringEngine()
+    timed = TimedRequests(engine)
+    with anyio.fail_after(5):
+        async with timed.decoding(3):
+            assert len(engine.answers) == 3
+            assert all(steps > MEASURED_STEPS for steps in engine.answers.values())
+    assert engine.answers == {}
+
+
+async def test_answers_that_find_no_place_hold_up_nothing() -> None:
+    engine: Any = AnsweringEngine(refuses=2)
+    timed = TimedRequests(engine)
+    with anyio.fail_after(5):
+        async with timed.decoding(3):
+            assert len(engine.answers) == 1
+    assert engine.answers == {}
+
+
+async def test_answers_end_if_what_rides_with_them_fails() -> None:
+    engine: Any = AnsweringEngine()
+    with anyio.fail_after(5), pytest.raises(ExceptionGroup):
+        async with TimedRequests(engine).decoding(3):
+            raise EngineFailed("it failed")
+    assert engine.answers == {}
+
+
+MEASURED = Costs(((1, 0.01), (512, 0.04)), 0.008, ((1, 0, 0.008), (1, 31, 0.009)))
+SATURATED = Saturation(700, 8192, 0.003, ((64, 0.001), (512, 0.002)))
+
+
+def save(folder: Path, **info: Any) -> str:
+    """Save an answer of ``GET /flashmoa/info``, which has more fields than those that count."""
+    file = folder / "info.json"
+    file.write_text(json.dumps({"plugin": {"version": "9"}, "prompt_streams": 2, **info}))
+    return str(file)
+
+
+def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
+    file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
+    assert read_costs(file) == (MEASURED, SATURATED)
+    assert read_costs(save(tmp_path, costs=asdict(MEASURED), saturation=None)) == (MEASURED, None)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({}, "costs: Field required"),
+        ({"costs": None}, "had not measured its costs yet"),
+        ({"costs": asdict(MEASURED) | {"points": [[1, 0.1]]}}, "two different sizes"),
+        ({"costs": asdict(MEASURED) | {"points": [[1, 0.1], [2]]}}, "costs.points.1.1"),
+        ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "not numbers from 0 on"),
+        ({"costs": asdict(MEASURED) | {"mixed": [[1, 31, float("inf")]]}}, "not numbers from 0 on"),
+    ],
+)
+def test_a_file_without_costs_is_refused_with_the_reason(
+    tmp_path: Path, info: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_costs(save(tmp_path, **info))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"costs", b"\xff\xfe"])
+def test_an_engine_does_not_start_if_its_file_has_no_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    file = tmp_path / "info.json"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("FLASHMOA_COSTS", str(file))
+    with pytest.raises(SystemExit, match=r"--flashmoa-costs .*info\.json"):
+        arguments = SimpleNamespace(tokenizer_worker_num=1)
+        plugin.attach_api(None, SimpleNamespace(server_args=arguments))
+
+
+async def test_an_engine_with_a_file_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
+    monkeypatch.setenv("FLASHMOA_COSTS", file)
+    engine: Any = FakeEngine(lambda _tokens, _before: 1.0)
+    await calibrate(engine)
+    assert engine.costs == MEASURED and engine.saturation == SATURATED
+    assert engine.waits_for == SATURATED.tokens
+    assert not engine.asked

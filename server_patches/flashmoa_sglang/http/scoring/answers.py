@@ -1,4 +1,4 @@
-"""The answers of the scoring routes: the forms of SGLang, Cohere and Jina in one."""
+"""The answers of the scoring routes, in the forms of SGLang, Cohere and Jina."""
 
 from __future__ import annotations
 
@@ -67,13 +67,11 @@ class RerankForm:
     """The answer of Cohere's and Jina's rerankers.
 
     Attributes:
-        version: of Cohere's API.
         top_n: how many of the best documents are answered; ``None``: all.
         documents: the documents as they are answered; ``None``: they are not.
     """
 
     model: str
-    version: str
     top_n: int | None
     documents: Sequence[dict[str, Any]] | None
 
@@ -83,8 +81,7 @@ class RerankForm:
         return result | ({"document": self.documents[index]} if self.documents is not None else {})
 
     def rest(self) -> dict[str, Any]:
-        version = {"api_version": {"version": self.version}}
-        return {"id": f"rerank-{uuid.uuid4().hex}", "model": self.model, "meta": version}
+        return {"id": f"rerank-{uuid.uuid4().hex}", "model": self.model}
 
     def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         ranked = sorted(items, key=lambda item: item["relevance_score"], reverse=True)
@@ -93,7 +90,7 @@ class RerankForm:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyForm:
-    """The answers of SGLang's and Jina's /v1/classify in one."""
+    """The answer of SGLang's /v1/classify, and the ``mass``."""
 
     model: str
     labels: Sequence[str]
@@ -101,16 +98,11 @@ class ClassifyForm:
     def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
         shares = softmax(prompt.logprobs)
         best = max(range(len(shares)), key=shares.__getitem__)
-        pairs = zip(self.labels, shares, strict=True)
         return {
-            "object": "classification",
             "index": prompt.index,
             "label": self.labels[best],
             "probs": shares,
             "num_classes": len(shares),
-            "prediction": self.labels[best],
-            "score": shares[best],
-            "predictions": [{"label": label, "score": share} for label, share in pairs],
             # How much of the model's probability the letters of all labels have together.
             "mass": math.fsum(map(math.exp, prompt.logprobs)),
         }

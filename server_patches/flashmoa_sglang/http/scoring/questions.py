@@ -1,4 +1,4 @@
-"""Turns queries, documents and labels into prompts whose next token is the answer.
+"""Turns queries, documents and labels into prompts whose next tokens are the answer.
 
 Whatever the prompts of a list have in common comes first in them, because the engine computes a
 common beginning once. Bodies are those of SGLang, Cohere and Jina, and have what they lack. Other
@@ -8,16 +8,21 @@ fields are ignored, as these services do, since clients send fields that mean no
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, StrictInt, StrictStr
 
 from flashmoa_sglang.http.bodies import Prompt, Target
-from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
 
 Tokens = list[StrictInt]
+Candidate = str | list[int]
 RELEVANT = "Judge whether the document is relevant to the query."
 RELEVANT_QUESTION = "Is the document relevant? Answer Yes or No."
 LABEL = "Which of these labels fits the text best?"
@@ -29,6 +34,13 @@ _RERANKER = ("answer can only be", '"yes"', '"no"')
 _SEES = ("<|vision_start|>", "<|image_pad|>")
 # A model that thinks first would not answer with its next token.
 _NO_THOUGHTS = {"enable_thinking": False}
+# How many of the prompt's last tokens are tokenised together with a candidate. As a rule only the
+# last word matters, and the first number suffices. The second is tried if the tokenizer does not
+# make these last tokens of their text.
+_TAIL_LENGTHS = (16, 256)
+# Number of tokens before a candidate that must be those that the tokenizer makes of the tail.
+_MATCHING_TOKENS = 4
+_CACHE_SIZE, _MOST_CACHED_CHARACTERS = 4096, 256
 # Fields of /v1/score that only SGLang's own route handles, in some releases.
 _OF_SGLANG = (
     "query_embed_overrides",
@@ -101,9 +113,8 @@ class ScoreBody(ListBody, extra="allow"):
 class RerankBody(ListBody):
     """Asks how relevant documents are to a query, in the form of Cohere, Jina and SGLang.
 
-    A document is a text, or an object with a ``text`` or with the fields that ``rank_fields``
-    names; the query may be an object with a ``text``, too. ``top_k`` is what Voyage and SGLang's
-    router call ``top_n``; 0, which vLLM's clients send, asks for all.
+    A document is a text, or an object with a ``text``, and so is the query. ``top_k`` is what
+    Voyage and SGLang's router call ``top_n``; 0, which vLLM's clients send, asks for all.
     """
 
     query: StrictStr | dict[str, Any]
@@ -111,7 +122,6 @@ class RerankBody(ListBody):
     top_n: StrictInt | None = Field(default=None, ge=0)
     top_k: StrictInt | None = Field(default=None, ge=0)
     return_documents: bool | None = None
-    rank_fields: list[StrictStr] | None = None
     max_tokens_per_doc: StrictInt | None = Field(default=None, ge=1)
     instruct: StrictStr | None = None
 
@@ -122,14 +132,14 @@ class RerankBody(ListBody):
 
 
 class ClassifyBody(ListBody):
-    """Asks which of some labels fits each text, in the form of Jina and SGLang."""
+    """Asks which of some labels fits each text."""
 
-    input: StrictStr | list[StrictStr] | list[dict[str, Any]]
+    input: StrictStr | list[StrictStr]
     labels: list[StrictStr]
     instruct: StrictStr | None = None
 
     @property
-    def inputs(self) -> list[str] | list[dict[str, Any]]:
+    def inputs(self) -> list[str]:
         return [self.input] if isinstance(self.input, str) else self.input
 
 
@@ -144,14 +154,14 @@ class Question:
 
     field: str
     prompts: list[Prompt]
-    answers: list[str | list[int]]
+    answers: list[Candidate]
     may_repeat: bool = False
 
 
 def score_question(body: ScoreBody) -> Question:
     """Return the prompts of a /v1/score request: each item with what all of them share."""
     items = [body.items] if isinstance(body.items, str) else body.items
-    candidates: list[str | list[int]] = list(body.candidates or ())
+    candidates: list[Candidate] = list(body.candidates or ())
     candidates += [[token] for token in body.labels]
     # Without items, the query itself is the only prompt.
     prompts = [_score_prompt(body, item) for item in ([None] if items is None else items)]
@@ -188,10 +198,7 @@ def _append(messages: list[dict[str, Any]], item: str | list[int]) -> list[dict[
 
 def document_texts(body: RerankBody) -> list[str]:
     """Return the text of each document. Raises: MalformedRequest if one has none."""
-    return [
-        _text(document, f"documents[{index}]", body.rank_fields)
-        for index, document in enumerate(body.documents)
-    ]
+    return [_text(one, f"documents[{index}]") for index, one in enumerate(body.documents)]
 
 
 def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
@@ -201,19 +208,9 @@ def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
     return [one if isinstance(one, dict) else {"text": one} for one in body.documents]
 
 
-def input_texts(body: ClassifyBody) -> list[str]:
-    """Return the texts to classify. Raises: MalformedRequest if an input has none."""
-    return [_text(one, f"input[{index}]") for index, one in enumerate(body.inputs)]
-
-
-def _text(entry: Any, name: str, fields: Sequence[str] | None = None) -> str:
+def _text(entry: str | dict[str, Any], name: str) -> str:
     if isinstance(entry, str):
         return entry
-    if fields:
-        if not any(field in entry for field in fields):
-            raise MalformedRequest(f"{name} has none of the rank_fields {', '.join(fields)}.")
-        named = dict.fromkeys(field for field in fields if field in entry)
-        return "\n".join(f"{field}: {entry[field]}" for field in named)
     if not isinstance(text := entry.get("text"), str):
         raise MalformedRequest(f'{name} has no text; give a text, or an object with a "text".')
     return text
@@ -250,7 +247,7 @@ def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -
     return _ask("documents", texts, ["Yes", "No"], template, body.chat_template_kwargs)
 
 
-def classify_question(body: ClassifyBody, texts: Sequence[str], template: str) -> Question:
+def classify_question(body: ClassifyBody, template: str) -> Question:
     """Return a prompt for each text, in which the labels have letters, and the letters.
 
     Raises: MalformedRequest if there are more labels than letters, or fewer than two, or the same
@@ -267,7 +264,7 @@ def classify_question(body: ClassifyBody, texts: Sequence[str], template: str) -
         f"{letter}. {label}" for letter, label in zip(letters, body.labels, strict=True)
     )
     beginning = f"{body.instruct or LABEL}\n\n{listed}\n\nText: "
-    asked = [f"{beginning}{text}\n\n{LABEL_QUESTION}" for text in texts]
+    asked = [f"{beginning}{text}\n\n{LABEL_QUESTION}" for text in body.inputs]
     return _ask("input", asked, list(letters), template, body.chat_template_kwargs)
 
 
@@ -288,3 +285,78 @@ def _ask(
         for text in texts
     ]
     return Question(field, prompts, list(answers))
+
+
+class CandidateTokenizer:
+    """Tokenises candidates after the ends of prompts, on which alone their tokens depend.
+
+    Args:
+        tokenizer: returns the tokenizer, or refuses a candidate of text if there is none.
+    """
+
+    def __init__(self, tokenizer: Callable[[], CanonicalTokenizer]) -> None:
+        self._tokenizer = tokenizer
+        self._cache: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+
+    def tokenize(self, prompt: Sequence[int], candidate: Candidate) -> list[int]:
+        """Return a candidate's tokens.
+
+        Raises: CandidateRefused if it has none, or cannot follow the prompt.
+        """
+        tokens = candidate if isinstance(candidate, list) else self._cached(prompt, candidate)
+        if not tokens:
+            raise CandidateRefused(f"The candidate {candidate!r} has no tokens; leave it out.")
+        return tokens
+
+    def _cached(self, prompt: Sequence[int], text: str) -> list[int]:
+        if len(text) > _MOST_CACHED_CHARACTERS:
+            return self._after(prompt, text)
+        key = (tuple(prompt[-_TAIL_LENGTHS[0] :]), text)
+        if (tokens := self._cache.get(key)) is None:
+            tokens = self._cache[key] = self._after(prompt, text)
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return tokens
+
+    def _after(self, prompt: Sequence[int], text: str) -> list[int]:
+        """Try longer and longer ends, until the tokenizer makes the end's tokens of its text."""
+        tokenizer = self._tokenizer()
+        for length in (*_TAIL_LENGTHS, len(prompt)):
+            tail = list(prompt[-length:])
+            tail_text = tokenizer.decode(tail)
+            before = tokenizer.encode(tail_text)
+            # The tail's first tokens may differ, since the text before them is missing.
+            matching = max(1, min(_MATCHING_TOKENS, len(tail) - 2))
+            if before[-matching:] == tail[-matching:]:
+                return self._cut(text, before, tokenizer.encode(tail_text + text))
+            if length >= len(prompt):
+                break
+        raise CandidateRefused(
+            f"The prompt's last tokens {list(prompt[-_MATCHING_TOKENS:])} are not those that the "
+            "tokenizer makes of their text; give candidates as token ids."
+        )
+
+    def _cut(self, text: str, before: list[int], whole: list[int]) -> list[int]:
+        """Return the tokens of ``whole`` after those of the prompt's end, ``before``."""
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        pairs = enumerate(zip(before, whole, strict=False))
+        first_different = next((index for index, (a, b) in pairs if a != b), len(whole))
+        joined = self._tokenizer().decode(whole[first_different:])
+        raise CandidateRefused(
+            f"The candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
+            "so it cannot follow this context. Move white space from the context's end to the "
+            "candidate's beginning, end the context at the end of a word, or give token ids."
+        )
+
+
+def refuse_duplicates(candidates: Sequence[Candidate], tokens: Sequence[list[int]]) -> None:
+    """Raise CandidateRefused if two candidates are the same tokens."""
+    counts = Counter(map(tuple, tokens))
+    if len(counts) == len(tokens):
+        return
+    pairs = zip(candidates, tokens, strict=True)
+    same = [candidate for candidate, own in pairs if counts[tuple(own)] > 1]
+    raise CandidateRefused(
+        f"At least two candidates are the same tokens, among {same}; give each once."
+    )

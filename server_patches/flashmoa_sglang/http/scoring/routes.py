@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang.http import bodies
@@ -35,7 +35,6 @@ from flashmoa_sglang.http.scoring.answers import (
     ScoreForm,
     usage_fields,
 )
-from flashmoa_sglang.http.scoring.candidates import CandidateTokenizer, refuse_duplicates
 from flashmoa_sglang.http.scoring.forwards import (
     ListScorer,
     PrefillRoom,
@@ -84,7 +83,7 @@ class ScoringApi:
         self._renderer = renderer
         self._table, self._limits = table, table.limits
         self._named_rank = named_rank
-        self._candidates = CandidateTokenizer(reader.require_tokenizer)
+        self._candidates = questions.CandidateTokenizer(reader.require_tokenizer)
         self._room = PrefillRoom(engine.max_queued_requests)
         # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
         self._shares: bool | None = None
@@ -107,13 +106,6 @@ class ScoringApi:
 
     async def rerank(self, request: Request) -> Any:
         """Answer how relevant documents are to a query."""
-        try:
-            return await self._rerank(request)
-        except ApiError as error:
-            # LlamaIndex's JinaRerank shows this field of an answer without results.
-            return JSONResponse({**error.body(), "detail": str(error)}, error.status)
-
-    async def _rerank(self, request: Request) -> Any:
         self._require_prefills()
         body = await bodies.parse(request, questions.RerankBody)
         self._reader.require_tokenizer()
@@ -122,12 +114,10 @@ class ScoringApi:
         shared = [body.query, body.instruct, body.chat_template_kwargs]
         check_size(self._limits, "documents", body.documents, shared)
         texts = questions.document_texts(body)
-        if body.max_tokens_per_doc is not None:
-            cutting = self._cut(texts, min(body.max_tokens_per_doc, self._engine.max_prompt_tokens))
+        if (tokens := body.max_tokens_per_doc) is not None:
+            cutting = self._cut(texts, min(tokens, self._engine.max_prompt_tokens))
             texts = await while_connected(request, cutting)
-        version = "2" if request.url.path.startswith("/v2/") else "1"
-        documents = questions.answered_documents(body)
-        form = RerankForm(self._name(body), version, body.best, documents)
+        form = RerankForm(self._name(body), body.best, questions.answered_documents(body))
         question = questions.rerank_question(body, texts, self._renderer.template)
         return await self._answer(request, body, form, question)
 
@@ -138,8 +128,7 @@ class ScoringApi:
         self._reader.require_tokenizer()
         shared = [body.labels, body.instruct, body.chat_template_kwargs]
         check_size(self._limits, "input", body.inputs, shared)
-        texts = questions.input_texts(body)
-        question = questions.classify_question(body, texts, self._renderer.template)
+        question = questions.classify_question(body, self._renderer.template)
         form = ClassifyForm(self._name(body), body.labels)
         return await self._answer(request, body, form, question)
 
@@ -197,7 +186,7 @@ class ScoringApi:
             if number % _CANDIDATES_BETWEEN_PAUSES == 0:
                 await asyncio.sleep(0)
         if not question.may_repeat:
-            refuse_duplicates(question.answers, tokens)
+            questions.refuse_duplicates(question.answers, tokens)
         longest = max(map(len, tokens))
         self._reader.check_room(len(ids) + (longest if longest > 1 else 0))
         return tokens

@@ -38,7 +38,7 @@ junk = st.recursive(
     max_leaves=8,
 )
 message = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool", "nobody"])},
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "stranger"])},
     optional={"content": st.text(max_size=20) | junk, "name": junk, "tool_calls": junk},
 )
 messages = st.lists(message, max_size=3)

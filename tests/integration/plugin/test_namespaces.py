@@ -1,4 +1,4 @@
-"""Prompt streams with a namespace of KV: a cache salt, an extra key, or a LoRA adapter."""
+"""Who can use a prompt stream, how long it lives, and its namespace: a salt, key or adapter."""
 
 from __future__ import annotations
 
@@ -100,102 +100,138 @@ async def adapted(
         yield engine
 
 
+@pytest.fixture
+async def adapted_http(adapted: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=adapted.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture
+async def adapted_client(adapted: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(adapted.url, timeout=60) as client:
+        yield client
+        await wait_until_idle(client)
+
+
 async def test_a_stream_of_an_adapter_serves_its_requests(
-    adapted: LocalEngine, words: Words
+    adapted_client: EngineClient, adapted_http: httpx.AsyncClient, words: Words
 ) -> None:
     text = words(300, 601)
-    async with (
-        EngineClient(adapted.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
-    ):
-        alone = await ask(http, text + " of", lora_path="a")
-        assert alone["output_ids"] != (await ask(http, text + " of"))["output_ids"]
-        for fields in ({"lora_path": "a"}, {"model": "base:a"}):
-            await client.flush_cache()
-            stream = await open_stream(http, text, **fields)
-            await complete_stream(client, stream)
-            answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
-            assert check_status(answer) == "hit"
-            assert answer["output_ids"] == alone["output_ids"]
-        await wait_until_idle(client)
+    alone = await ask(adapted_http, text + " of", lora_path="a")
+    assert alone["output_ids"] != (await ask(adapted_http, text + " of"))["output_ids"]
+    for fields in ({"lora_path": "a"}, {"model": "base:a"}):
+        await adapted_client.flush_cache()
+        stream = await open_stream(adapted_http, text, **fields)
+        await complete_stream(adapted_client, stream)
+        answer = await ask(adapted_http, text + " of", lora_path="a", prompt_stream_id=stream)
+        assert check_status(answer) == "hit"
+        assert answer["output_ids"] == alone["output_ids"]
 
 
 async def test_a_stream_without_the_adapter_is_not_used_and_the_answer_says_so(
-    adapted: LocalEngine, words: Words
+    adapted_client: EngineClient, adapted_http: httpx.AsyncClient, words: Words
 ) -> None:
     text = words(300, 602)
-    async with (
-        EngineClient(adapted.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
-    ):
-        for of_stream, of_request in ((None, "a"), ("a", None), ("a", "b")):
-            await client.flush_cache()
-            alone = await ask(http, text + " of", lora_path=of_request)
-            await client.flush_cache()
-            stream = await open_stream(http, text, lora_path=of_stream)
-            await complete_stream(client, stream)
-            answer = await ask(http, text + " of", lora_path=of_request, prompt_stream_id=stream)
-            assert check_status(answer) == "other_namespace"
-            assert answer["output_ids"] == alone["output_ids"]
-        await wait_until_idle(client)
+    for of_stream, of_request in ((None, "a"), ("a", None), ("a", "b")):
+        await adapted_client.flush_cache()
+        alone = await ask(adapted_http, text + " of", lora_path=of_request)
+        await adapted_client.flush_cache()
+        stream = await open_stream(adapted_http, text, lora_path=of_stream)
+        await complete_stream(adapted_client, stream)
+        answer = await ask(
+            adapted_http, text + " of", lora_path=of_request, prompt_stream_id=stream
+        )
+        assert check_status(answer) == "other_namespace"
+        assert answer["output_ids"] == alone["output_ids"]
 
 
 async def test_a_request_of_a_different_namespace_leaves_the_stream_for_the_next(
-    adapted: LocalEngine, words: Words
+    adapted_client: EngineClient, adapted_http: httpx.AsyncClient, words: Words
 ) -> None:
     text = words(300, 606)
-    async with (
-        EngineClient(adapted.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
-    ):
-        stream = await open_stream(http, text, lora_path="a")
-        await complete_stream(client, stream)
-        body = {"text": text + " of", "lora_path": "missing-adapter", "prompt_stream_id": stream}
-        assert (await http.post("/generate", json=body)).status_code == 400
-        answer = await ask(http, text + " of", lora_path="a", prompt_stream_id=stream)
-        assert check_status(answer) == "hit"
-        await wait_until_idle(client)
+    stream = await open_stream(adapted_http, text, lora_path="a")
+    await complete_stream(adapted_client, stream)
+    body = {"text": text + " of", "lora_path": "missing-adapter", "prompt_stream_id": stream}
+    assert (await adapted_http.post("/generate", json=body)).status_code == 400
+    answer = await ask(adapted_http, text + " of", lora_path="a", prompt_stream_id=stream)
+    assert check_status(answer) == "hit"
 
 
 async def test_an_adapter_that_is_not_loaded_fails_only_its_stream(
-    adapted: LocalEngine, words: Words
+    adapted_client: EngineClient, adapted_http: httpx.AsyncClient, words: Words
 ) -> None:
-    async with (
-        EngineClient(adapted.url, timeout=60) as client,
-        httpx.AsyncClient(base_url=adapted.url, timeout=60) as http,
-    ):
-        stream = await open_stream(http, words(300, 603), lora_path="missing-adapter")
-        failure = None
-        while failure is None:
-            failure = (await http.get(f"/prompt_streams/{stream}")).json()["failure"]
-        assert "missing-adapter" in failure
-        await client.delete_stream(stream)
-        await wait_until_idle(client)
+    stream = await open_stream(adapted_http, words(300, 603), lora_path="missing-adapter")
+    failure = None
+    while failure is None:
+        failure = (await adapted_http.get(f"/prompt_streams/{stream}")).json()["failure"]
+    assert "missing-adapter" in failure
+    await adapted_client.delete_stream(stream)
 
 
 async def test_a_workflows_stream_has_the_namespace_of_its_request(
-    adapted: LocalEngine, words: Words
+    adapted_client: EngineClient, words: Words
 ) -> None:
-    async with EngineClient(adapted.url, timeout=60) as client:
-        for namespace in (
-            {"lora_path": "a"},
-            {"model": "base:b"},
-            {"cache_salt": "mine"},
-            {"extra_key": "b"},
-            {},
-        ):
-            async with Workflow(client) as flow:
-                draft = flow.text("draft")
-                messages = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
-                answer = flow.ask(messages, max_tokens=4, temperature=0, **namespace)
-                draft.write(words(40, 605))
-                with anyio.fail_after(60):
-                    while (await client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110
-                        await anyio.sleep(0.01)
-                draft.close()
-                await answer
-            assert answer.usage is not None and answer.usage.prompt_stream is not None
-            assert answer.usage.prompt_stream.status == "hit"
-            assert answer.usage.streamed_tokens
-            await client.flush_cache()
-        await wait_until_idle(client)
+    for namespace in (
+        {"lora_path": "a"},
+        {"model": "base:b"},
+        {"cache_salt": "mine"},
+        {"extra_key": "b"},
+        {},
+    ):
+        async with Workflow(adapted_client) as flow:
+            draft = flow.text("draft")
+            messages = [{"role": "user", "content": f"{words(300, 604)} {draft}"}]
+            answer = flow.ask(messages, max_tokens=4, temperature=0, **namespace)
+            draft.write(words(40, 605))
+            with anyio.fail_after(60):
+                while (await adapted_client.info()).kv[0].pinned_streams == 0:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+            draft.close()
+            await answer
+        assert answer.usage is not None and answer.usage.prompt_stream is not None
+        assert answer.usage.prompt_stream.status == "hit"
+        assert answer.usage.streamed_tokens
+        await adapted_client.flush_cache()
+
+
+async def test_streams_are_counted_and_not_listed(http: httpx.AsyncClient) -> None:
+    ids = [(await http.post("/prompt_streams", json={"text": "a"})).json()["id"] for _ in range(2)]
+    # An id is a UUID in hexadecimal: 122 random bits, and six for the kind of UUID.
+    assert all(len(stream_id) == 32 and int(stream_id, 16) for stream_id in set(ids))
+    assert (await http.get("/prompt_streams")).json() == {"open": len(set(ids))}
+    info = (await http.get("/flashmoa/info")).text
+    assert not any(stream_id in info for stream_id in ids)
+    for stream_id in ids:
+        await http.delete(f"/prompt_streams/{stream_id}")
+    assert (await http.get("/prompt_streams")).json() == {"open": 0}
+
+
+async def test_a_stream_lives_for_thirty_seconds_or_as_its_client_asks(
+    http: httpx.AsyncClient,
+) -> None:
+    for fields, seconds in (({}, 30), ({"ttl_seconds": 5}, 5), ({"ttl_seconds": 1e9}, 3600)):
+        state = (await http.post("/prompt_streams", json={"text": "a", **fields})).json()
+        assert state["ttl_seconds"] == seconds
+        await http.delete(f"/prompt_streams/{state['id']}")
+
+
+@pytest.mark.slow
+async def test_a_stream_that_is_kept_alive_outlasts_its_ttl(
+    http: httpx.AsyncClient, words: Words
+) -> None:
+    body = {"text": words(50, 730), "ttl_seconds": 2}
+    opened = (await http.post("/prompt_streams", json=body)).json()
+    path = f"/prompt_streams/{opened['id']}"
+    until = anyio.current_time() + 4
+    while anyio.current_time() < until:
+        answer = await http.post(f"{path}/keep_alive")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["next_seq"] == 0
+        await anyio.sleep(0.2)
+    with anyio.fail_after(10):
+        while (await http.get(path)).status_code == 200:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+    answer = await http.post(f"{path}/keep_alive")
+    assert answer.status_code == 410
+    assert answer.json()["error"]["reason"] == "expired"
+    assert (await http.post("/prompt_streams/unknown/keep_alive")).status_code == 404

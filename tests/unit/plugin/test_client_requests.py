@@ -104,7 +104,7 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     assert request.status == "expired" and not stream.claimed
 
 
-@pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5])
+@pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])
 def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object) -> None:
     with pytest.raises(ValueError, match="must be an integer from 0 to 2147483647"):
         client_requests.read_hints(HttpRequest(expected_output_tokens=number))

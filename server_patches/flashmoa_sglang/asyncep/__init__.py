@@ -20,7 +20,6 @@ from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader, Store
-    from flashmoa_sglang.saturation import LayerTimes
 
 logger = logging.getLogger(__name__)
 _WRITES = "it writes to experts where the device has them"
@@ -163,26 +162,8 @@ def problem(arguments: Any, options: Options) -> str | None:
     return None
 
 
-def memory() -> dict[str, int] | None:
-    """Return where this process's experts are stored; ``None`` if SGLang stores them."""
-    offloader = _own_offloader()
-    return offloader.memory() if offloader is not None else None
-
-
-def time_next(tokens: int) -> None:
-    """Time the layers of the next forward, which has ``tokens`` tokens, if experts are copied."""
-    if (offloader := _own_offloader()) is not None:
-        offloader.time_next(tokens)
-
-
-def take_times() -> LayerTimes | None:
-    """Return the times of the last timed forward, once; ``None`` if SGLang keeps the experts."""
-    offloader = _own_offloader()
-    return offloader.take_times() if offloader is not None else None
-
-
-def _own_offloader() -> ExpertOffloader | None:
-    """Return this process's offloader, if it is the plugin's."""
+def own_offloader() -> ExpertOffloader | None:
+    """Return this process's offloader; ``None`` if SGLang stores the experts."""
     from sglang.srt.utils.offloader import get_offloader
 
     from flashmoa_sglang.asyncep.offloader import ExpertOffloader

@@ -272,7 +272,7 @@ def _make_endpoint(handler: Handler) -> Handler:
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:
-            # Nobody reads this response, but an exception would be a stack trace in the log.
+            # No client reads this response, but an exception would be a stack trace in the log.
             return JSONResponse(None, status_code=_CLIENT_GONE)
 
     return answer

@@ -139,8 +139,8 @@ class ForwardTimer:
             if mark is not None and (mark.timed or is_increment(req)):
                 # If the request is cut into chunks, the time of the first chunk stays.
                 self._started.setdefault(req.rid, (time.perf_counter(), decodes))
-                if mark.timed:
-                    asyncep.time_next(tokens)
+                if mark.timed and (offloader := asyncep.own_offloader()):
+                    offloader.time_next(tokens)
 
     def stop(self, reqs: list[Any]) -> dict[str, float]:
         """Return the seconds of increments that have been computed; report timed requests."""
@@ -157,7 +157,8 @@ class ForwardTimer:
             times[req.rid] = seconds
             mark = state_of(req).mark
             if mark is not None and mark.timed:
-                layers = asyncep.take_times()
+                offloader = asyncep.own_offloader()
+                layers = offloader.take_times() if offloader else None
                 report = ForwardTime(req.rid, seconds, layers, decodes, step)
                 RELEASE.to_tokenizer(self._scheduler, report)
         self._steps.append(now - before)
@@ -257,6 +258,7 @@ def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
 def _report_kv(scheduler: Any, message: KvQuery) -> None:
     tree = scheduler.tree_cache
     state: SchedulerState = scheduler.flashmoa
+    offloader = asyncep.own_offloader()
     report = KvReport(
         query=message.query,
         dp_rank=RELEASE.dp_rank(scheduler),
@@ -269,7 +271,7 @@ def _report_kv(scheduler: Any, message: KvQuery) -> None:
         duplicates_avoided=state.duplicates_avoided,
         rode_along=state.rode_along,
         max_running=scheduler.max_running_requests,
-        experts=asyncep.memory(),
+        experts=offloader.memory() if offloader else None,
         kv_bytes=kv_free.bytes_of(scheduler),
         peak_bytes=kv_free.peak_memory(scheduler),
         shares=state.shares(scheduler),

@@ -230,30 +230,6 @@ def test_one_layer_computes_while_the_next_ones_experts_are_copied() -> None:
     assert len(rig.read) == 4
 
 
-@pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("break_it", HAZARDS)
-def test_each_wait_is_needed(
-    break_it: Callable[[pytest.MonkeyPatch], None],
-    slots: int,
-    timed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def is_right() -> bool:
-        found = True
-        for choices in (COPIES_LATE, COPIES_EARLY):
-            rig = Rig(5, slots)
-            for _ in range(2):
-                rig.forward(timed=timed)
-            rig.gpu.run(choices)
-            found &= rig.all_read_their_own()
-        return found
-
-    assert is_right()
-    break_it(monkeypatch)
-    assert not is_right()
-
-
 def test_pinned_memory_that_a_quantisation_left_is_freed_after_each_layer() -> None:
     rig = Rig(5, 2)
     assert rig.gpu.freed_host_caches == len(rig.gpu.pinned) > 1
@@ -371,7 +347,7 @@ ORDERS = [[0], [1], [2], [1, 1, 1, 1, 0], [2, 2, 2, 2, 0]]
         pytest.param(_offers_at_once, id="the wait before a share is offered"),
     ],
 )
-def test_each_wait_is_needed_with_experts_of_peers_and_of_the_host(
+def test_each_wait_is_needed(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_right() -> bool:

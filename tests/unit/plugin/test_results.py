@@ -135,7 +135,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(state, "time", clock)
     # It would import SGLang.
-    monkeypatch.setattr(asyncep, "_own_offloader", lambda: None)
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
     return clock
 
 

@@ -493,25 +493,14 @@ async def test_the_first_prefill_uses_the_prompt_stream_in_a_request_of_its_own(
     assert stream.log[:3] == ["used by [1, 2, 0]", "annotated", "closed"]
 
 
-async def test_a_prefill_that_is_refused_leaves_its_prompt_stream_to_the_next() -> None:
-    class FullEngine(CountingEngine):
-        async def run(self, *_: object) -> AsyncGenerator[dict[str, Any]]:
-            raise EngineBusy("The queue is full.")
-            yield {}
-
-    stream = PromptStream()
-    with pytest.raises(EngineBusy):
-        await score(FullEngine(), 1, [[7]], prompt_stream=stream)
-    assert stream.log == ["used by [1, 2, 0]", "given back"]
-
-
+@pytest.mark.parametrize("refuses", ["first", "later"])
 @pytest.mark.parametrize("shares", [True, False])
-async def test_a_list_of_which_a_later_batch_is_refused_leaves_its_prompt_stream_to_the_next(
-    shares: bool,
+async def test_a_list_that_is_refused_leaves_its_prompt_stream_to_the_next(
+    shares: bool, refuses: str
 ) -> None:
     class FullEngine(CountingEngine):
         async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-            if not isinstance(request.rid, str):
+            if refuses == "first" or not isinstance(request.rid, str):
                 raise EngineBusy("The queue is full.")
             if shares:
                 await anyio.sleep_forever()

@@ -22,7 +22,6 @@ from flashmoa_sglang.http.bodies import PromptReader
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import (
     ApiError,
-    DecodesOnly,
     EngineBusy,
     EngineDraining,
     MalformedRequest,
@@ -242,11 +241,7 @@ class Api:
 
     def _require_kv(self) -> None:
         """Refuse the request if this engine keeps no KV of prompts."""
-        if self._engine.role == "decode":
-            raise DecodesOnly(
-                "This engine decodes for a PD pair and prefills nothing; send the request to the "
-                "pair's prefill engine."
-            )
+        self._engine.require_prefills()
         if (reason := self._why_no_kv()) is not None:
             raise MalformedRequest(
                 f"{reason}, so nothing can be prefilled ahead; send the whole request instead."

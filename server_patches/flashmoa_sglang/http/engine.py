@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
-from flashmoa_sglang.http.errors import EngineBusy, EngineFailed, MalformedRequest
+from flashmoa_sglang.http.errors import DecodesOnly, EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.stream import Prefilled, Terms
 from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
@@ -143,6 +143,14 @@ class Engine:
     def role(self) -> str:
         """The engine's role in a PD pair: ``prefill``, ``decode``, or ``null`` without a pair."""
         return self._arguments.disaggregation_mode
+
+    def require_prefills(self) -> None:
+        """Raise DecodesOnly if this is the decode engine of a PD pair."""
+        if self.role == "decode":
+            raise DecodesOnly(
+                "This engine decodes for a PD pair and prefills nothing; send the request to the "
+                "pair's prefill engine."
+            )
 
     @property
     def data_parallel_ranks(self) -> int:

@@ -88,26 +88,6 @@ def test_increments_are_whole_pages_of_streams_that_the_step_completes_and_then_
             assert not sizes or order(position) > order([*sizes][-1]) or not is_worth(stream, most)
 
 
-def test_streams_gather_tokens_until_there_are_enough_of_all() -> None:
-    streams = [Growth(0, 90), Growth(100, 60), Growth(0, SMALLEST - 1)]
-    most = 150 + SMALLEST - 1
-    assert choose_increments(streams, 1000, most + 1, SMALLEST, 1) == []
-    # The tokens of the last one are too few for an increment, but they count.
-    assert choose_increments(streams, 1000, most, SMALLEST, 1) == [(1, 160), (0, 90)]
-    assert choose_increments(streams, 60 + SMALLEST, most, SMALLEST, 1) == [(1, 160), (0, SMALLEST)]
-    assert choose_increments(streams, 59 + SMALLEST, most, SMALLEST, 1) == [(1, 160)]
-
-
-def test_many_streams_have_larger_increments_than_few() -> None:
-    streams = [Growth(0, SMALLEST)] * 3 + [Growth(0, 100)] * 3
-    few, many = fewest_tokens(32, 128), fewest_tokens(200, 128)
-    assert len(choose_increments(streams, 1000, 128, few, 1)) == 6
-    assert choose_increments(streams, 1000, 128, many, 1) == [(3, 100), (4, 100), (5, 100)]
-    # They never wait for more than is worth a forward, or than a step has room for.
-    assert choose_increments([Growth(0, 128)], 128, 128, fewest_tokens(1000, 128), 1) == [(0, 128)]
-    assert choose_increments(streams, 48, 128, many, 1) == [(3, 48)]
-
-
 def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
     streams = [Growth(0, 500), Growth(900, 20), Growth(0, 400), Growth(0, 300)]
     assert choose_increments(streams, 120, 64, SMALLEST, 1) == [(1, 920), (0, 100)]
@@ -281,14 +261,3 @@ def test_prompts_ride_where_they_and_the_decodes_wait_less_in_all(
     least = min(map(waited, allowed_rides(costs, decoding, budget, page)), default=inf)
     found = waited(chosen) if chosen else alone
     assert found == pytest.approx(min(least, alone), rel=1e-6, abs=1e-9)
-
-
-def test_prompts_ride_next_to_many_decodes_and_not_if_many_prompts_wait() -> None:
-    def ride(decoding: int, prompts: int, tokens: int) -> int:
-        rides = possible_rides(MIXED, decoding, 4, 1, MANY)
-        return choose_prompt_ride(rides, MIXED, decoding, prompts, tokens)
-
-    # Next to one decode, 31 tokens need 0.5 ms more than its step, and later 3.4 ms.
-    assert ride(decoding=1, prompts=1, tokens=31) == 31
-    assert ride(decoding=8, prompts=1, tokens=2000) > 0
-    assert ride(decoding=1, prompts=8, tokens=2000) == 0

@@ -58,7 +58,10 @@ class FakeEngine:
         steps_together: bool = False,
         most_decodes: int = 0,
         ride_seconds: float = 1e-4,
+        **replaced: Any,
     ) -> None:
+        # In place of the class's own attributes.
+        self.__dict__.update(replaced)
         self.steps_together = steps_together
         self._most_decodes = most_decodes
         self._ride_seconds = ride_seconds
@@ -202,21 +205,17 @@ async def test_an_engine_that_mixes_nothing_has_no_mixed_steps() -> None:
 
 
 async def test_no_more_requests_decode_than_may() -> None:
-    class SmallEngine(FakeEngine):
-        max_running = (32, 31)
-
-    engine: Any = SmallEngine(lambda tokens, _: 1e-5 * tokens, most_decodes=32)
-    measured, _ = await measure(engine, engine)
+    measured, engine = await costs(
+        lambda tokens, _: 1e-5 * tokens, most_decodes=32, max_running=(32, 31)
+    )
     assert {decodes for decodes, _, _ in measured.mixed} == {1, 8}
     assert {decodes for decodes, _ in engine.rides} == {1, 8}
 
 
 async def test_no_larger_prefill_rides_than_was_measured_alone() -> None:
-    class SmallEngine(FakeEngine):
-        max_unchunked_prompt = 100
-
-    engine: Any = SmallEngine(lambda tokens, _: 1e-5 * tokens, most_decodes=32)
-    measured, _ = await measure(engine, engine)
+    measured, _ = await costs(
+        lambda tokens, _: 1e-5 * tokens, most_decodes=32, max_unchunked_prompt=100
+    )
     assert {d + k for d, k, _ in measured.mixed if k} == {32, 64}
 
 

@@ -66,43 +66,35 @@ def test_layers_whose_time_does_not_grow_hide_no_transfers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pinned", "wait", "measured", "expected"),
+    ("flags", "measured", "together", "expected"),
     [
-        ("0", "0.2", 4000, 4000),
-        ("0", "0.2", LARGEST + 1, None),
-        ("0", "0.2", None, None),
-        ("0", "0", 4000, None),
-        ("500", "0.2", LARGEST + 1, 500),
-        ("9000", "0.2", 4000, None),
+        (("0", "0.2"), 4000, False, 4000),
+        (("0", "0.2"), LARGEST + 1, False, "not held back"),
+        (("0", "0.2"), None, False, "not held back"),
+        (("0", "0"), 4000, False, None),
+        (("500", "0.2"), LARGEST + 1, False, 500),
+        (("9000", "0.2"), 4000, False, "not held back"),
+        # All experts are on the device.
+        (("0", "0.2"), "nothing", False, None),
+        # Ranks step together.
+        (("500", "0.2"), "nothing", True, "not held back"),
+        (("0", "0.2"), "nothing", True, None),
     ],
 )
 def test_prefills_wait_for_the_given_or_measured_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    pinned: str,
-    wait: str,
-    measured: int | None,
-    expected: int | None,
+    flags: tuple[str, str],
+    measured: int | str | None,
+    together: bool,
+    expected: int | str | None,
 ) -> None:
-    monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
-    monkeypatch.setenv("FLASHMOA_SATURATION_WAIT", wait)
-    caplog.set_level("INFO")
-    found = _waits_for(Saturation(measured, LARGEST, 0.1, ()), LARGEST, together=False)
-    assert found == expected
-    assert ("not held back" in caplog.text) == (expected is None and wait != "0")
-
-
-def test_engines_with_all_experts_on_the_device_do_not_wait() -> None:
-    assert _waits_for(None, LARGEST, together=False) is None
-
-
-@pytest.mark.parametrize(("pinned", "warned"), [("500", True), ("0", False)])
-def test_ranks_that_step_together_do_not_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pinned: str, warned: bool
-) -> None:
-    monkeypatch.setenv("FLASHMOA_SATURATION", pinned)
-    assert _waits_for(None, LARGEST, together=True) is None
-    assert ("not held back" in caplog.text) == warned
+    monkeypatch.setenv("FLASHMOA_SATURATION", flags[0])
+    monkeypatch.setenv("FLASHMOA_SATURATION_WAIT", flags[1])
+    saturation = None if isinstance(measured, str) else Saturation(measured, LARGEST, 0.1, ())
+    found = _waits_for(saturation, LARGEST, together=together)
+    assert found == (None if isinstance(expected, str) else expected)
+    assert ("not held back" in caplog.text) == isinstance(expected, str)
 
 
 ARRIVALS = st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=60)

@@ -23,7 +23,6 @@ from flashmoa_sglang.http.client_requests import StreamRequest
 from flashmoa_sglang.http.errors import (
     ApiError,
     CandidateRefused,
-    DecodesOnly,
     EngineFailed,
     MalformedRequest,
 )
@@ -90,7 +89,7 @@ class ScoringApi:
 
     async def score(self, request: Request) -> Any:
         """Answer how likely candidates are after each of several prompts."""
-        self._require_prefills()
+        self._engine.require_prefills()
         body = await bodies.parse(request, questions.ScoreBody)
         body.check()
         items = body.items if isinstance(body.items, list) else [body.items]
@@ -106,7 +105,7 @@ class ScoringApi:
 
     async def rerank(self, request: Request) -> Any:
         """Answer how relevant documents are to a query."""
-        self._require_prefills()
+        self._engine.require_prefills()
         body = await bodies.parse(request, questions.RerankBody)
         self._reader.require_tokenizer()
         if not body.documents:
@@ -123,7 +122,7 @@ class ScoringApi:
 
     async def classify(self, request: Request) -> Any:
         """Answer which of some labels fits each text."""
-        self._require_prefills()
+        self._engine.require_prefills()
         body = await bodies.parse(request, questions.ClassifyBody)
         self._reader.require_tokenizer()
         shared = [body.labels, body.instruct, body.chat_template_kwargs]
@@ -248,13 +247,6 @@ class ScoringApi:
                 return shares
             self._shares = shares
         return self._shares
-
-    def _require_prefills(self) -> None:
-        if self._engine.role == "decode":
-            raise DecodesOnly(
-                "This engine decodes for a PD pair and prefills nothing; send the request to the "
-                "pair's prefill engine."
-            )
 
     def _name(self, body: questions.ListBody) -> str:
         return body.model or self._engine.model["name"]

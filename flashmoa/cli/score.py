@@ -9,9 +9,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import anyio
 from rich.console import Console
@@ -19,8 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from flashmoa.engine import EngineClient, EngineError, self_hosted_url
 from flashmoa.scoring import Scorer
-from flashmoa.scoring.bulk import Totals, score_file
-from flashmoa.scoring.lines import NotResumable
+from flashmoa.scoring.bulk import NotResumable, Totals, score_file
 
 # Without a terminal, a line of text from time to time takes the place of the progress bar.
 _SECONDS_BETWEEN_REPORTS = 10.0
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse_options(arguments)
     started = time.monotonic()
     try:
-        with _ProgressDisplay(options.input.stat().st_size) as display:
-            totals = anyio.run(_score, options, display)
+        with _progress(options.input.stat().st_size) as progress:
+            totals = anyio.run(_score, options, progress)
     except KeyboardInterrupt:
         print(f"flashmoa score: stopped; {options.continuation}", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     return _EXIT_SKIPPED if options.errors.exists() else 0
 
 
-async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Totals:
+async def _score(options: argparse.Namespace, progress: Callable[[Totals], None]) -> Totals:
     client = EngineClient(options.engine, api_key=options.api_key, timeout=options.timeout)
     async with client as engine:
         if options.overwrite:
@@ -83,7 +83,7 @@ async def _score(options: argparse.Namespace, display: _ProgressDisplay) -> Tota
             options.out,
             errors=options.errors,
             overwrite=options.overwrite,
-            progress=display,
+            progress=progress,
         )
 
 
@@ -94,47 +94,24 @@ def _parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("input", type=Path, metavar="INPUT.jsonl")
-    parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl")
-    parser.add_argument(
-        "--engine",
-        metavar="URL",
-        help="engine URL; default: $OPENAI_BASE_URL, else http://127.0.0.1:30000",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="the key of the engine's --api-key")
-    parser.add_argument(
-        "--errors",
-        type=Path,
-        metavar="FILE",
-        help="where to write skipped lines' numbers and why (default: OUT.errors.jsonl)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        default=32,
-        metavar="N",
-        help="most requests at the same time (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=3600.0,
-        metavar="SECONDS",
-        help="how long to wait for the scores of a line; those of long lists come together "
-        "(default: %(default)g)",
-    )
-    parser.add_argument(
-        "--template-args",
-        type=_parse_json_object,
-        metavar="JSON",
-        help='arguments of the chat template, such as {"enable_thinking": false}',
-    )
-    parser.add_argument("--overwrite", action="store_true", help="delete OUT and start over")
+    add = parser.add_argument
+    add("input", type=Path, metavar="INPUT.jsonl")
+    add("--out", type=Path, required=True, metavar="OUT.jsonl")
+    text = "engine URL; default: $OPENAI_BASE_URL, else http://127.0.0.1:30000"
+    add("--engine", metavar="URL", help=text)
+    add("--api-key", metavar="KEY", help="the key of the engine's --api-key")
+    text = "most requests at the same time (default: %(default)s)"
+    add("--concurrency", type=int, default=32, metavar="N", help=text)
+    text = "how long to wait for the scores of a line, which come together (default: %(default)g)"
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help=text)
+    text = 'arguments of the chat template, such as {"enable_thinking": false}'
+    add("--template-args", type=_parse_json_object, metavar="JSON", help=text)
+    add("--overwrite", action="store_true", help="delete OUT and start over")
     parser.set_defaults(continuation="run the same command again to continue")
     options = parser.parse_args(arguments)
     out: Path = options.out
     stem = out.stem if out.suffix == ".jsonl" else out.name
-    options.errors = options.errors or out.with_name(f"{stem}.errors.jsonl")
+    options.errors = out.with_name(f"{stem}.errors.jsonl")
     if options.concurrency < 1:
         parser.error(f"--concurrency must be at least 1, not {options.concurrency}")
     if not options.timeout > 0:
@@ -158,42 +135,28 @@ def _parse_json_object(text: str) -> Mapping[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-class _ProgressDisplay:
-    """Shows the progress: as a bar on a terminal, otherwise as a line from time to time.
+@contextmanager
+def _progress(size: int) -> Generator[Callable[[Totals], None]]:
+    """Show the progress in an input of so many bytes: as a bar, or as lines without a terminal."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+    is_bar, last_report = console.is_terminal, time.monotonic()
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not is_bar
+    )
+    task = bar.add_task("", total=size)
 
-    Args:
-        size: bytes of the input.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._last_report = time.monotonic()
-        console = Console(stderr=True)
-        self._bar = Progress(
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=size)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, totals: Totals) -> None:
+    def show(totals: Totals) -> None:
+        nonlocal last_report
         text = f"{totals.scored:,} scored, {totals.skipped:,} skipped"
-        self._bar.update(self._task, completed=totals.position, description=text)
-        if self._bar.disable and time.monotonic() - self._last_report > _SECONDS_BETWEEN_REPORTS:
-            self._last_report = time.monotonic()
-            done = totals.position / max(1, self._size)
+        bar.update(task, completed=totals.position, description=text)
+        if not is_bar and time.monotonic() - last_report > _SECONDS_BETWEEN_REPORTS:
+            last_report = time.monotonic()
+            done = totals.position / max(1, size)
             print(f"flashmoa score: {text}, {done:.0%} of the file", file=sys.stderr, flush=True)
+
+    with bar:
+        yield show
 
 
 def _print_summary(totals: Totals, options: argparse.Namespace, seconds: float) -> None:

@@ -1,7 +1,6 @@
 """Compute how likely a model finds given answers, from prefills alone: :class:`Scorer`."""
 
-from flashmoa.scoring.questions import Candidate, Context
-from flashmoa.scoring.scorer import CandidateRefused, Scorer
+from flashmoa.scoring.scorer import Candidate, CandidateRefused, Context, Scorer
 from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
 
 __all__ = [

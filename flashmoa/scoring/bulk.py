@@ -1,31 +1,253 @@
-"""Score a file of any length line by line (``score_file``); a killed run can be continued."""
+"""Score a file of any length line by line (``score_file``); a killed run can be continued.
+
+Each line is a :class:`Line`. A record is a line of a file of scores, as a dictionary.
+"""
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+import math
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Generic, NamedTuple, TypeVar
+from typing import IO, Annotated, Any, NamedTuple, TypeVar
 
 import anyio
 from anyio import to_thread
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import MalformedRequest, PromptTooLarge
-from flashmoa.scoring.lines import Line, make_record, resume
-from flashmoa.scoring.scorer import Scorer
-from flashmoa.scoring.scores import PrefillUsage
+from flashmoa.errors import FlashMoAError
+from flashmoa.scoring.scorer import Context, Scorer
+from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 
+# Decimals of the numbers in a record. The order of requests changes further decimals at random.
+_DIGITS = 6
+# Every vocabulary is smaller than this, and every tokenizer accepts smaller ids.
+_MAX_TOKENS = 1 << 31
+_BEGINNING_OF_RECORD = b'{"line": '
 _BYTES_PER_BATCH = 256 * 1024
 # For each line that may be scored at the same time, this many lines may have been read whose
 # results are not written yet.
 _LINES_AHEAD = 8
 
+Tokens = list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]]
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class BadLine(FlashMoAError, ValueError):
+    """Raised when a line cannot be scored."""
+
+
+class NotResumable(FlashMoAError):
+    """Raised when a file of scores does not belong to its input, or is not a file of scores."""
+
+
+class Line(BaseModel):
+    """One line to score: a context, and answers that may follow it.
+
+    ``candidates`` are for :meth:`Scorer.score`, ``labels`` for :meth:`Scorer.classify`,
+    ``options`` for :meth:`Scorer.choose` or, with ``multiple``, for :meth:`Scorer.select`;
+    ``query`` and ``documents`` are for :meth:`Scorer.rerank`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str | int | None = None
+    context: str | Tokens | None = None
+    messages: list[dict[str, Any]] | None = None
+    candidates: list[str | Tokens] | None = None
+    labels: list[str] | dict[str, str | Tokens] | None = None
+    options: list[str] | None = None
+    query: str | None = None
+    documents: list[str] | None = None
+    multiple: bool = False
+    length_normalised: bool = False
+
+    @classmethod
+    def read(cls, text: bytes) -> Line:
+        """Parse a line of a file. Raises: BadLine if it is malformed."""
+        try:
+            line = cls.model_validate_json(text)
+        except ValidationError as error:
+            raise BadLine(_explain(error)) from error
+        if line.query is not None or line.documents is not None:
+            line._check_ranking()
+            return line
+        line._require_one("context", "messages")
+        line._require_one("candidates", "labels", "options")
+        for name, kind in (("multiple", "options"), ("length_normalised", "candidates")):
+            if getattr(line, name) and getattr(line, kind) is None:
+                raise BadLine(f"{name} goes with {kind} only; add {kind}, or leave {name} out")
+        return line
+
+    def _check_ranking(self) -> None:
+        others = self.model_fields_set - {"id", "query", "documents"}
+        if not self.documents or self.query is None or others:
+            raise BadLine(
+                "query and documents go together, without other fields; got "
+                f"{sorted(self.model_fields_set)}"
+            )
+
+    def _require_one(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise BadLine(f"give exactly one of {', '.join(names)}; got {given or 'none'}")
+
+    @property
+    def names(self) -> list[str] | int:
+        """Return the names of its candidates in its record, or the number of its documents."""
+        if self.documents is not None:
+            return len(self.documents)
+        given = self.labels if self.labels is not None else self.options
+        if given is not None:
+            return list(given)
+        return [str(candidate) for candidate in self.candidates or ()]
+
+    async def score_with(self, scorer: Scorer) -> Scores | Selection | Ranking:
+        """Score the line. Raises: the exceptions of :class:`Scorer`'s methods."""
+        if self.query is not None:
+            return await scorer.rerank(self.query, self.documents or [])
+        context: Context = self.context if self.context is not None else self.messages or []
+        if self.labels is not None:
+            return await scorer.classify(context, self.labels)
+        if self.options is None:
+            return await scorer.score(
+                context, self.candidates or [], length_normalised=self.length_normalised
+            )
+        if self.multiple:
+            return await scorer.select(context, self.options)
+        return await scorer.choose(context, self.options)
+
+
+def make_record(number: int, line: Line, scores: Scores | Selection | Ranking) -> dict[str, Any]:
+    """Return the record of a line: its number from 1, its id if it has one, and its scores."""
+    head: dict[str, Any] = {"line": number}
+    if line.id is not None:
+        head["id"] = line.id
+    if isinstance(scores, Ranking):
+        return head | {
+            "documents": line.names,
+            "ranked": [document.index for document in scores.documents],
+            "scores": _round(document.score for document in scores.documents),
+        }
+    if isinstance(scores, Selection):
+        return head | {
+            "chosen": scores.chosen,
+            "options": scores.options,
+            "probabilities": _round(scores.probabilities),
+            "mass": _round(answer.mass for answer in scores.answers),
+        }
+    return head | {
+        "best": scores.best,
+        "candidates": scores.candidates,
+        "probabilities": _round(scores.probabilities),
+        "logprobs": _round(scores.logprobs),
+        "mass": round(scores.mass, _DIGITS),
+    }
+
+
+def _round(values: Iterable[float]) -> list[float | None]:
+    # JSON has no number for infinity.
+    return [round(value, _DIGITS) if math.isfinite(value) else None for value in values]
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_input=False)[:3]
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc'])) or 'line'}: {problem['msg']}" for problem in problems
+    )
+
+
+def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> int:
+    """Prepare ``out`` and ``errors`` for a run that continues where the last one stopped.
+
+    Removes incomplete last lines, and errors of lines that will be scored again.
+
+    Args:
+        overwrite: delete ``out`` first, if ``source`` can be read.
+
+    Returns: the number from 1 of the last line of ``source`` that is done; 0 if none is.
+
+    Raises:
+        NotResumable: if ``out`` has other content than the scores of ``source``.
+        OSError: if a file cannot be read or written.
+    """
+    with source.open("rb"):
+        pass  # If the input cannot be read, no file may be deleted or made.
+    if overwrite:
+        out.unlink(missing_ok=True)
+    number = size = 0
+    if out.exists():
+        last, size = _last_record(out)
+        number = 0 if last is None else last["line"]
+        if last is not None and not _is_record_of_line(last, source, number):
+            raise NotResumable(
+                f"{out} exists and does not have the scores of {source}; give another --out, or "
+                "--overwrite"
+            )
+        os.truncate(out, size)
+    _cut_errors(errors, number)
+    return number
+
+
+def _last_record(out: Path) -> tuple[dict[str, Any] | None, int]:
+    """Return a file's last whole record, if there is one, and the size up to its end.
+
+    Raises: NotResumable if it is not a file of scores.
+    """
+    last, size, torn = b"", 0, b""
+    with out.open("rb") as file:
+        for text in file:
+            if text.endswith(b"\n"):
+                last, size = text, size + len(text)
+            else:
+                torn = text
+    record = _parse_record(last)
+    if (last and record is None) or not torn.startswith(_BEGINNING_OF_RECORD[: len(torn)]):
+        raise NotResumable(
+            f"{out} exists and is not a file of scores; give another --out, or --overwrite"
+        )
+    return record, size
+
+
+def _parse_record(text: bytes) -> dict[str, Any] | None:
+    try:
+        fields: Any = json.loads(text)
+        return fields if isinstance(fields["line"], int) else None
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _is_record_of_line(record: dict[str, Any], source: Path, number: int) -> bool:
+    """Return whether a record has the id and the candidates of a line, counted from 1."""
+    with source.open("rb") as file:
+        text = next(islice(file, number - 1, None), b"") if number > 0 else b""
+    try:
+        line = Line.read(text)
+    except BadLine:
+        return False
+    names = record.get("candidates", record.get("options", record.get("documents")))
+    return record.get("id") == line.id and names == line.names
+
+
+def _cut_errors(errors: Path, number: int) -> None:
+    """Remove the errors of lines after ``number``, which are scored again."""
+    errors.touch()
+    with errors.open("r+b") as file:
+        kept_bytes = 0
+        for text in file:
+            record = _parse_record(text) if text.endswith(b"\n") else None
+            if record is None or record["line"] > number:
+                break
+            kept_bytes += len(text)
+        file.truncate(kept_bytes)
 
 
 class RawLine(NamedTuple):
@@ -88,10 +310,6 @@ async def score_file(
     """
     resumed_from = await to_thread.run_sync(resume, source, out, errors, overwrite)
     totals = Totals(resumed_from=resumed_from)
-
-    async def work(raw: RawLine) -> LineResult:
-        return await _score_line(scorer, raw)
-
     with out.open("ab") as scores, errors.open("ab", buffering=0) as report:
 
         def write(results: Sequence[LineResult]) -> None:
@@ -101,10 +319,10 @@ async def score_file(
             progress(totals)
 
         async with aclosing(read_batches(source, resumed_from)) as batches:
-            workers = scorer.concurrency
-            ahead = _LINES_AHEAD * workers
-            await OrderedWorkers(batches, work, write, workers=workers, ahead=ahead).run()
-    await to_thread.run_sync(_remove_if_empty, errors)
+            work, workers = partial(_score_line, scorer), scorer.concurrency
+            await work_in_order(batches, work, write, workers, _LINES_AHEAD * workers)
+    if not errors.stat().st_size:  # noqa: ASYNC240 - as quick as the writes above
+        errors.unlink()  # noqa: ASYNC240
     return totals
 
 
@@ -153,87 +371,53 @@ def _encode(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
-def _remove_if_empty(report: Path) -> None:
-    if not report.stat().st_size:
-        report.unlink()
-
-
-class OrderedWorkers(Generic[T, R]):
-    """Works on many items at once, in bounded memory, and writes the results in the items' order.
+async def work_in_order(
+    batches: AsyncIterator[Sequence[T]],
+    work: Callable[[T], Awaitable[R]],
+    write: Callable[[Sequence[R]], None],
+    workers: int,
+    ahead: int,
+) -> None:
+    """Work on many items at once, in bounded memory, and write the results in the items' order.
 
     Args:
-        batches: yields the items, several at a time. At most one batch is held in memory.
+        batches: yields the items, several at a time. One batch is held in memory.
         work: called with each item.
         write: called with results as soon as those of all items before them are written.
         workers: number of items that are worked on at once.
         ahead: the most items that may have been taken without their results being written. It
             limits how many results wait in memory while one item takes long.
+
+    Raises: Exception if reading or working on an item failed. The other workers are stopped.
     """
+    turn, room = anyio.Lock(fast_acquire=True), anyio.Semaphore(ahead, fast_acquire=True)
+    results: dict[int, R] = {}
+    written = 0
 
-    def __init__(
-        self,
-        batches: AsyncIterator[Sequence[T]],
-        work: Callable[[T], Awaitable[R]],
-        write: Callable[[Sequence[R]], None],
-        *,
-        workers: int,
-        ahead: int,
-    ) -> None:
-        self._batches = batches
-        self._work = work
-        self._write = write
-        self._workers = workers
-        self._ahead = ahead
-        self._items: deque[T] = deque()
-        self._taken = self._written = 0
-        self._results: dict[int, R] = {}
-        self._progress: anyio.Event | None = None
-        self._reading = anyio.Lock()
-        self._has_read_all = False
+    async def take() -> AsyncGenerator[tuple[int, T]]:
+        number = 0
+        async for batch in batches:
+            for item in batch:
+                await room.acquire()
+                yield number, item
+                number += 1
 
-    async def run(self) -> None:
-        """Work until every result is written.
-
-        Raises: Exception if reading or working on an item failed. The other workers are stopped.
-        """
-        await all_of([self._worker] * self._workers)
-
-    async def _worker(self) -> None:
-        while await self._has_next():
-            index, item = self._taken, self._items.popleft()
-            self._taken += 1
-            self._results[index] = await self._work(item)
-            self._write_ready()
-
-    async def _has_next(self) -> bool:
+    async def run() -> None:
+        nonlocal written
         while True:
-            if self._taken - self._written >= self._ahead:
-                # An event for each result would cost more time than everything else here, so
-                # that one is made only when a worker waits.
-                self._progress = self._progress or anyio.Event()
-                await self._progress.wait()
-            elif self._items:
-                return True
-            elif self._has_read_all:
-                return False
-            else:
-                await self._read()
+            async with turn:
+                taken = await anext(items, None)
+            if taken is None:
+                return
+            number, item = taken
+            results[number] = await work(item)
+            ready: list[R] = []
+            while written in results:
+                ready.append(results.pop(written))
+                written += 1
+                room.release()
+            if ready:
+                write(ready)
 
-    async def _read(self) -> None:
-        async with self._reading:
-            if self._items or self._has_read_all:
-                return  # Another worker has read a batch while this one waited for the lock.
-            batch = await anext(self._batches, None)
-            self._has_read_all = batch is None
-            self._items.extend(batch or ())
-
-    def _write_ready(self) -> None:
-        ready: list[R] = []
-        while self._written in self._results:
-            ready.append(self._results.pop(self._written))
-            self._written += 1
-        if ready:
-            self._write(ready)
-        if ready and self._progress is not None:
-            self._progress.set()
-            self._progress = None
+    async with aclosing(take()) as items:
+        await all_of([run] * workers)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import reprlib
+import string
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import anyio
 from pydantic import BaseModel
@@ -20,16 +22,13 @@ from flashmoa.engine import (
 )
 from flashmoa.engine.client import Answer
 from flashmoa.errors import FlashMoAError
-from flashmoa.scoring.questions import (
-    Candidate,
-    Context,
-    answer_candidate,
-    choice_question,
-    context_kind,
-    option_letters,
-    question_item,
-)
 from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
+
+Messages = Sequence[Mapping[str, Any]]
+# A text, token ids, or messages in OpenAI's format.
+Context = str | Sequence[int] | Messages
+# A text that continues where the context ends, or the tokens themselves.
+Candidate = str | Sequence[int]
 
 ONE_LETTER = "Answer with the letter of one option."
 YES_OR_NO = "Does this apply? Answer Yes or No."
@@ -40,14 +39,6 @@ _OWN_CODES = (_REFUSED, "malformed", "too_large", "engine_busy", "draining")
 
 class CandidateRefused(FlashMoAError, ValueError):
     """Raised when a candidate cannot be scored after its context; the message says what to do."""
-
-
-class _Scored(NamedTuple):
-    """What a model answers to one prompt: the tokens of each candidate, and how likely they are."""
-
-    tokens: list[list[int]]
-    logprobs: list[float]
-    usage: PrefillUsage
 
 
 class Scorer:
@@ -102,8 +93,8 @@ class Scorer:
         """
         (answer,) = await self._ask(context, None, candidates, prompt_stream_id)
         names = [text if isinstance(text, str) else str(list(text)) for text in candidates]
-        lengths = [len(tokens) for tokens in answer.tokens] if length_normalised else None
-        return Scores.of(names, answer.logprobs, lengths, answer.usage)
+        lengths = [len(tokens) for tokens in answer.candidate_tokens]
+        return answer.scores(names, lengths if length_normalised else None)
 
     async def classify(
         self,
@@ -123,7 +114,7 @@ class Scorer:
         if len(named) != len(labels):
             raise CandidateRefused(f"two of the labels {list(labels)} are the same; give each once")
         (answer,) = await self._ask(context, None, list(named.values()), prompt_stream_id)
-        for label, tokens in zip(named, answer.tokens, strict=True):
+        for label, tokens in zip(named, answer.candidate_tokens, strict=True):
             if len(tokens) > 1:
                 pieces = [await self._engine.detokenize([token]) for token in tokens]
                 raise CandidateRefused(
@@ -131,7 +122,7 @@ class Scorer:
                     f"give it a candidate of one token, as in {{{label!r}: {pieces[0]!r}}}, or use "
                     "score()"
                 )
-        return Scores.of(list(named), answer.logprobs, None, answer.usage)
+        return answer.scores(list(named))
 
     async def choose(
         self, context: Context, options: Sequence[str], *, instruction: str = ONE_LETTER
@@ -143,7 +134,7 @@ class Scorer:
         question = choice_question(options, instruction)
         letters = [answer_candidate(context, letter) for letter in option_letters(len(options))]
         (answer,) = await self._ask(context, [question], letters)
-        return Scores.of(options, answer.logprobs, None, answer.usage)
+        return answer.scores(options)
 
     async def select(
         self,
@@ -169,8 +160,7 @@ class Scorer:
 
         questions = [f"{option}\n{instruction}" for option in options]
         scores = [
-            Scores.of(answers, answer.logprobs, None, answer.usage)
-            for answer in await self._ask(context, questions, candidates)
+            answer.scores(answers) for answer in await self._ask(context, questions, candidates)
         ]
         likely = [answer.probabilities[0] for answer in scores]
         chosen = [option for option, yes in zip(options, likely, strict=True) if yes >= threshold]
@@ -215,7 +205,7 @@ class Scorer:
         questions: Sequence[str] | None,
         candidates: Sequence[Candidate],
         stream: str | None = None,
-    ) -> list[_Scored]:
+    ) -> list[_Item]:
         """Score candidates after the context with each question, or after the context alone."""
         if not candidates:
             raise ValueError("give at least one candidate")
@@ -234,7 +224,7 @@ class Scorer:
             if problem.code == _REFUSED:
                 raise CandidateRefused(str(problem)) from problem
             raise
-        return answer.scored()
+        return answer.results
 
     async def _request(self, path: str, kind: type[Answer], body: Mapping[str, Any]) -> Answer:
         """Send a request to one of the plugin's scoring routes.
@@ -263,14 +253,6 @@ class Scorer:
             return False
 
 
-class _Item(BaseModel):
-    logprobs: list[float | None]
-    candidate_tokens: list[list[int]]
-    prefills: int
-    prompt_tokens: int
-    computed_tokens: int
-
-
 class _Details(BaseModel):
     cached_tokens: int = 0
     streamed_tokens: int | None = None
@@ -283,30 +265,37 @@ class _Usage(BaseModel):
     prompt_stream: StreamUse | None = None
 
 
+class _Item(BaseModel):
+    """What a model answers to one prompt: the tokens of each candidate, and how likely they are."""
+
+    logprobs: list[float | None]
+    candidate_tokens: list[list[int]]
+    prefills: int
+    prompt_tokens: int
+    computed_tokens: int
+    _usage: _Usage
+
+    def scores(self, names: Sequence[str], lengths: Sequence[int] | None = None) -> Scores:
+        """Return the scores of named candidates; see :meth:`Scores.of`."""
+        logprobs = [-math.inf if value is None else value for value in self.logprobs]
+        usage = PrefillUsage(
+            self.prefills,
+            self.prompt_tokens,
+            self.prompt_tokens - self.computed_tokens,
+            # A prompt stream is that of the only item.
+            self._usage.prompt_tokens_details.streamed_tokens,
+            self._usage.prompt_stream,
+        )
+        return Scores.of(names, logprobs, lengths, usage)
+
+
 class _ScoreAnswer(BaseModel):
     results: list[_Item]
     usage: _Usage
 
-    def scored(self) -> list[_Scored]:
-        """Return what each item scored; a prompt stream is that of the only one."""
-        streamed, stream = (
-            self.usage.prompt_tokens_details.streamed_tokens,
-            self.usage.prompt_stream,
-        )
-        return [
-            _Scored(
-                item.candidate_tokens,
-                [-math.inf if value is None else value for value in item.logprobs],
-                PrefillUsage(
-                    item.prefills,
-                    item.prompt_tokens,
-                    item.prompt_tokens - item.computed_tokens,
-                    streamed,
-                    stream,
-                ),
-            )
-            for item in self.results
-        ]
+    def model_post_init(self, _context: Any) -> None:
+        for item in self.results:
+            item._usage = self.usage
 
 
 class _Ranked(BaseModel):
@@ -317,3 +306,57 @@ class _Ranked(BaseModel):
 class _RankAnswer(BaseModel):
     results: list[_Ranked]
     usage: _Usage
+
+
+def context_kind(context: Context) -> str:
+    """Return ``text``, ``tokens`` or ``messages``. Raises: ValueError for anything else."""
+    if isinstance(context, str):
+        return "text"
+    items = list(cast("Sequence[object]", context))
+    if items and all(isinstance(item, Mapping) for item in items):
+        return "messages"
+    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return "tokens"
+    raise ValueError(
+        "a context is a text, or a list of messages or of token ids that is not empty, not "
+        f"{reprlib.repr(context)}"
+    )
+
+
+def question_item(context: Context, question: str) -> str:
+    """Return the text that adds a question to the user's last message, or to a text.
+
+    A text then ends with ``Answer:``. Raises: ValueError if the context is token ids, as only the
+    engine could add a text to them.
+    """
+    kind = context_kind(context)
+    if kind == "tokens":
+        raise ValueError(
+            "a question cannot follow token ids; give a text or messages, or use score()"
+        )
+    if kind == "text":
+        return f"\n\n{question}\nAnswer:"
+    last = cast("Messages", context)[-1]
+    is_continued = last.get("role") == "user" and last.get("content")
+    return f"\n\n{question}" if is_continued else question
+
+
+def answer_candidate(context: Context, text: str) -> str:
+    """Return an answer as a candidate after :func:`question_item`: with a space after a text."""
+    return f" {text}" if isinstance(context, str) else text
+
+
+def option_letters(count: int) -> list[str]:
+    """Return a letter for each option. Raises: ValueError if there are too many or no options."""
+    if not 1 <= count <= 26:
+        raise ValueError(
+            f"there are letters for 1 to {26} options, not for {count}; give fewer "
+            "options, ask about each with select(), or score their texts with score()"
+        )
+    return list(string.ascii_uppercase[:count])
+
+
+def choice_question(options: Sequence[str], instruction: str) -> str:
+    """Return a question with lettered options. Raises: as :func:`option_letters`."""
+    lettered = zip(option_letters(len(options)), options, strict=True)
+    return "\n".join([*(f"{letter}. {option}" for letter, option in lettered), instruction])

@@ -11,7 +11,7 @@ from anyio import to_thread
 from flashmoa.cli import score
 from flashmoa.cli.score import main
 from flashmoa.engine import EngineClient, EngineError
-from flashmoa.scoring.lines import resume
+from flashmoa.scoring.bulk import resume
 
 pytestmark = pytest.mark.anyio
 SCORES = '{"line": 1, "candidates": []}\n'

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.scoring import PrefillUsage, Scores
-from flashmoa.scoring.bulk import OrderedWorkers, read_batches
-from flashmoa.scoring.lines import BadLine, Line, make_record
-from flashmoa.scoring.questions import (
+from flashmoa.scoring.bulk import BadLine, Line, make_record, read_batches, work_in_order
+from flashmoa.scoring.scorer import (
     choice_question,
     context_kind,
     option_letters,
@@ -144,7 +143,7 @@ async def test_results_are_yielded_in_order_within_the_window() -> None:
         running -= 1
         return item
 
-    await OrderedWorkers(batches(), work, written.extend, workers=8, ahead=16).run()
+    await work_in_order(batches(), work, written.extend, workers=8, ahead=16)
     assert written == list(range(300))
     assert most == 8
 
@@ -164,7 +163,7 @@ async def test_failing_work_stops_all_workers_and_raises_its_error() -> None:
         return item
 
     with pytest.raises(ConnectionError, match="gone"):
-        await OrderedWorkers(batches(), work, written.extend, workers=8, ahead=8).run()
+        await work_in_order(batches(), work, written.extend, workers=8, ahead=8)
     assert written == list(range(4))
 
 
@@ -187,7 +186,7 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             tracemalloc.start()
 
     try:
-        await OrderedWorkers(read_batches(source, 1000), work, write, workers=32, ahead=256).run()
+        await work_in_order(read_batches(source, 1000), work, write, workers=32, ahead=256)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

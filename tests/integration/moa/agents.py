@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashmoa.engine import EngineClient
-from flashmoa.moa import AgentAnswer, Limits, Model, Result
+from flashmoa.moa import AgentAnswer, Limits, Model
 from tests.integration.moa.faulty_proxy import Fault
 
 # What the result says of an agent at the fault, without time limits in numbers.
@@ -27,20 +27,8 @@ def agent(engine: EngineClient, seed: int = 0, **sampling: Any) -> Model:
     return Model(engine, sampling={**defaults, **sampling})
 
 
-async def read_answer(system: Any) -> tuple[str, Any]:
-    """Ask a system the question. Return what it streams, and its result."""
-    async with system.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        return "".join(pieces), await run.result()
-
-
 def first_letter(answer: str) -> str | None:
     return answer.strip()[:1] or None
-
-
-def answers_by_round(result: Result) -> list[list[str]]:
-    """Return the answers of each round, by debater."""
-    return [[answer.text for answer in round_] for round_ in result.layers]
 
 
 def faulty(proxied: EngineClient, fault: Fault, **sampling: Any) -> Model:

@@ -1,4 +1,4 @@
-"""Debates on real engines: equal answers with and without links, failures and cancellation."""
+"""Debates on real engines: equal answers with and without links, also on a staircase."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
-from flashmoa.moa import Debate, DebatePrompt, Model, Result
+from flashmoa.moa import Debate, DebatePrompt, Model, Result, Steps
 from flashmoa.observe import Event, LinkOpened
-from tests.integration.moa.agents import QUESTION, agent, answers_by_round, first_letter
+from tests.integration.moa.agents import QUESTION, agent, first_letter
+from tests.integration.support import wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
-PROMPT = DebatePrompt("Others say:", "\n{number}. ")
+PROMPT = DebatePrompt("Others say:", "\n{number}. ", staircase_instruction="You are {number}:")
+WAYS = pytest.mark.parametrize("steps", [None, Steps(), Steps(order="contiguous")])
 
 
 def debate(pair: tuple[EngineClient, EngineClient], conclusion: Any, **more: Any) -> Debate:
     small, large = pair
-    debaters = [agent(small, 1), agent(large, 2), agent(small, 3)]
-    return Debate(debaters, 3, conclusion, **{"prompt": PROMPT, **more})
+    debaters = [agent(one, seed, max_tokens=24) for seed, one in enumerate((small, large, small))]
+    return Debate(debaters, 3, conclusion, prompt=PROMPT, **more)
 
 
-async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineClient]) -> None:
+def answers_by_round(result: Result) -> list[list[str]]:
+    """Return the answers of each round, by debater."""
+    return [[answer.text for answer in round_] for round_ in result.layers]
+
+
+@WAYS
+async def test_linked_debate_equals_unlinked(
+    pair: tuple[EngineClient, EngineClient], steps: Steps | None
+) -> None:
     ways: list[Ahead] = ["nothing", "text"]
     events: list[Event] = []
     results: list[Result] = []
@@ -32,37 +42,46 @@ async def test_linked_debate_equals_unlinked(pair: tuple[EngineClient, EngineCli
         for engine in pair:
             await engine.flush_cache()
         events.clear()
-        debating = debate(pair, first_letter, ahead=ahead, listener=events.append)
-        results.append(await debating.answer(QUESTION))
+        more: Any = {"ahead": ahead, "listener": events.append, "staircase": steps}
+        results.append(await debate(pair, first_letter, **more).answer(QUESTION))
     unlinked, linked = results
     assert answers_by_round(unlinked) == answers_by_round(linked) and unlinked.text == linked.text
     assert linked.vote is not None
     assert linked.text == linked.layers[-1][linked.vote.place].text != ""
     assert linked.vote.ballots == tuple(first_letter(answer.text) for answer in linked.layers[-1])
-    usages = [answer.usage for round_ in linked.layers for answer in round_]
-    streams = [usage.prompt_stream for usage in usages if usage]
-    statuses = [use.status for use in streams if use is not None]
-    assert statuses.count("hit") >= 3 and set(statuses) == {"hit"}
-    for before, after in pairwise(linked.layers):
-        for answer in after:
-            assert answer.started and answer.first_token and answer.finished
-            assert answer.status == "used"
-            assert all(read.finished and read.finished <= answer.started for read in before)
-    # Events name the agents that are read.
-    upstream = {event.agent: event.upstream for event in events if isinstance(event, LinkOpened)}
-    assert upstream["2.2"] == ("1.2", "1.1", "1.3")
+    assert 0 < linked.time_to_first_token < linked.seconds
+    for answer in linked.agents:
+        assert answer.status == "used" and answer.first_token
+        assert answer.usage and answer.usage.completion_tokens == 24
+        # After the first round, an answer's parts of 8 and 16 tokens have a request each.
+        assert len(answer.steps) == (2 if answer.layer and steps is not None else 0)
+        assert "".join(step.text for step in answer.steps) in ("", answer.text)
+    if steps is None:
+        streams = [answer.usage.prompt_stream for answer in linked.agents if answer.usage]
+        statuses = [use.status for use in streams if use is not None]
+        assert statuses.count("hit") >= 3 and set(statuses) == {"hit"}
+        for before, after in pairwise(linked.layers):
+            last = max(read.finished or 0 for read in before)
+            assert all(answer.started and last <= answer.started for answer in after)
+        # Events name the agents that are read.
+        opened = {event.agent: event.upstream for event in events if isinstance(event, LinkOpened)}
+        assert opened["2.2"] == ("1.2", "1.1", "1.3")
+    for engine in pair:
+        await wait_until_idle(engine)
 
 
+@WAYS
 async def test_aggregator_concludes_and_streams_its_answer(
-    pair: tuple[EngineClient, EngineClient],
+    pair: tuple[EngineClient, EngineClient], steps: Steps | None
 ) -> None:
-    concluded = debate(pair, agent(pair[1], 5))
+    concluded = debate(pair, agent(pair[1], 5, max_tokens=24), staircase=steps)
     async with concluded.answering(QUESTION) as debating:
         pieces = [piece async for piece in debating]
         result = await debating.result()
     assert len(pieces) > 1 and "".join(pieces) == result.text
     assert result.final.text == result.text and result.final.name == "4.1"
-    assert result.vote is None and len(result.layers) == 4
+    assert result.vote is None and len(result.layers) == 4 and result.finish_reason == "length"
+    assert len(result.final.steps) == (0 if steps is None else 2)
 
 
 async def test_answers_that_do_not_fit_are_cut_to_fair_shares(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
+from flashmoa.linking.failure_policy import UpstreamCancelled
 from flashmoa.moa import (
     AggregationPrompt,
     Debate,
@@ -18,6 +21,7 @@ from flashmoa.moa import (
     Model,
     Quorum,
     Staircase,
+    Steps,
 )
 from tests.integration.moa.agents import (
     PROBLEMS,
@@ -26,7 +30,6 @@ from tests.integration.moa.agents import (
     check_agent,
     faulty,
     first_letter,
-    read_answer,
 )
 from tests.integration.moa.faulty_proxy import FAULTS, Fault, FaultyProxy
 from tests.integration.support import slow, slow_except, wait_until_idle
@@ -34,93 +37,162 @@ from tests.integration.support import slow, slow_except, wait_until_idle
 pytestmark = pytest.mark.anyio
 
 PROMPT = AggregationPrompt("question-first", "Weigh these answers:")
+# Makes the system of first agents and one that answers, or of voters.
+Make = Callable[..., Any]
+KINDS: dict[str, Make] = {
+    "mixture": lambda first, last, **more: MixtureOfAgents([first, [last]], prompt=PROMPT, **more),
+    "staircase": Staircase,
+    "debate": lambda first, last, **more: Debate(first, 2, last, **more),
+    "debate staircase": lambda first, last, **more: Debate(
+        first, 2, last, staircase=Steps(), **more
+    ),
+    "vote": lambda first, _, **more: Debate(first, 2, first_letter, **more),
+    "vote staircase": lambda first, _, **more: Debate(
+        first, 2, first_letter, staircase=Steps(), **more
+    ),
+}
+ALL_KINDS = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
-CELLS = [
-    (where, fault)
-    if (where, fault) in (("proposer", "hang"), ("aggregator", "garbage"), ("proposer", "endless"))
-    else slow(where, fault)
-    for where in ("proposer", "aggregator")
-    for fault in FAULTS
-]
+
+def cells(*fast: tuple[str, Fault], more: tuple[str, ...] = ()) -> list[Any]:
+    """Return every fault of every kind with an aggregator, and of more; all but some are slow."""
+    kinds = [kind for kind in KINDS if "vote" not in kind]
+    every = [(kind, fault) for kind in (*kinds, *more) for fault in FAULTS]
+    return [cell if cell in fast else slow(*cell) for cell in every]
 
 
-@pytest.mark.parametrize(("where", "fault"), CELLS)
-async def test_mixture_leaves_out_an_agent_that_fails(
+def make_system(kind: str, first: list[Model], last: Model, **more: Any) -> Any:
+    """Make a system; of a tree, ``first`` is the layer in the middle."""
+    if kind == "tree":
+        proposers = [replace(last, sampling={**last.sampling, "seed": n}) for n in range(4)]
+        return MixtureOfAgents([proposers, first, [last]], "4-2-1", prompt=PROMPT, **more)
+    return KINDS[kind](first, last, **more)
+
+
+async def read_answer(system: Any) -> tuple[str, Any]:
+    """Ask a system the question. Return what it streams, and its result."""
+    async with system.answering(QUESTION) as run:
+        pieces = [piece async for piece in run]
+        return "".join(pieces), await run.result()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    cells(
+        ("mixture", "endless"),
+        ("tree", "garbage"),
+        ("staircase", "stall"),
+        ("debate", "hang"),
+        ("debate staircase", "refuse"),
+        more=("tree",),
+    ),
+)
+async def test_an_agent_that_fails_is_left_out(
     pair: tuple[EngineClient, EngineClient],
     proxy: FaultyProxy,
     proxied: EngineClient,
-    where: str,
+    kind: str,
     fault: Fault,
 ) -> None:
     small, large = pair
-    layers = [[agent(small, seed) for seed in range(4)], [agent(small, 5), agent(large, 6)]]
-    layer = 0 if where == "proposer" else 1
-    layers[layer][1] = faulty(proxied, fault)
     proxy.fault = fault
-    mixture = MixtureOfAgents([*layers, [agent(large, 7)]], "4-2-1", prompt=PROMPT)
-    text, result = await read_answer(mixture)
-    assert text == result.text == result.final.text != ""
-    assert result.substitution is None
-    check_agent(result.layers[layer].pop(1), fault)
-    assert all(record.status == "used" for record in result.agents)
+    first = [agent(small, 1, max_tokens=24), faulty(proxied, fault, max_tokens=24)]
+    text, result = await read_answer(make_system(kind, first, agent(large, 3, max_tokens=24)))
+    assert text == result.text == result.final.text != "" and result.substitution is None
+    layer = 1 if kind == "tree" else 0
+    record = result.layers[layer].pop(1)
+    if fault == "stall" and "staircase" in kind:
+        # What it had written was read.
+        assert record.status == "used" and PROBLEMS[fault] in record.problem
+    else:
+        check_agent(record, fault)
+    if "debate" not in kind:
+        assert all(record.status == "used" for record in result.agents)
     await wait_until_idle(small)
 
 
-@pytest.mark.parametrize("fault", slow_except(FAULTS, "stall", "refuse"))
-async def test_another_aggregator_takes_the_place_of_the_last_one(
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    cells(
+        ("mixture", "stall"),
+        ("mixture", "down"),
+        ("staircase", "stall"),
+        ("debate", "hang"),
+        ("debate staircase", "refuse"),
+    ),
+)
+async def test_another_agent_takes_the_place_of_the_last_one(
     pair: tuple[EngineClient, EngineClient],
     proxy: FaultyProxy,
     proxied: EngineClient,
+    kind: str,
     fault: Fault,
+) -> None:
+    """A fallback model continues the answer; without one the best answer is the result."""
+    small, large = pair
+    proxy.fault = fault
+    first = [agent(small, 1, max_tokens=24), agent(small, 2, max_tokens=24)]
+    last = faulty(proxied, fault, max_tokens=40)
+    other = Fallback([agent(large, 3, max_tokens=24)])
+    for fallback in (other, Fallback()):
+        text, result = await read_answer(make_system(kind, first, last, fallback=fallback))
+        check_agent(result.layers[-1][0], fault)
+        found, begun = result.substitution, result.layers[-1][0].text
+        assert result.text and bool(begun) == (fault in ("stall", "endless"))
+        if fault == "endless":
+            assert found is None and result.finish_reason == "length"
+            continue
+        assert PROBLEMS[fault] in found.problem and found.agent == result.final.name
+        if fallback is other:
+            assert found.kind == "aggregator"
+            # It continues what had been written, which a client may have read.
+            assert text == result.text == begun + result.final.text
+        else:
+            assert (found.kind, found.agent) == ("answer", f"{len(result.layers) - 1}.1")
+            assert text == (f"{begun}\n\n{result.text}" if begun else result.text)
+    await wait_until_idle(small)
+
+
+@ALL_KINDS
+async def test_an_agent_that_is_refused_is_left_out(
+    pair: tuple[EngineClient, EngineClient], make: Make
 ) -> None:
     small, large = pair
-    proposers, last = [agent(small, 1), agent(small, 2)], faulty(proxied, fault, max_tokens=24)
-    proxy.fault = fault
-    mixture = MixtureOfAgents(
-        [proposers, [last]], prompt=PROMPT, fallback=Fallback([agent(large, max_tokens=24)])
-    )
-    async with mixture.answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    assert "".join(pieces) == result.text != ""
-    check_agent(result.layers[1][0], fault)
-    if fault == "endless":
-        assert result.substitution is None and result.finish_reason == "length"
-        return
-    assert result.substitution is not None and result.substitution.kind == "aggregator"
-    assert result.substitution.agent == result.final.name == "2.2"
-    assert PROBLEMS[fault] in result.substitution.problem
-    # It continues what had been written, which somebody may have read.
-    begun = result.layers[1][0].text
-    assert bool(begun) == (fault == "stall") and result.text == begun + result.final.text
+    refused = agent(small, 2, temperature=-1)
+    result = await make([agent(small, 1), refused], agent(large)).answer(QUESTION)
+    assert [one.status for one in result.layers[0]] == ["used", "failed"]
+    assert result.layers[0][1].problem and result.text
+    if result.vote is not None:
+        assert result.vote.ballots[1] is None and result.layers[1][1].problem
+    with pytest.raises(MixtureFailed, match="no agent answered"):
+        await make([refused, refused], agent(large)).answer(QUESTION)
+    if result.vote is None:
+        async with EngineClient("http://127.0.0.1:9") as nowhere:
+            strict = Fallback(best_answer=False)
+            failing = make([agent(small, 1)] * 2, Model(nowhere), fallback=strict)
+            with pytest.raises(MixtureFailed, match="the last aggregator failed"):
+                await failing.answer(QUESTION)
+    for engine in pair:
+        await wait_until_idle(engine)
 
 
-@pytest.mark.parametrize("fault", slow_except(FAULTS, "stall", "down"))
-async def test_best_answer_takes_the_place_of_the_last_aggregators(
-    pair: tuple[EngineClient, EngineClient],
-    proxy: FaultyProxy,
-    proxied: EngineClient,
-    fault: Fault,
+@ALL_KINDS
+async def test_a_cancelled_run_frees_its_engines(
+    pair: tuple[EngineClient, EngineClient], make: Make
 ) -> None:
-    proposers = [agent(pair[0], 1), agent(pair[0], 2)]
-    proxy.fault = fault
-    last = faulty(proxied, fault, max_tokens=24)
-    async with MixtureOfAgents([proposers, [last]], prompt=PROMPT).answering(QUESTION) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    check_agent(result.layers[1][0], fault)
-    if fault == "endless":
-        assert result.substitution is None
-        return
-    assert result.substitution is not None and result.substitution.kind == "answer"
-    assert result.substitution.agent == "1.1" and result.text == result.layers[0][0].text
-    begun = result.layers[1][0].text
-    assert "".join(pieces) == (f"{begun}\n\n{result.text}" if begun else result.text)
-    strict = MixtureOfAgents(
-        [proposers, [last]], prompt=PROMPT, fallback=Fallback(best_answer=False)
-    )
-    with pytest.raises(MixtureFailed, match="the last aggregator failed"):
-        await strict.answer(QUESTION)
+    endless_agents = [agent(engine, max_tokens=2000) for engine in pair]
+    for engine in pair:
+        await engine.flush_cache()
+    endless = make(endless_agents, endless_agents[0])
+    with anyio.move_on_after(0.3):
+        await endless.answer(QUESTION)
+    async with endless.answering(QUESTION) as run:
+        run.cancel()
+        with pytest.raises(UpstreamCancelled):
+            await run.result()
+    # An answer written to its end would be in the cache.
+    for engine in pair:
+        assert (await wait_until_idle(engine)).evictable < 2000
 
 
 @pytest.mark.parametrize("fault", slow_except(FAULTS[:-1], "stall", "hang"))

@@ -18,7 +18,6 @@ from flashmoa.moa import (
     Fallback,
     Limits,
     MixtureOfAgents,
-    Model,
     Result,
 )
 from flashmoa.moa.early_exit import Embedding
@@ -97,16 +96,6 @@ async def test_a_fallbacks_prompt_is_cut_to_its_context(
     assert result.text == result.final.text != ""
 
 
-async def test_all_to_all_streams_the_last_answer(pair: tuple[EngineClient, EngineClient]) -> None:
-    small, large = pair
-    layers = [[agent(small, 1), agent(large, 2)], [agent(small, 3), agent(large, 4)]]
-    mixture = MixtureOfAgents([*layers, [agent(large)]], "2x2x1", prompt=PROMPT)
-    async with mixture.answering(QUESTION) as running:
-        pieces = [piece async for piece in running]
-        result = await running.result()
-    assert len(pieces) > 1 and "".join(pieces) == result.text
-
-
 async def test_early_exit_cancels_the_remaining_agents(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
@@ -170,66 +159,6 @@ async def test_only_scored_answers_have_logprobs(
     assert {decision.of for decision in result.decisions} <= ({3, 2} if second else {3})
 
 
-async def test_answers_that_do_not_fit_are_cut_to_fair_shares(
-    pair: tuple[EngineClient, EngineClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small, large = pair
-
-    async def room(*_: object) -> int:
-        return 30
-
-    monkeypatch.setattr(Model, "free_tokens", room)
-    layers = [[agent(small, 1, max_tokens=40), agent(large, 2)], [agent(large)]]
-    result = await MixtureOfAgents(layers, prompt=PROMPT).answer(QUESTION)
-    assert [answer.cut_tokens for answer in result.layers[0]] == [40 - 18, 0]
-
-
-async def test_free_tokens_are_the_context_without_prompt_and_answer(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, _ = pair
-    messages = [{"role": "user", "content": QUESTION}]
-    assert await agent(small).free_tokens(messages, [100, 100]) is None
-    context = (await small.info()).context_length
-    room = await agent(small).free_tokens(messages, [100, None])
-    assert room is not None and context - 100 < room < context
-    assert await agent(small, max_tokens=context).free_tokens(messages, [100]) == 0
-
-
-async def test_free_tokens_need_neither_prefills_nor_the_state_of_the_engine(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    messages = [{"role": "user", "content": QUESTION}]
-    async with RecordingClient(pair[0].url) as client:
-        rooms = [await agent(client, seed).free_tokens(messages, [100, None]) for seed in range(3)]
-        assert await agent(client).fits(messages, 300)
-        assert not await agent(client).fits(messages, 20)
-        assert client.others == []
-        prompt_tokens = (await client.prefill_only(messages=messages)).prompt_tokens
-        context = (await client.info()).context_length
-    assert rooms == [context - 12 - prompt_tokens] * 3
-
-
-async def test_free_tokens_are_known_without_the_plugin(plain_engine: LocalEngine) -> None:
-    messages = [{"role": "user", "content": QUESTION}]
-    async with RecordingClient(plain_engine.url) as client:
-        room = await agent(client).free_tokens(messages, [None])
-        assert room is not None and room > 100
-        assert client.others == []
-
-
-async def test_slow_model_of_a_later_layer_is_left_behind(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    small, large = pair
-    policy = EarlyExit(ConstantEmbedder(), tau=1.0, rule="threshold", threshold=0.0)
-    between = [agent(small, 1), agent(small, 2), agent(large, 3, max_tokens=400)]
-    layers = [[agent(small, seed) for seed in range(3)], between, [agent(large)]]
-    result = await MixtureOfAgents(layers, prompt=PROMPT, early_exit=policy).answer(QUESTION)
-    assert [answer.status for answer in result.layers[1]] == ["used", "used", "left out"]
-    await wait_until_idle(large)
-
-
 async def test_layers_have_their_prompts_and_agents_their_roles(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
@@ -237,9 +166,27 @@ async def test_layers_have_their_prompts_and_agents_their_roles(
     async with RecordingClient(pair[0].url) as client:
         doubting = replace(agent(client, 1), role="You doubt.")
         layers = [[agent(client), doubting], [agent(client), doubting], [agent(client)]]
-        await MixtureOfAgents(layers, "2x2x1", prompt=prompts).answer(QUESTION)
+        async with MixtureOfAgents(layers, "2x2x1", prompt=prompts).answering(QUESTION) as run:
+            pieces = [piece async for piece in run]
+            assert len(pieces) > 1 and "".join(pieces) == (await run.result()).text
         systems = [messages[0]["content"] for messages in client.prompts]
     assert sorted(systems[:2]) == sorted([QUESTION, "You doubt."])
     assert {system.partition("\n\n")[0] for system in systems[2:4]} == {"Layer 2:", "You doubt."}
     assert all("Layer 2:" in system and system.endswith("\nEnd.") for system in systems[2:4])
     assert systems[4].startswith("Layer 3:") and "You doubt." not in systems[4]
+
+
+async def test_free_tokens_need_neither_prefills_nor_the_plugin(
+    pair: tuple[EngineClient, EngineClient], plain_engine: LocalEngine
+) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt_tokens = (await pair[0].prefill_only(messages=messages)).prompt_tokens
+    context = (await pair[0].info()).context_length
+    for url in (pair[0].url, plain_engine.url):
+        async with RecordingClient(url) as client:
+            model = agent(client)
+            assert await model.free_tokens(messages, [100, 100]) is None
+            assert await model.free_tokens(messages, [100, None]) == context - 12 - prompt_tokens
+            assert await agent(client, max_tokens=context).free_tokens(messages, [100]) == 0
+            assert await model.fits(messages, 300) and not await model.fits(messages, 20)
+            assert client.others == []

@@ -10,7 +10,6 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Model, Result, Staircase, Steps
-from flashmoa.moa.models import CONTEXT_LENGTHS
 from flashmoa.moa.settings import Order
 from tests.integration.moa.agents import QUESTION
 from tests.integration.support import wait_until_idle
@@ -91,25 +90,6 @@ async def test_appended_chunks_are_prefilled_once(
     assert computed["contiguous"] > computed["rounds"]
 
 
-async def test_aggregator_with_a_grammar_reads_whole_answers_and_writes_in_one_request(
-    pair: tuple[EngineClient, EngineClient],
-) -> None:
-    numbers = "one two three four five six seven eight nine ten"
-    form = {"regex": numbers, "max_tokens": 400, "ignore_eos": False}
-    async with staircase(pair).answering(QUESTION, form) as run:
-        pieces = [piece async for piece in run]
-        result = await run.result()
-    assert len(pieces) > 1 and "".join(pieces) == result.text == numbers
-    assert result.in_one_request_for == ["regex"] and not result.final.steps
-    *proposers, writer = result.agents
-    assert writer is result.final and all(agent.text for agent in proposers)
-    # The proposers' answers were prefilled while they were written.
-    assert writer.usage.prompt_stream is not None and writer.usage.prompt_stream.status == "hit"
-    assert 0 < result.time_to_first_token < result.seconds
-    for engine in pair:
-        await wait_until_idle(engine)
-
-
 async def test_answer_ends_before_a_stop_text_that_two_rounds_write(
     pair: tuple[EngineClient, EngineClient],
 ) -> None:
@@ -132,7 +112,12 @@ async def test_chunks_that_do_not_fit_are_not_read(
     second = whole.final.steps[1].usage
     assert second is not None and not any(round_.out_of_room for round_ in whole.final.steps)
     # There is room for this answer after the second chunks, but not after the third ones.
-    monkeypatch.setitem(CONTEXT_LENGTHS, pair[1], {"default": second.prompt_tokens + 40})
+    context = second.prompt_tokens + 40
+
+    async def context_length(_: str) -> int:
+        return context
+
+    monkeypatch.setattr(pair[1], "context_length", context_length)
     sampling = {**SAMPLING, "max_tokens": 40}
     results = []
     for ahead in ("nothing", "text"):

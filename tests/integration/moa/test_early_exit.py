@@ -1,4 +1,4 @@
-"""How much of the last prompt is streamed before its request, on a modelled GPU."""
+"""Early exit with a real embedding engine, and on a modelled GPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,48 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.engine.local import LocalEngines
-from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents
-from flashmoa.moa.early_exit import Embedding
+from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOfAgents
+from flashmoa.moa.early_exit import Embedding, frobenius_cosine, normalise
 from tests.integration.moa.agents import QUESTION, agent
 from tests.integration.support import LAG, RIDING, start_special_engine
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 PROMPT = AggregationPrompt("question-first", "Weigh these:")
 # Each answer ends while the next one is still written.
 LENGTHS = (40, 100, 300)
 
 
+async def test_embedding_engine_returns_a_row_per_sentence(
+    engines: LocalEngines, model: Path
+) -> None:
+    """The plugin adds nothing to an embedding engine, so its routes are missing."""
+    async with (
+        start_special_engine(engines, model, "--is-embedding", has_costs=False) as engine,
+        EngineClient(engine.url) as client,
+    ):
+        with pytest.raises(PluginMissing):
+            await client.info()
+        embedder = EngineEmbedder(client)
+        answers = [
+            "The river is wide. It is cold!\nNobody swims.",
+            "Go by train.",
+            "",
+            "Go by train.",
+        ]
+        embedded = [await embedder.embed(answer) for answer in answers]
+    assert [len(rows) for rows in embedded] == [3, 1, 1, 1]
+    assert len({rows.shape[1] for rows in embedded}) == 1
+    assert all(np.isfinite(rows).all() for rows in embedded)
+    river, train, _, again = map(normalise, embedded)
+    assert frobenius_cosine(train, again) == pytest.approx(1)
+    assert frobenius_cosine(river, train) < 0.999
+
+
 class OrthogonalEmbedder:
-    """An embedder to which no two texts have anything in common, so that nobody is left out."""
+    """An embedder to which no two texts have anything in common, so that no agent is left out."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -32,6 +58,7 @@ class OrthogonalEmbedder:
         return np.eye(1, 8, self.texts, dtype=np.float32)
 
 
+@pytest.mark.slow
 async def test_undecided_early_exit_streams_as_much_as_overlap_alone(
     engines: LocalEngines, model: Path
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
 _TIMEOUT_SECONDS = 60.0
-_QUESTION = [
-    {"role": "system", "content": "Answer with one word."},
-    {"role": "user", "content": "Which day comes after Monday?"},
-]
+_QUESTION = [{"role": "user", "content": "Which day comes after Monday?"}]
 _BEGINNING = {"role": "assistant", "content": "The day after Monday is"}
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 
@@ -38,11 +35,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command of ``flashmoa moa``. Return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
-    if options.command == "serve" and (problem := port_problem(options.port)):
-        parser.error(problem)
-    if options.command == "serve" and options.api_key is not None:
-        options.api_key = options.api_key.strip()
-        if not options.api_key:
+    if options.command == "serve":
+        if problem := port_problem(options.port):
+            parser.error(problem)
+        for name in ("max_questions", "heartbeat_seconds"):
+            if not getattr(options, name) > 0:
+                option = f"--{name.replace('_', '-')}"
+                parser.error(f"{option} {getattr(options, name)} is not above 0")
+        if options.api_key is not None and not options.api_key.strip():
             parser.error("--api-key is empty; give the key that clients must send, or leave it out")
     try:
         from flashmoa.moa.config import read_file
@@ -69,113 +69,65 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashmoa moa", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve the models of a file")
-    check = commands.add_parser(
-        "check",
-        help="ask every engine for what the models of a file need; the exit status is 1 if "
-        "something is missing",
-    )
+    text = "check every engine of a file; the exit status is 1 if something is missing"
+    check = commands.add_parser("check", help=text)
     for command in (serve, check):
-        command.add_argument(
-            "config", type=Path, metavar="CONFIG.toml", help="the file that describes the models"
-        )
+        text = "the file that describes the models"
+        command.add_argument("config", type=Path, metavar="CONFIG.toml", help=text)
     add = serve.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=30100, help="port to listen on (%(default)s)")
-    add(
-        "--api-key",
-        default=os.environ.get(_API_KEY) or None,
-        metavar="KEY",
-        help=f"the key that clients must send; by default {_API_KEY} in the environment",
-    )
-    add(
-        "--max-questions",
-        type=_positive(int),
-        default=64,
-        metavar="N",
-        help="the most questions that are answered at once; more are refused with status 429 "
-        "(%(default)s)",
-    )
-    add(
-        "--heartbeat-seconds",
-        type=_positive(float),
-        default=10.0,
-        metavar="S",
-        help="how long a streamed answer may be silent before a comment is sent (%(default)g)",
-    )
+    key = os.environ.get(_API_KEY) or None
+    text = f"the key that clients must send; by default {_API_KEY} in the environment"
+    add("--api-key", default=key, metavar="KEY", help=text)
+    text = "the most questions at once; more are refused with status 429 (%(default)s)"
+    add("--max-questions", type=int, default=64, metavar="N", help=text)
+    text = "how long a streamed answer may be silent before a comment is sent (%(default)g)"
+    add("--heartbeat-seconds", type=float, default=10.0, metavar="S", help=text)
     return parser
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return a type of arguments: positive numbers."""
-
-    def parse(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not number > 0:
-            name = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"{text} is not a {name} above 0; give one")
-        return number
-
-    return parse
-
-
 async def _check(systems: Sequence[ServedSystem]) -> int:
-    """Check the engines of every model as ``flashmoa doctor`` does, agents' requests, embedders."""
+    """Check every engine as ``flashmoa doctor`` does, agents' requests to it, and embedders."""
     # What some requests of agents have, for each model by its engine's URL, API key and name.
     forms: dict[tuple[str, str | None, str], dict[str, Any]] = {}
+    found: list[Finding] = []
     for served in systems:
-        system, policy = served.system, served.system.early_exit
-        keys = {engine: key for key, engine in served.engines.items()}
+        system, keys = served.system, {engine: key for key, engine in served.engines.items()}
+        steps = {"continue_final_message": True, "add_generation_prompt": False}
         for layer, models in enumerate([*system.layers, system.fallback.models]):
-            form: dict[str, Any] = {}
-            readers = [reads for each in system.reads[layer + 1 :][:1] for reads in each]
-            if policy is not None and any(policy.applies_to(len(reads)) for reads in readers):
-                form["logprobs"] = True
-            if layer and system.steps is not None:
-                form |= {"continue_final_message": True, "add_generation_prompt": False}
-            for model in models:
+            for place, model in enumerate(models):
+                form = steps if layer and system.steps is not None else {}
+                if system.is_scored(layer, place):
+                    form = {**form, "logprobs": True}
                 for engine in (model.engine, *model.backups):
                     forms.setdefault((*keys[engine], model.model), {}).update(form)
-    found = [one for key, form in forms.items() for one in await _check_model(*key, form)]
-    for served in systems:
-        if served.system.early_exit is not None:
-            found.append(await _check_embedder(served.system.early_exit.embedder))
+        if system.early_exit is not None:
+            found.append(await _check_embedder(system.early_exit.embedder))
         await served.close()
+    for (url, key, model), form in forms.items():
+        checked = await check_engine(url, api_key=key, model=None if model == "default" else model)
+        if not any(one.level == "fix" for one in checked):
+            checked.append(await _ask(url, key, model, form))
+        found += [replace(one, text=f"{url}: {one.text}") for one in checked]
     print_findings(found, Console(highlight=False))
     return 1 if any(finding.level == "fix" for finding in found) else 0
 
 
-async def _check_model(
-    url: str, key: str | None, model: str, form: Mapping[str, Any]
-) -> list[Finding]:
-    """Check an engine, and ask one of its models for a token in the form of agents' requests."""
-    named = None if model == "default" else model
-    found = await check_engine(url, api_key=key, model=named)
-    if not any(one.level == "fix" for one in found):
-        is_compared = any(one.about == "model" for one in found)
-        found.append(await _ask(url, key, model, form, is_compared=is_compared))
-    return [replace(one, text=f"{url}: {one.text}") for one in found]
-
-
-async def _ask(
-    url: str, key: str | None, model: str, form: Mapping[str, Any], *, is_compared: bool
-) -> Finding:
+async def _ask(url: str, key: str | None, model: str, form: Mapping[str, Any]) -> Finding:
+    """Ask a model for a token in the form of agents' requests."""
     messages = [*_QUESTION, *([_BEGINNING] if "continue_final_message" in form else [])]
     logprobs: list[float] = []
-    async with EngineClient(url, api_key=key, timeout=_TIMEOUT_SECONDS) as engine:
-        try:
-            served = [model] if is_compared else [*await engine.plain.models()]
-            if model not in served and (model != "default" or len(served) != 1):
-                text = f"it serves {', '.join(served) or 'nothing'}, and not {model!r}"
-                return Finding("fix", "model", text, f"model = {next(iter(served), 'NAME')!r}")
-            async with engine.chat(messages, model=model, max_tokens=1, **form) as deltas:
-                async for delta in deltas:
-                    logprobs += delta.logprobs
-        except FlashMoAError as error:
-            text = f"it refuses an agent's request to {model!r}: {error}"
-            return Finding("fix", "request", text, "see the engine's log")
+    try:
+        async with (
+            EngineClient(url, api_key=key, timeout=_TIMEOUT_SECONDS) as engine,
+            engine.chat(messages, model=model, max_tokens=1, **form) as deltas,
+        ):
+            async for delta in deltas:
+                logprobs += delta.logprobs
+    except FlashMoAError as error:
+        text = f"it refuses an agent's request to {model!r}: {error}"
+        return Finding("fix", "request", text, "see the engine's log")
     if "logprobs" in form and not logprobs:
         text = f"{model!r} gives no log-probabilities, by which early exit judges answers"
         return Finding("fix", "request", text, "use SGLang or vLLM, or remove [early_exit]")
@@ -183,7 +135,6 @@ async def _ask(
 
 
 async def _check_embedder(embedder: Embedder) -> Finding:
-    """Embed a text as early exit does."""
     try:
         with anyio.fail_after(_TIMEOUT_SECONDS):
             await embedder.embed("Tuesday.")
@@ -201,7 +152,7 @@ def _serve(systems: Sequence[ServedSystem], options: argparse.Namespace) -> int:
     app = application(
         systems,
         ServeOptions(
-            api_key=options.api_key,
+            api_key=options.api_key and options.api_key.strip(),
             max_questions=options.max_questions,
             heartbeat_seconds=options.heartbeat_seconds,
         ),

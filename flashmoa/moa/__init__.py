@@ -1,8 +1,6 @@
 """Mixture-of-Agents, staircases and debates on self-hosted models."""
 
-from flashmoa.moa.debate import Debate
 from flashmoa.moa.early_exit import Decision, EarlyExit, Embedder, EngineEmbedder, Quality
-from flashmoa.moa.mixture import MixtureOfAgents, Staircase
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt
 from flashmoa.moa.results import (
@@ -15,6 +13,7 @@ from flashmoa.moa.results import (
     Vote,
 )
 from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
+from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 from flashmoa.moa.topology import Topology
 
 __all__ = [

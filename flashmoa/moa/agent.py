@@ -22,17 +22,17 @@ from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fiel
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.linking.streamed_text import find_marks
-from flashmoa.moa.chunks import GrowingPrompt
 from flashmoa.moa.early_exit import confidence
-from flashmoa.moa.models import Model, note_answer, note_attempt, note_silence
-from flashmoa.moa.prompts import Message, Messages, add_role
+from flashmoa.moa.models import Model
+from flashmoa.moa.prompts import GrowingPrompt, Message, Messages, add_role
 from flashmoa.moa.results import AgentAnswer, Spending, StaircaseRound
-from flashmoa.moa.sampling import has_grammar, token_limit
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Budget, Limits
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Budget, Limits, has_grammar, token_limit
 from flashmoa.workflow import Pending
 
 # An answer may have a few more pieces than tokens, since engines hold text back and release it.
 _MORE_PIECES = 16
+# How long an engine that did not answer is asked last.
+_SILENT_SECONDS = 60.0
 
 
 class BudgetSpent(FlashMoAError):
@@ -113,36 +113,30 @@ class StopFilter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
-        self._stops = [stop for stop in stops if stop]
         self.held = ""
+        self._stops = [stop for stop in stops if stop]
 
     def add(self, piece: str) -> str:
         """Add the next piece. Return the text that is certain to be kept."""
-        if self.found or not self._stops:
-            return "" if self.found else piece
-        self.held += piece
-        places = [self.held.index(stop) for stop in self._stops if stop in self.held]
+        if self.found:
+            return ""
+        held = self.held + piece
+        places = [held.index(stop) for stop in self._stops if stop in held]
         self.found = bool(places)
-        kept = min(places) if places else len(self.held) - self._open_length()
-        text, self.held = self.held[:kept], "" if places else self.held[kept:]
-        return text
+        # A stop text may begin at the end of what came so far.
+        open_ends = (
+            place
+            for place in range(len(held))
+            if any(stop.startswith(held[place:]) for stop in self._stops)
+        )
+        kept = min(places) if places else next(open_ends, len(held))
+        self.held = "" if places else held[kept:]
+        return held[:kept]
 
     def end(self) -> str:
         """End the text. Return the rest of it that is kept."""
         text, self.held = self.held, ""
         return text
-
-    def _open_length(self) -> int:
-        """Return the length of the longest end of the text with which a stop text begins."""
-        longest = max((len(stop) for stop in self._stops), default=0)
-        return next(
-            (
-                length
-                for length in range(min(longest, len(self.held)), 0, -1)
-                if any(stop.startswith(self.held[-length:]) for stop in self._stops)
-            ),
-            0,
-        )
 
 
 class Agent(Answer):
@@ -282,9 +276,9 @@ class Agent(Answer):
             if is_last or self._stops.found or self._left_tokens() == 0:
                 break
             self._announced = self._announced or announce_next()
-        rest = self._stops.end()
-        self._add(rest)
-        self.record.steps[-1].text += rest
+        if rest := self._stops.end():
+            self.write(rest)
+            self.record.steps[-1].text += rest
 
     async def _write_step(self, step: StaircaseRound, messages: Messages, size: int | None) -> None:
         """Write the part of a round.
@@ -344,19 +338,23 @@ class Agent(Answer):
         self._first_of_part = len(self._requests)
         for attempt in range(attempts):
             self._engine = engines[attempt % len(engines)]
-            note_attempt(self._engine)
+            if self._engine.avoided_until is not None:
+                self._avoid_engine()  # No other agent tries it meanwhile.
             try:
                 await self._send(messages, pending, size, most_visible)
                 return
             except BaseException as error:
                 if isinstance(error, EngineTimeout | EngineUnreachable):
-                    note_silence(self._engine)
+                    self._avoid_engine()
                 if pending is not None:
                     await pending.release()
                     pending = None
                 if attempt + 1 == attempts or not self._can_repeat(error):
                     raise
                 self.record.retries.append(f"{self._engine.url}: {error}")
+
+    def _avoid_engine(self) -> None:
+        self._engine.avoided_until = time.monotonic() + _SILENT_SECONDS
 
     def _can_repeat(self, error: BaseException) -> bool:
         """Return whether another request may succeed, and go on with what is written.
@@ -366,8 +364,8 @@ class Agent(Answer):
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
         own = self._requests[self._first_of_part :]
-        begins_anew = any(one.thinks for one in own) or has_grammar(self._sampling)
-        can_continue = not begins_anew or not any(one.visible for one in own)
+        begins_again = any(one.thinks for one in own) or has_grammar(self._sampling)
+        can_continue = not begins_again or not any(one.visible for one in own)
         return isinstance(error, Exception) and not is_refused and can_continue
 
     async def _send(
@@ -467,7 +465,8 @@ class Agent(Answer):
             self.logprobs += delta.logprobs
         if delta.text:
             self._begin_text(request)
-            self._add(self._stops.add(delta.text))
+            if piece := self._stops.add(delta.text):
+                self.write(piece)
         if self._stops.found:
             self.finish_reason = "stop"
             return False
@@ -480,17 +479,13 @@ class Agent(Answer):
     def _begin_text(self, request: _Request) -> None:
         now = time.time()
         request.visible += 1
-        note_answer(self._engine)
+        self._engine.avoided_until = None
         self.record.first_token = self.record.first_token or now
         if self.record.steps:
             step = self.record.steps[-1]
             step.first_token = step.first_token or now
         if self._announce_next is not None:
             self._announced, self._announce_next = self._announce_next(), None
-
-    def _add(self, piece: str) -> None:
-        if piece:
-            self.write(piece)
 
 
 def continue_answer(messages: Sequence[Message], written: str) -> tuple[Messages, dict[str, Any]]:

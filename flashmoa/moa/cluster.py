@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 
@@ -52,11 +52,12 @@ class Member:
     used: bool | None = None
 
     def finish(self, length: int | None = None) -> None:
-        """Complete the slots with the answer, or with so many characters of it."""
+        """Complete the slots with so many characters of the answer, by default with all."""
         for slot in self.slots:
             slot.text.finish(slot.title + self.agent.written[:length])
 
 
+@dataclass(slots=True)
 class Cluster:
     """Copies the answers of agents with the same readers into their slots.
 
@@ -66,7 +67,7 @@ class Cluster:
 
     Args:
         members: the agents, in the order of their slots.
-        room: returns how many tokens the prompts have for all answers together.
+        find_room: returns how many tokens the prompts have for all answers together.
         scores: decides about early exit; ``None``: every member is waited for.
         quorum: how many answers suffice after some time; ``None``: all are waited for.
 
@@ -76,67 +77,60 @@ class Cluster:
         decided: is set when it is decided for each member whether it is used.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        room: Room,
-        scores: ScoredAnswers | None = None,
-        quorum: Quorum | None = None,
-    ) -> None:
-        self.deciding = 0.0
-        self.last = members[-1]
-        self.decided = anyio.Event()
-        self._last_arrival = 0.0
-        self._members = members
-        self._find_room = room
-        self._room: int | None = None
-        self._room_is_known = anyio.Event()
-        self._scores = scores
-        self._quorum = quorum
-        self._scope = anyio.CancelScope()
-        # Is replaced when another answer is complete.
-        self._answered = anyio.Event()
-        for member in members:
+    members: Sequence[Member]
+    find_room: Room
+    scores: ScoredAnswers | None = None
+    quorum: Quorum | None = None
+    deciding: float = 0.0
+    decided: anyio.Event = field(default_factory=anyio.Event)
+    _last_arrival: float = 0.0
+    _room: int | None = None
+    _room_is_known: anyio.Event = field(default_factory=anyio.Event)
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # Is replaced when another answer is complete.
+    _answered: anyio.Event = field(default_factory=anyio.Event)
+    last: Member = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = self.members[-1]
+        for member in self.members:
             member.agent.waiting += 1
 
     @property
     def decisions(self) -> list[Decision]:
         """Return the decisions about early exit so far."""
-        return self._scores.decisions if self._scores is not None else []
+        return self.scores.decisions if self.scores is not None else []
 
     @property
     def marks(self) -> list[tuple[str, ...]]:
         """Return the marks of every member's slots."""
-        return [tuple(f"{slot.text}" for slot in member.slots) for member in self._members]
+        return [tuple(f"{slot.text}" for slot in member.slots) for member in self.members]
 
     async def run(self) -> None:
         """Copy answers into their slots until every slot is complete or one has failed."""
         with self._scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._ask_for_room)
-                await self._copy_all()
+                async with anyio.create_task_group() as copying:
+                    for member in self.members:
+                        copying.start_soon(self._process, member, copying.cancel_scope)
+                    if self.quorum is not None:
+                        scope = copying.cancel_scope
+                        copying.start_soon(self._wait_for_quorum, self.quorum, scope)
                 with anyio.move_on_after(_ROOM_SECONDS):
                     await self._room_is_known.wait()
                 group.cancel_scope.cancel()
         self.decided.set()
         if self._scope.cancel_called:
             return
-        if self._scores is not None:
+        if self.scores is not None:
             self.deciding = time.perf_counter() - self._last_arrival
-        used = [member for member in self._members if member.used]
-        if self._room is not None:
-            _cut_to_fit(used, self._room)
-        else:
-            for member in used:
-                member.finish()
-
-    async def _copy_all(self) -> None:
-        """Copy answers until it is decided for each of them whether it is used."""
-        async with anyio.create_task_group() as group:
-            for member in self._members:
-                group.start_soon(self._process, member, group.cancel_scope)
-            if self._quorum is not None:
-                group.start_soon(self._wait_for_quorum, self._quorum, group.cancel_scope)
+        used = [member for member in self.members if member.used]
+        lengths = [member.agent.tokens for member in used]
+        shares = fair_shares(lengths, self._room)
+        for member, length, share in zip(used, lengths, shares, strict=True):
+            member.agent.record.cut_tokens = length - share
+            member.finish(len(cut_answer(member.agent.written, length, share)))
 
     def cancel(self) -> None:
         """Stop :meth:`run`; slots may stay incomplete."""
@@ -144,7 +138,7 @@ class Cluster:
 
     async def _ask_for_room(self) -> None:
         """Find out how long answers may be. They are copied meanwhile."""
-        self._room = await self._find_room()
+        self._room = await self.find_room()
         self._room_is_known.set()
         self._finish_short_answers()
 
@@ -152,14 +146,14 @@ class Cluster:
         """Complete the slots of answers that certainly have room, so that the next can stream."""
         if not self._room_is_known.is_set():
             return
-        for member in self._members:
+        for member in self.members:
             if member.used and (self._share is None or member.agent.tokens <= self._share):
                 member.finish()
 
     @property
     def _share(self) -> int | None:
         """Return the tokens that each answer may have in any case; ``None``: any number so far."""
-        return None if self._room is None else self._room // len(self._members)
+        return None if self._room is None else self._room // len(self.members)
 
     async def _process(self, member: Member, run: anyio.CancelScope) -> None:
         """Copy a member's answer, and end the cluster's run if no other answer is needed."""
@@ -176,15 +170,15 @@ class Cluster:
             run.cancel()
         elif member.used:
             self._finish_short_answers()
-            scores = self._scores
-            if scores and await scores.suffice_with(agent.name, agent.written, agent.logprobs):
+            scores = self.scores
+            if scores and await scores.add_and_decide(agent.name, agent.written, agent.logprobs):
                 self._leave_out_the_others(run)
 
     async def _wait_for_quorum(self, quorum: Quorum, run: anyio.CancelScope) -> None:
         """End the cluster's run once the time is over and enough answers are complete."""
-        await wait_for_several([member.agent.asked.wait for member in self._members], 1)
+        await wait_for_several([member.agent.asked.wait for member in self.members], 1)
         await anyio.sleep(quorum.seconds)
-        while sum(bool(member.used) for member in self._members) < quorum.answers:
+        while sum(bool(member.used) for member in self.members) < quorum.answers:
             self._answered = anyio.Event()
             await self._answered.wait()
         self._leave_out_the_others(run)
@@ -200,7 +194,7 @@ class Cluster:
 
     def _undecided(self) -> list[Member]:
         """Return the members whose answers are still waited for."""
-        return [member for member in self._members if member.used is None]
+        return [member for member in self.members if member.used is None]
 
     async def _copy(self, member: Member) -> str | None:
         """Copy an answer into its slots while it is written, as far as it certainly has room.
@@ -232,22 +226,14 @@ class Cluster:
         if problem:
             agent.record.status, agent.record.problem = "failed", problem
             logger.warning("%s is left out: %s", agent.name, problem)
-        if any(other.used is not False for other in self._members):
+        if any(other.used is not False for other in self.members):
             for slot in member.slots:
                 slot.text.finish(slot.absent)
             return
         failure = MixtureFailed(f"no agent answered; {agent.name}: {problem}")
-        failure.__cause__ = common_refusal([one.agent.error for one in self._members])
+        failure.__cause__ = common_refusal([one.agent.error for one in self.members])
         for slot in member.slots:
             slot.text.fail(failure)
-
-
-def _cut_to_fit(used: Sequence[Member], room: int) -> None:
-    """Complete the slots of answers, each cut to its fair share of the room."""
-    lengths = [member.agent.tokens for member in used]
-    for member, length, share in zip(used, lengths, fair_shares(lengths, room), strict=True):
-        member.agent.record.cut_tokens = length - share
-        member.finish(len(cut_answer(member.agent.written, length, share)))
 
 
 async def wait_for_several(waits: Sequence[Callable[[], Awaitable[object]]], count: int) -> None:
@@ -260,7 +246,7 @@ async def wait_for_several(waits: Sequence[Callable[[], Awaitable[object]]], cou
             try:
                 await wait()
             except Exception:
-                return  # Whoever reads it gets the error.
+                return  # The text's readers get the error.
             left -= 1
             if left <= 0:
                 group.cancel_scope.cancel()

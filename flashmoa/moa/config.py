@@ -9,44 +9,34 @@ from __future__ import annotations
 
 import re
 import tomllib
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
+from pydantic.dataclasses import dataclass as validated
 
 from flashmoa import EngineClient, FlashMoAError
 from flashmoa.engine import engine_url
-from flashmoa.moa.debate import Debate
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
-from flashmoa.moa.mixture import MixtureOfAgents, Staircase
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory
 from flashmoa.moa.run import System, SystemSettings
-from flashmoa.moa.sampling import Sampling, suggest
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
-from flashmoa.moa.topology import Topology
+from flashmoa.moa.settings import NO_OTHERS, Budget, Count, Limits, Quorum, Sampling, Steps, suggest
+from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 
 # What a header can have.
 _ApiKey = Annotated[str, Field(pattern="^[ -~]*$")]
-_Kind = TypeVar("_Kind", bound=BaseModel)
-# The tables that only some kinds have, and the kinds that have them.
-_TABLES = {
-    "topology": ("mixture",),
-    "early_exit": ("mixture",),
-    "staircase": ("staircase", "debate"),
-    "debate": ("debate",),
-}
 
 
 class ConfigError(FlashMoAError):
@@ -113,7 +103,7 @@ class ModelTable(Sampling):
     engines: list[str] = Field(default_factory=list[str])
     model: str = "default"
     api_key: _ApiKey | None = None
-    repeat: int = Field(default=1, ge=1)
+    repeat: Count = 1
     role: str = ""
     limits: Limits | None = None
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -162,8 +152,7 @@ class _PromptTable(_Table):
     closing: str | None = None
 
     def given(self) -> dict[str, Any]:
-        names = {"layout", "instruction", "heading", "closing"}
-        return self.model_dump(include=names, exclude_none=True)
+        return self.model_dump(include={*_PromptTable.model_fields}, exclude_none=True)
 
 
 class _LayerTable(_PromptTable):
@@ -178,13 +167,6 @@ class _FallbackTable(_Table):
     best_answer: bool = True
 
 
-def _compile(pattern: Any) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError, OverflowError) as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-
-
 class _DebateTable(_Table):
     """The arguments of :class:`Debate`.
 
@@ -194,7 +176,7 @@ class _DebateTable(_Table):
 
     rounds: int = 2
     memory: Memory = "all"
-    ballot: Annotated[re.Pattern[str] | None, BeforeValidator(_compile)] = None
+    ballot: re.Pattern[str] | None = None
 
     def extract(self, answer: str) -> str | None:
         """Return the ballot in an answer."""
@@ -202,14 +184,7 @@ class _DebateTable(_Table):
         return matches[-1][min(1, len(matches[-1].groups()))] if matches else None
 
 
-def _check_threshold(table: Any) -> Any:
-    keys = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
-    if "threshold" in keys and keys.get("rule") != "threshold":
-        raise ValueError("threshold is set, but rule = 'sample' has none; set rule = 'threshold'")
-    return cast("Any", table)
-
-
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class _EarlyExitTable(EarlyExit):
     """An :class:`EarlyExit` whose embedder is the URL of an engine."""
 
@@ -217,96 +192,117 @@ class _EarlyExitTable(EarlyExit):
     model: str = "default"
     api_key: _ApiKey | None = None
 
-    def build(self, file: _File, topology: Topology) -> EarlyExit:
-        largest = max(len(read) for layer in topology.layers for read in layer)
-        if not self.applies_to(largest):
-            raise ValueError(
-                f"early_exit.min_answers is {self.min_answers}, but at most {largest} answers are "
-                "read together, so that none is ever left out"
-            )
+    def build(self, file: _File) -> EarlyExit:
         given: dict[str, Any] = {key.name: getattr(self, key.name) for key in fields(EarlyExit)}
         given["embedder"] = EngineEmbedder(file.connect(self.embedder, self.api_key), self.model)
         return EarlyExit(**given)
 
 
-class SystemTable(_PromptTable):
-    """A whole file, or the table of one model in a file with several."""
+class _SystemTable(_PromptTable):
+    """A whole file, or the table of one model in a file with several; see its kinds below."""
 
     name: str = "moa"
     kind: Literal["mixture", "staircase", "debate"] = "mixture"
-    topology: str | None = None
-    early_exit: Annotated[_EarlyExitTable | None, BeforeValidator(_check_threshold)] = None
     limits: Limits = Limits()
     quorum: Quorum | None = None
     budget: Budget | None = None
     fallback: _FallbackTable = _FallbackTable()
-    staircase: Steps | None = None
-    debate: _DebateTable = _DebateTable()
     layers: list[_LayerTable] = Field(min_length=1)
 
+    @abstractmethod
     def build(self, file: _File) -> System:
         """Build what the table describes. Raises: ValueError if its parts do not fit together."""
-        for table, kinds in _TABLES.items():
-            if table in self.model_fields_set and self.kind not in kinds:
-                raise ValueError(
-                    f"{table} is set, but a {self.kind} has none; remove it, or change kind"
-                )
-        layers = [
-            [one for each in layer.models for one in each.build(file)] for layer in self.layers
-        ]
+
+    def build_agents(self, file: _File) -> list[list[Model]]:
+        return [[one for each in layer.models for one in each.build(file)] for layer in self.layers]
+
+    def build_settings(self, file: _File) -> SystemSettings:
         others = [one for each in self.fallback.models for one in each.build(file)]
-        early_exit = None
-        if self.early_exit is not None:
-            topology = Topology.of([*map(len, layers)], self.topology)
-            early_exit = self.early_exit.build(file, topology)
         fallback = Fallback(others, self.fallback.best_answer)
-        settings = SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
-        quorums = [layer.quorum or self.quorum for layer in self.layers]
-        votes = self.kind == "debate" and self.debate.ballot is not None
-        if self.layers[-1].quorum is not None and not votes:
-            raise ValueError("the last layer has a quorum, but no agent reads its answers")
-        if self.kind == "mixture":
-            prompts = [self._prompt(layer) for layer in self.layers[1:]]
-            return MixtureOfAgents(
-                layers,
-                self.topology,
-                prompt=prompts,
-                early_exit=early_exit,
-                quorum=quorums[:-1],
-                **settings,
+        return SystemSettings(limits=self.limits, budget=self.budget, fallback=fallback)
+
+    def build_prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
+        return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
+
+    def build_pair(self, file: _File) -> tuple[list[Model], Model, AggregationPrompt]:
+        """Return the agents of the first layer, and the one of the second with its prompt."""
+        layers = self.build_agents(file)
+        if len(layers) != 2 or len(layers[1]) != 1:
+            needs = "two layers, and one agent in the second"
+            raise ValueError(
+                f"its layers have {[*map(len, layers)]} agents; this {self.kind} needs {needs}"
             )
-        widths = [len(layer) for layer in layers]
-        if len(layers) != (1 if votes else 2) or not (votes or widths[-1] == 1):
-            needs = "one layer" if votes else "two layers, and one agent in the second"
-            raise ValueError(f"its layers have {widths} agents; this {self.kind} needs {needs}")
-        if votes:
-            prompt = DebatePrompt(memory=self.debate.memory)
-            conclusion = self.debate.extract
+        first, [last] = layers
+        return first, last, self.build_prompt(self.layers[1], layout="question-first")
+
+
+class _MixtureTable(_SystemTable):
+    topology: str | None = None
+    early_exit: _EarlyExitTable | None = None
+
+    def build(self, file: _File) -> System:
+        return MixtureOfAgents(
+            self.build_agents(file),
+            self.topology,
+            prompt=[self.build_prompt(layer) for layer in self.layers[1:]],
+            quorum=[layer.quorum or self.quorum for layer in self.layers[:-1]],
+            **self.build_settings(file),
+            early_exit=None if self.early_exit is None else self.early_exit.build(file),
+        )
+
+
+class _StaircaseTable(_SystemTable):
+    staircase: Steps = Steps()
+
+    def build(self, file: _File) -> System:
+        quorum = self.layers[0].quorum or self.quorum
+        proposers, last, prompt = self.build_pair(file)
+        return Staircase(
+            proposers,
+            last,
+            prompt=prompt,
+            steps=self.staircase,
+            quorum=quorum,
+            **self.build_settings(file),
+        )
+
+
+class _DebateSystemTable(_SystemTable):
+    staircase: Steps | None = None
+    debate: _DebateTable = _DebateTable()
+
+    def build(self, file: _File) -> System:
+        table, prompt = self.debate, DebatePrompt(memory=self.debate.memory)
+        if table.ballot is None:
+            debaters, conclusion, aggregation = self.build_pair(file)
+            prompt = DebatePrompt(memory=table.memory, aggregation=aggregation)
         else:
-            aggregation = self._prompt(self.layers[1], layout="question-first")
-            if self.kind == "staircase":
-                return Staircase(
-                    layers[0],
-                    layers[1][0],
-                    prompt=aggregation,
-                    steps=self.staircase,
-                    quorum=quorums[0],
-                    **settings,
-                )
-            prompt = DebatePrompt(memory=self.debate.memory, aggregation=aggregation)
-            conclusion = layers[1][0]
+            debaters, *others = self.build_agents(file)
+            conclusion = table.extract
+            if others:
+                raise ValueError(f"it has {len(others) + 1} layers; a debate with a vote needs one")
         return Debate(
-            layers[0],
-            self.debate.rounds,
+            debaters,
+            table.rounds,
             conclusion,
             prompt=prompt,
             staircase=self.staircase,
-            quorum=quorums[0],
-            **settings,
+            quorum=self.layers[0].quorum or self.quorum,
+            **self.build_settings(file),
         )
 
-    def _prompt(self, layer: _LayerTable, **defaults: Any) -> AggregationPrompt:
-        return AggregationPrompt(**{**defaults, **self.given(), **layer.given()})
+
+_KINDS: dict[str, type[_SystemTable]] = {
+    "mixture": _MixtureTable,
+    "staircase": _StaircaseTable,
+    "debate": _DebateSystemTable,
+}
+_MODELS = (ModelTable, _LayerTable, _FallbackTable, _DebateTable, *_KINDS.values())
+_SETTINGS = (Limits, Quorum, Budget, Steps, _EarlyExitTable)
+_KEYS = {
+    *(name for table in _MODELS for name in table.model_fields),
+    *(key.name for table in _SETTINGS for key in fields(table)),
+}
 
 
 def read_file(path: Path) -> list[ServedSystem]:
@@ -329,25 +325,16 @@ def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
     tables = dict(tables)
     models = _expect_tables(tables.pop("models", {}), "models")
     if "systems" not in tables:
-        systems = [_build(tables, models, ())]
-    else:
-        named = _expect_tables(tables.pop("systems"), "systems")
-        if tables:
-            names = ", ".join(tables)
-            raise ConfigError(
-                f"{names}: a file with [systems.NAME] has no such key outside of them"
-            )
-        if not named:
-            raise ConfigError("systems is empty; add a table [systems.NAME]")
-        systems = [
-            _build({"name": name, **table}, models, ("systems", name))
-            for name, table in named.items()
-        ]
-    for name, table in models.items():  # Those that no agent uses, too; these may add the engine.
-        has_engine = "engine" in table or "engines" in table
-        whole = table if has_engine else {**table, "engine": ""}
-        _validate(ModelTable, whole, _File(models), ("models", name))
-    return systems
+        return [_build(tables, models, ())]
+    named = _expect_tables(tables.pop("systems"), "systems")
+    if tables:
+        names = ", ".join(tables)
+        raise ConfigError(f"{names}: a file with [systems.NAME] has no such key outside of them")
+    if not named:
+        raise ConfigError("systems is empty; add a table [systems.NAME]")
+    return [
+        _build({**table, "name": name}, models, ("systems", name)) for name, table in named.items()
+    ]
 
 
 def _expect_tables(value: Any, name: str) -> dict[str, dict[str, Any]]:
@@ -361,54 +348,28 @@ def _expect_tables(value: Any, name: str) -> dict[str, dict[str, Any]]:
 def _build(
     table: dict[str, Any], models: Mapping[str, dict[str, Any]], place: tuple[str, ...]
 ) -> ServedSystem:
-    file = _File(models)
-    found = _validate(SystemTable, table, file, place)
-    if place and found.name != place[-1]:
+    file, kind = _File(models), table.get("kind", "mixture")
+    if kind not in [*_KINDS]:
         raise ConfigError(
-            f"{'.'.join(place)}.name: the table is called {place[-1]!r}; leave it out"
+            f"{'.'.join((*place, 'kind'))} is {kind!r}; use one of {', '.join(_KINDS)}"
         )
     try:
+        found = _KINDS[kind].model_validate(table, context=file)
         return ServedSystem(found.name, found.build(file), file.engines)
-    except ValueError as error:
-        raise ConfigError(f"{'.'.join(place) or found.name}: {error}") from error
-
-
-def _validate(
-    kind: type[_Kind], table: dict[str, Any], file: _File, place: tuple[str, ...]
-) -> _Kind:
-    """Return what a table describes. Raises: ConfigError, as :func:`read_file`."""
-    try:
-        return kind.model_validate(table, context=file)
     except ValidationError as error:
-        problems = [_explain(problem, kind, place) for problem in error.errors(include_url=False)]
+        problems = [_explain(problem, place) for problem in error.errors(include_url=False)]
         raise ConfigError("; ".join(problems)) from error
+    except ValueError as error:
+        raise ConfigError(f"{'.'.join(place) or table.get('name', 'moa')}: {error}") from error
 
 
-def _explain(problem: Any, kind: type[BaseModel], place: tuple[str, ...]) -> str:
+def _explain(problem: Any, place: tuple[str, ...]) -> str:
     """Return a problem as a sentence that names the key and its table."""
-    *table, key = [str(part) for part in problem["loc"]] or [""]
+    *table, key = [*place, *(str(part) for part in problem["loc"])] or [""]
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        where = ".".join(part for part in (*place, *table, key) if part)
+        where = ".".join([*table, key])
         return f"{where or 'the file'}: {problem['msg'].removeprefix('Value error, ')}"
-    where = ".".join([*place, *table])
-    known = _keys_at(kind, table)
-    return f"{where or 'the file'} has no key {key!r}: {suggest(key, known)}"
-
-
-def _keys_at(table: Any, path: list[str]) -> list[str]:
-    """Return the keys of the table at a path."""
-    for part in path:
-        types: dict[str, Any] = get_type_hints(table)
-        if part in types:
-            table = _find_table(types[part]) or table
-    return list(table.model_fields if issubclass(table, BaseModel) else get_type_hints(table))
-
-
-def _find_table(annotation: Any) -> Any:
-    """Return the type of a table, or of the tables in a list, by its annotation."""
-    if is_dataclass(annotation):
-        return annotation
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_find_table(argument) for argument in get_args(annotation))
-    return next((table for table in found if table is not None), None)
+    advice = suggest(key, _KEYS, "see the keys in docs/mixture-of-agents.md")
+    if key in _KEYS:
+        advice = "it is one of another table, or of another kind"
+    return f"{'.'.join(table) or 'the file'} has no key {key!r}: {advice}"

@@ -15,14 +15,17 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import anyio
 import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, SkipValidation
+from pydantic.dataclasses import dataclass as validated
 
 from flashmoa import EngineClient
+from flashmoa.moa.settings import NO_OTHERS, Count
 
 Rule = Literal["sample", "threshold"]
 # One row per token or sentence of a text, one column per feature: ``[rows, hidden]``.
@@ -44,6 +47,7 @@ class Embedder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class EngineEmbedder:
     """Computes one row per sentence with an embedding model, as Qwen3-Embedding in the paper.
 
@@ -53,9 +57,8 @@ class EngineEmbedder:
         model: the model name in requests.
     """
 
-    def __init__(self, engine: EngineClient, model: str = "default") -> None:
-        self._engine = engine
-        self._model = model
+    engine: EngineClient
+    model: str = "default"
 
     async def embed(self, text: str) -> Embedding:
         """Return the sentences' embeddings, ``[sentences, hidden]``.
@@ -64,7 +67,7 @@ class EngineEmbedder:
         """
         # Engines refuse to embed an empty list, so an empty text becomes one full stop.
         sentences = [part for part in _SENTENCE_END.split(text) if part.strip()] or ["."]
-        rows = await self._engine.embed(sentences, model=self._model)
+        rows = await self.engine.embed(sentences, model=self.model)
         return np.asarray(rows, dtype=np.float32)
 
 
@@ -86,7 +89,7 @@ class Quality:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class EarlyExit:
     """Decides whether a cluster's remaining agents are worth waiting for.
 
@@ -103,21 +106,13 @@ class EarlyExit:
     Raises: ValueError if a number is out of its range.
     """
 
-    embedder: Embedder
-    tau: float = 0.7
+    embedder: SkipValidation[Embedder]
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.7
     rule: Rule = "sample"
-    threshold: float = 0.8
-    min_answers: int = 2
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.8
+    min_answers: Count = 2
     diagonal: bool = False
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.tau <= 1:
-            raise ValueError(f"tau is {self.tau}; it must be above 0 and at most 1")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
-        if self.min_answers < 1:
-            raise ValueError(f"min_answers is {self.min_answers}; it must be at least 1")
 
     @classmethod
     def as_published(cls, embedder: Embedder, seed: int = 0) -> EarlyExit:
@@ -176,53 +171,44 @@ class ScoredAnswers:
     # Row i has the similarities of answer i to the answers before it.
     _similarities: list[list[float]] = field(default_factory=list[list[float]])
 
-    async def add(self, text: str, logprobs: Sequence[float]) -> Quality:
-        """Add an answer and return the quality of all answers so far. Add one at a time.
-
-        Args:
-            logprobs: natural log-probabilities of the answer's tokens.
-
-        Raises: Exception if the embedder raises it.
-        """
-        embedding = await self.policy.embedder.embed(text)
-        # Two long answers take tens of milliseconds, in which agents' tokens would have to wait.
-        new, row = await anyio.to_thread.run_sync(_compare, embedding, self._embeddings)
-        self._similarities.append(row)
-        self._embeddings.append(new)
-        self._confidences.append(confidence(logprobs))
-        policy = self.policy
-        return compute_quality(
-            self._confidences, self._similarities, tau=policy.tau, diagonal=policy.diagonal
-        )
-
-    async def suffice_with(self, name: str, text: str, logprobs: Sequence[float]) -> bool:
+    async def add_and_decide(self, name: str, text: str, logprobs: Sequence[float]) -> bool:
         """Add an agent's answer, and decide whether to go on without those still written.
 
         If the embedder fails, the cluster waits for all answers.
+
+        Args:
+            logprobs: natural log-probabilities of the answer's tokens.
         """
         if not logprobs and not self._confidences:
             problem = (
                 "Early exit does not know how confident %s is: its engine sent no probabilities"
             )
             logger.warning(problem, name)
-        started = time.perf_counter()
+        started, policy = time.perf_counter(), self.policy
         async with self._scoring:
             if self._is_broken:
                 return False
             try:
-                quality = await self.add(text, logprobs)
+                embedding = await policy.embedder.embed(text)
+                # Two long answers take tens of milliseconds, for which agents' tokens would wait.
+                new, row = await anyio.to_thread.run_sync(_compare, embedding, self._embeddings)
             except Exception as error:
                 self._is_broken = True
                 problem = "No early exit for this cluster: its answers cannot be compared: %s"
                 logger.warning(problem, error)
                 return False
+            self._similarities.append(row)
+            self._embeddings.append(new)
+            self._confidences.append(confidence(logprobs))
+            quality = compute_quality(
+                self._confidences, self._similarities, tau=policy.tau, diagonal=policy.diagonal
+            )
             # Nothing is decided if the cluster's last answer came while this one was compared.
             await anyio.lowlevel.checkpoint()
-            exits = self.policy.suffices(quality, len(self._confidences), self.rng)
+            answers = len(self._confidences)
+            exits = policy.suffices(quality, answers, self.rng)
             seconds = time.perf_counter() - started
-            self.decisions.append(
-                Decision(len(self._confidences), self.of, quality, exits, seconds)
-            )
+            self.decisions.append(Decision(answers, self.of, quality, exits, seconds))
         return exits
 
 
@@ -262,28 +248,21 @@ def compute_quality(
 
 def _compare(embedding: Embedding, earlier: Sequence[Embedding]) -> tuple[Embedding, list[float]]:
     """Return an answer's features, and its similarities to earlier answers by their features."""
-    features = to_features(embedding)
+    features = normalise(embedding)
     return features, [frobenius_cosine(other, features) for other in earlier]
-
-
-def to_features(embedding: Embedding) -> Embedding:
-    """Normalise an embedding for :func:`frobenius_cosine`.
-
-    Of a single row, such as a short answer's sentence, :func:`normalise` would keep the signs only.
-    It is scaled as a whole, so that two such answers have the squared cosine of their rows.
-    """
-    if len(embedding) != 1:
-        return normalise(embedding)
-    return (embedding / max(float(np.linalg.norm(embedding)), _TINY)).astype(np.float32)
 
 
 def normalise(embedding: Embedding) -> Embedding:
     """Scale columns to length 1, so that ``X.T @ X`` is the features' correlation (lines 1, 2).
 
+    Of a single row, such as a short answer's sentence, that would keep the signs only. It is scaled
+    as a whole, so that two such answers have the squared cosine of their rows.
+
     Args:
         embedding: an array of shape ``[n, hidden]``, as is the result.
     """
-    lengths = np.linalg.norm(embedding, axis=0, keepdims=True)
+    axis = None if len(embedding) == 1 else 0
+    lengths = np.linalg.norm(embedding, axis=axis, keepdims=True)
     return (embedding / np.maximum(lengths, _TINY)).astype(np.float32)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -15,8 +16,12 @@ from flashmoa.errors import BadAnswer, RequestRefused
 from flashmoa.moa.agent import Agent
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Substitution, Vote
-from flashmoa.moa.sampling import can_be_refused, ends_at_text, has_grammar, token_limit
-from flashmoa.moa.settings import CHARACTERS_PER_TOKEN
+from flashmoa.moa.settings import (
+    CHARACTERS_PER_TOKEN,
+    can_be_refused,
+    has_grammar,
+    token_limit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,7 @@ Ask = Callable[[Model, Sequence[AgentAnswer], str], Awaitable[Agent]]
 _BREAK = "\n\n"
 
 
+@dataclass(slots=True)
 class FinalAnswer:
     """Copies the last aggregator's answer, and finds a substitute if that fails.
 
@@ -48,33 +54,25 @@ class FinalAnswer:
         first_token, finished: times of the first and last piece of ``text``, in Unix seconds.
     """
 
-    def __init__(
-        self,
-        fallback: Fallback,
-        last: Agent,
-        answers: Callable[[], Awaitable[Layers]],
-        ask: Ask,
-        sampling: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.text = Text("answer")
-        self.result = ""
-        self.finish_reason: str | None = None
-        self.first_token: float | None = None
-        self.finished: float | None = None
-        self.substitution: Substitution | None = None
-        self._fallback = fallback
-        self._last = last
-        self._answers = answers
-        self._ask = ask
-        self._sampling = sampling or {}
-        self._scope = anyio.CancelScope()
+    fallback: Fallback
+    last: Agent
+    answers: Callable[[], Awaitable[Layers]]
+    ask: Ask
+    sampling: Mapping[str, Any]
+    text: Text = field(default_factory=lambda: Text("answer"))
+    result: str = ""
+    finish_reason: str | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    substitution: Substitution | None = None
+    _scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     async def run(self) -> None:
         """Write ``text``. An error fails it and is not raised."""
         with self._scope:
             try:
                 try:
-                    await self._copy(self._last)
+                    await self._copy(self.last)
                 except UpstreamCancelled:
                     raise
                 except Exception as error:
@@ -96,10 +94,11 @@ class FinalAnswer:
             self._write(piece)
         self.finish_reason = agent.finish_reason
         # An answer may begin with the text at which the client wants it to end.
-        is_ended = self.finish_reason == "stop" and ends_at_text(self._sampling)
+        ends = ("stop", "stop_regex", "stop_token_ids")
+        is_ended = self.finish_reason == "stop" and any(map(self.sampling.get, ends))
         is_call = self.finish_reason == "tool_calls"
         # A longer answer would be more than the client wants.
-        is_cut = self.finish_reason == "length" and token_limit(self._sampling) is not None
+        is_cut = self.finish_reason == "length" and token_limit(self.sampling) is not None
         if not (agent.written.strip() or is_ended or is_call or is_cut):
             agent.error = BadAnswer("it answered nothing")
             raise agent.error
@@ -110,21 +109,21 @@ class FinalAnswer:
         An engine that refuses the client's own parameters is right, and the client can mend them.
         """
         is_refused = isinstance(error, RequestRefused) and error.blames_request
-        if is_refused and can_be_refused(self._sampling):
+        if is_refused and can_be_refused(self.sampling):
             raise error
         problem = str(error) or type(error).__name__
-        layers = [[one for one in layer if one.is_complete] for layer in await self._answers()]
+        layers = [[one for one in layer if one.is_complete] for layer in await self.answers()]
         answered = [layer for layer in layers if layer]
         if not answered:
             raise error
         answers = answered[-1]
         # If the aggregator only lacked answers to read, it is asked again with those of an earlier
         # layer.
-        models = [self._last.model] if isinstance(error, MixtureFailed) else []
-        for model in (*models, *self._fallback.models):
-            if self.text.written and has_grammar({**model.sampling, **self._sampling}):
+        models = [self.last.model] if isinstance(error, MixtureFailed) else []
+        for model in (*models, *self.fallback.models):
+            if self.text.written and has_grammar({**model.sampling, **self.sampling}):
                 continue  # Its grammar would begin the answer again.
-            agent = await self._ask(model, answers, self.text.written)
+            agent = await self.ask(model, answers, self.text.written)
             text = "The last aggregator failed; %s takes its place: %s"
             logger.warning(text, agent.name, problem)
             try:
@@ -144,9 +143,9 @@ class FinalAnswer:
         Without probabilities the first one is the best.
         """
         # The answer of an agent before the last has not the form that the client asked for.
-        if not self._fallback.best_answer or has_grammar(self._sampling):
+        if not self.fallback.best_answer or has_grammar(self.sampling):
             raise error
-        limit, written = token_limit(self._sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
+        limit, written = token_limit(self.sampling), len(self.text.written) // CHARACTERS_PER_TOKEN
         answers = [answer for answer in answers if _fits(answer, limit, written)]
         if not answers:
             raise error

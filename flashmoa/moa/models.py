@@ -6,26 +6,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import anyio
 
 from flashmoa import EngineClient
 from flashmoa.engine import EngineError, prompt_fields
-from flashmoa.moa.sampling import token_limit
-from flashmoa.moa.settings import Limits
+from flashmoa.moa.settings import Limits, token_limit
 
 # Tokens of context that are kept free for an answer whose max_tokens is not set.
 _DEFAULT_ANSWER_TOKENS = 1024
 # How long an engine may take to say how many tokens a prompt has, or its context. Agents write
 # meanwhile, and without an answer nothing is cut.
 _HOUSEKEEPING_SECONDS = 5.0
-# The context length of each model that an engine reported; None if it does not say it.
-CONTEXT_LENGTHS: WeakKeyDictionary[EngineClient, dict[str, int | None]] = WeakKeyDictionary()
-# How long an engine that did not answer is asked last.
-_SILENT_SECONDS = 60.0
-# When each engine that did not answer may be asked first again, in seconds of the monotonic clock.
-SILENT_UNTIL: WeakKeyDictionary[EngineClient, float] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class Model:
     def with_silent_engines_last(self) -> Model:
         """Return the model with the engines last that did not answer lately."""
         now, engines = time.monotonic(), [self.engine, *self.backups]
-        first, *others = sorted(engines, key=lambda engine: SILENT_UNTIL.get(engine, 0.0) > now)
+        first, *others = sorted(engines, key=lambda engine: (engine.avoided_until or 0.0) > now)
         return replace(self, engine=first, backups=others)
 
     @property
@@ -94,19 +86,12 @@ class Model:
         return max(0, free - await self._count_tokens(empty_prompt))
 
     async def context_length(self) -> int | None:
-        """Return the model's context length in tokens, ``None`` if the engine does not report it.
-
-        Of a model that the engine does not list, it is that of the first one: SGLang answers
-        requests for any name with its one model.
-        """
-        if self.engine not in CONTEXT_LENGTHS:
-            try:
-                with anyio.fail_after(_HOUSEKEEPING_SECONDS):
-                    CONTEXT_LENGTHS[self.engine] = await self.engine.plain.models()
-            except (EngineError, TimeoutError):
-                return None  # An engine that does not answer now is asked again next time.
-        served = CONTEXT_LENGTHS[self.engine]
-        return served.get(self.model, next(iter(served.values()), None))
+        """Return its context length in tokens, ``None`` if the engine does not report it."""
+        try:
+            with anyio.fail_after(_HOUSEKEEPING_SECONDS):
+                return await self.engine.context_length(self.model)
+        except (EngineError, TimeoutError):
+            return None  # An engine that does not answer now is asked again next time.
 
     async def fits(self, prompt: Sequence[Mapping[str, Any]], context: int) -> bool:
         """Return whether a context has room for a prompt and a whole answer after it.
@@ -140,22 +125,6 @@ class Fallback:
 
     models: Sequence[Model] = ()
     best_answer: bool = True
-
-
-def note_attempt(engine: EngineClient) -> None:
-    """Note that an engine is asked; one that was silent gets no other request meanwhile."""
-    if engine in SILENT_UNTIL:
-        note_silence(engine)
-
-
-def note_silence(engine: EngineClient) -> None:
-    """Note that an engine did not answer, or no longer."""
-    SILENT_UNTIL[engine] = time.monotonic() + _SILENT_SECONDS
-
-
-def note_answer(engine: EngineClient) -> None:
-    """Note that an engine answers."""
-    SILENT_UNTIL.pop(engine, None)
 
 
 def _upper_bound(prompt: Sequence[Mapping[str, Any]]) -> int:

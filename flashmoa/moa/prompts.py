@@ -1,12 +1,21 @@
-"""Build prompts of aggregators (``AggregationPrompt``) and debaters (``DebatePrompt``); pure."""
+"""Build prompts of aggregators and debaters; cut answers into chunks while they are written.
+
+In each round of a staircase (Staircase Streaming, arXiv 2510.05059), the prompts of the next layer
+grow by the next chunk of every answer that it reads (``ChunkedText``, ``GrowingPrompt``).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from flashmoa.moa.settings import Order
+from flashmoa import Text, UpstreamCancelled, Workflow
+from flashmoa.moa.results import MixtureFailed, common_refusal
+from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Steps
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -128,7 +137,7 @@ class DebatePrompt:
             rounds: the earlier rounds, each with every debater's answer.
         """
         messages = [dict(message) for message in question]
-        for answers in self.select_rounds(rounds):
+        for answers in rounds if self.memory == "all" else rounds[-1:]:
             others = [answer.others for number, answer in enumerate(answers) if number != place]
             messages += [
                 {"role": "assistant", "content": answers[place].own},
@@ -140,12 +149,6 @@ class DebatePrompt:
         """Return the prompt on a staircase of a debater, by its number from 0."""
         instruction = self.staircase_instruction.replace("{number}", str(place + 1))
         return AggregationPrompt("question-first", instruction, self.heading)
-
-    def select_rounds(
-        self, rounds: Sequence[Sequence[AnswerForms]]
-    ) -> Sequence[Sequence[AnswerForms]]:
-        """Return the earlier rounds that the prompt has, by ``memory``."""
-        return rounds if self.memory == "all" else rounds[-1:]
 
 
 def add_role(messages: Sequence[Message], role: str) -> Messages:
@@ -178,32 +181,14 @@ def conversation(question: Question) -> Messages:
     return messages
 
 
-def staircase_messages(
-    order: Order,
-    prompt: AggregationPrompt,
-    question: Sequence[Message],
-    rounds: Sequence[Sequence[str]],
-) -> Messages:
-    """Return an agent's messages in a round on a staircase (Staircase Streaming).
-
-    Args:
-        order: see :class:`flashmoa.moa.Steps`.
-        rounds: the chunks of all proposers in each round, up to this one. With the order
-            ``rounds`` they include their titles, so that an empty chunk has no title.
-    """
-    if order == "contiguous":
-        texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
-        slots = [f"{prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
-        return prompt.messages(question, slots)
-    return prompt.messages(question, [chunk for chunks in rounds for chunk in chunks])
-
-
-def fair_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return to which lengths answers must be cut so that all fit into ``room``.
+def fair_shares(lengths: Sequence[int], room: int | None) -> list[int]:
+    """Return to which lengths answers must be cut so that all fit into ``room``; ``None``: to none.
 
     Short answers stay whole. The room that they do not need goes to the longer ones, which are cut
     to one length (max-min fairness). All numbers have the same unit, tokens or characters.
     """
+    if room is None:
+        return [*lengths]
     shares = [0] * len(lengths)
     left = max(0, room)
     for done, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
@@ -218,3 +203,104 @@ def cut_answer(text: str, length: int, share: int) -> str:
         return text
     # The token at which a text is cut may become two.
     return text[: len(text) * max(0, share - 1) // length]
+
+
+@dataclass(slots=True)
+class ChunkedText:
+    """Cuts a text into chunks, one for each round of a staircase. Each chunk is a separate text.
+
+    Args:
+        title: text before each chunk.
+
+    Attributes:
+        problem: why the text ended before it was complete; empty if it did not.
+    """
+
+    flow: Workflow
+    source: Text
+    title: str
+    steps: Steps
+    problem: str = ""
+    error: Exception | None = None
+    _chunks: list[Text] = field(default_factory=list[Text])
+    # The number of chunks; None until the text has ended.
+    _count: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the text ended without any chunk."""
+        return self._count == 0
+
+    def chunk(self, number: int) -> Text:
+        """Return the chunk of a round, from 0; it is empty after the text's end."""
+        while len(self._chunks) <= number:
+            text = self.flow.text(f"{self.source.name} chunk {len(self._chunks) + 1}")
+            if self._count is not None:
+                text.close()
+            self._chunks.append(text)
+        return self._chunks[number]
+
+    def ends_before(self, number: int) -> bool:
+        """Return whether the text has ended and has no chunk for that round or a later one."""
+        return self._count is not None and self._count <= number
+
+    async def cut(self) -> None:
+        """Fill the chunks as the text is written, until it ends or fails."""
+        number, left, sizes = -1, 0, self.steps.sizes()
+        try:
+            async for piece in self.source:
+                while piece:
+                    if left == 0:
+                        number, left = number + 1, next(sizes) * CHARACTERS_PER_TOKEN
+                        self.chunk(number).write(self.title)
+                    part, piece = piece[:left], piece[left:]
+                    left -= len(part)
+                    self.chunk(number).write(part)
+                    if left == 0:
+                        self.chunk(number).close()
+        except UpstreamCancelled:
+            pass  # Readers get the chunks that were written.
+        except Exception as error:
+            self.error, self.problem = error, str(error) or type(error).__name__
+            text = "%s ends early: %s. Its readers continue with what it has written."
+            logger.warning(text, self.source.name, self.problem.removesuffix("."))
+        self._count = number + 1
+        if self.failed and not self.problem:
+            self.problem = "it answered nothing"
+        for text in self._chunks:
+            text.close()
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingPrompt:
+    """The prompt of an agent on a staircase: each round adds the next chunk of every source."""
+
+    prompt: AggregationPrompt
+    question: Messages
+    sources: Sequence[ChunkedText]
+    steps: Steps
+
+    def messages(self, number: int) -> Messages:
+        """Return the messages of a round, from 0.
+
+        With the order ``rounds`` chunks include their titles, so that an empty one has no title.
+        """
+        rounds = [
+            [f"{source.chunk(round_)}" for source in self.sources] for round_ in range(number + 1)
+        ]
+        slots = [chunk for chunks in rounds for chunk in chunks]
+        if self.steps.order == "contiguous":
+            texts = ["".join(pieces) for pieces in zip(*rounds, strict=True)]
+            slots = [f"{self.prompt.title(n)}{text}" for n, text in enumerate(texts, 1)]
+        return self.prompt.messages(self.question, slots)
+
+    def is_last_round(self, number: int) -> bool:
+        """Return whether it is certain that no chunks follow those of a round, from 0."""
+        return all(source.ends_before(number + 1) for source in self.sources)
+
+    def raise_if_all_failed(self) -> None:
+        """Raise MixtureFailed if no source has written anything."""
+        if all(chunked.failed for chunked in self.sources):
+            problems = (f"{chunked.source.name}: {chunked.problem}" for chunked in self.sources)
+            failure = MixtureFailed(f"no agent answered; {'; '.join(problems)}")
+            raise failure from common_refusal([chunked.error for chunked in self.sources])

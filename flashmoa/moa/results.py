@@ -105,7 +105,7 @@ class AgentAnswer:
     def tokens(self) -> int:
         """Return the answer's length in tokens, or in characters if its engine did not count.
 
-        An engine counts what was thought, too, which nobody reads. It is left out by its share of
+        An engine counts what was thought, too, which no agent reads. It is left out by its share of
         the characters.
         """
         if self.usage is None:

@@ -20,13 +20,14 @@ import anyio
 from flashmoa import Text, UpstreamCancelled, Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.moa.agent import Agent, Inquiry
-from flashmoa.moa.chunks import ChunkedText, GrowingPrompt
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
 from flashmoa.moa.final_answer import Extract, FinalAnswer, vote_on_last
 from flashmoa.moa.models import Fallback, Model, room_for_answers
 from flashmoa.moa.prompts import (
     AggregationPrompt,
+    ChunkedText,
+    GrowingPrompt,
     Messages,
     Question,
     add_role,
@@ -41,8 +42,7 @@ from flashmoa.moa.results import (
     common_refusal,
     raise_as_mixture_failed,
 )
-from flashmoa.moa.sampling import needs_one_request, token_limit
-from flashmoa.moa.settings import Budget, Limits, Quorum, Steps
+from flashmoa.moa.settings import Budget, Limits, Quorum, Steps, needs_one_request, token_limit
 from flashmoa.moa.topology import ClusterKey, Reads, critical_path
 from flashmoa.observe import Listener, contained, ignore
 
@@ -137,6 +137,12 @@ class System(ABC):
         """Return how many layers' answers a prompt has at most that has those of a layer."""
         return 1
 
+    def is_scored(self, layer: int, place: int) -> bool:
+        """Return whether early exit scores an agent's answer in any cluster."""
+        policy, after = self.early_exit, self.reads[layer + 1 :][:1]
+        clusters = [reads for layer in after for reads in layer if place in reads]
+        return policy is not None and any(policy.applies_to(len(reads)) for reads in clusters)
+
     def in_one_request_for(self, sampling: Sampling | None = None) -> list[str]:
         """Return the parameters for which no agent can write its answer in steps.
 
@@ -148,11 +154,12 @@ class System(ABC):
         """
         if self.steps is None:
             return []
-        models = [model for layer in self._models(sampling)[1:] for model in layer]
+        models = [model for layer in self.models(sampling)[1:] for model in layer]
         names = (name for model in models for name in needs_one_request(model.sampling))
         return list(dict.fromkeys(names))
 
-    def _models(self, sampling: Sampling | None) -> list[Sequence[Model]]:
+    def models(self, sampling: Sampling | None) -> list[Sequence[Model]]:
+        """Return the models of every layer, the last one's with a request's parameters."""
         *before, last = self.layers
         return [*before, [model.with_sampling(sampling) for model in last]]
 
@@ -184,9 +191,7 @@ class System(ABC):
         messages = conversation(question)
         flow = Workflow(self.layers[-1][0].engine, ahead=self.ahead, listener=self.listener)
         async with flow:
-            one = self.in_one_request_for(sampling)
-            inquiry = Inquiry(flow, self.limits, self.budget)
-            run = SystemRun(self, inquiry, messages, self._models(sampling), sampling, one)
+            run = SystemRun(self, flow, messages, sampling)
             try:
                 yield run
             finally:
@@ -202,21 +207,19 @@ class SystemRun:
     def __init__(
         self,
         system: System,
-        inquiry: Inquiry,
+        flow: Workflow,
         question: Messages,
-        models: Sequence[Sequence[Model]],
         sampling: Sampling | None,
-        in_one_request_for: Sequence[str],
     ) -> None:
         self._asked = time.time()
         self._system = system
-        self._flow = inquiry.flow
-        self._inquiry = inquiry
+        self._flow = flow
+        self._inquiry = Inquiry(flow, system.limits, system.budget)
         self._question = question
-        self._models = models
+        self._models = models = system.models(sampling)
         self._sampling = sampling
-        self._in_one_request_for = in_one_request_for
-        self._steps = None if in_one_request_for else system.steps
+        self._in_one_request_for = system.in_one_request_for(sampling)
+        self._steps = None if self._in_one_request_for else system.steps
         self._agents: list[list[Agent]] = []
         self._slots: list[dict[Reads, Sequence[Sequence[str]]]] = []
         self._clusters: dict[ClusterKey, Cluster] = {}
@@ -234,7 +237,7 @@ class SystemRun:
         else:
             [last] = self._agents[-1]
             self._final = FinalAnswer(
-                system.fallback, last, self._answers, self._ask_another, sampling
+                system.fallback, last, self._answers, self._ask_another, sampling or {}
             )
             self._flow.start_soon(self._final.run)
 
@@ -265,7 +268,13 @@ class SystemRun:
         result.time_to_first_token = (final.first_token or time.time()) - self._asked
         result.seconds = (final.finished or time.time()) - self._asked
         result.substitution = final.substitution
-        self._add_decisions(result)
+        clusters = self._clusters
+        result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
+        if self._system.early_exit is not None:
+            # Only the decisions on the critical path delayed the answer.
+            reads = self._system.reads
+            path = critical_path(reads, lambda key: clusters[key].last.agent.record.place)
+            result.deciding = sum(clusters[key].deciding for key in path)
         return result
 
     def cancel(self) -> None:
@@ -279,15 +288,6 @@ class SystemRun:
     def _make_result(self, text: str, finish_reason: str | None) -> Result:
         spending, one = self._inquiry.spending(), self._in_one_request_for
         return Result(text, finish_reason, self._records(), spending, in_one_request_for=one)
-
-    def _add_decisions(self, result: Result) -> None:
-        clusters = self._clusters
-        result.decisions = [one for cluster in clusters.values() for one in cluster.decisions]
-        if self._system.early_exit is not None:
-            # Only the decisions on the critical path delayed the answer.
-            reads = self._system.reads
-            path = critical_path(reads, lambda key: clusters[key].last.agent.record.place)
-            result.deciding = sum(clusters[key].deciding for key in path)
 
     async def _vote(self) -> Result:
         system, last = self._system, self._agents[-1]
@@ -331,7 +331,7 @@ class SystemRun:
                 prompt = system.messages(question, layer, place, self._slots)
             # Stock SGLang mixes no prefill into decode steps of requests with log-probabilities.
             # Therefore only answers that early exit scores have them.
-            if self._is_scored(layer, place):
+            if system.is_scored(layer, place):
                 model = model.with_sampling({"logprobs": True})
             agents.append(Agent(self._inquiry, layer, place, model, is_last=is_last))
             self._flow.start_soon(partial(agents[-1].run, prompt))
@@ -358,8 +358,8 @@ class SystemRun:
             Member(agent, [AnswerSlot(flow.version(agent), *form) for form in each])
             for agent, each in zip(agents, forms, strict=True)
         ]
-        policy, scores = self._policy(len(agents)), None
-        if policy is not None and is_read:
+        policy, scores = system.early_exit, None
+        if policy is not None and is_read and policy.applies_to(len(agents)):
             scores = ScoredAnswers(policy, system.rng, len(agents))
         room = partial(self._room, layer, reads) if is_read else _unlimited
         cluster = Cluster(members, room, scores, quorum)
@@ -401,17 +401,6 @@ class SystemRun:
             leave_out([agent for agent in open_ if not agent.written], is_used=False)
             await wait_for_several([agent.complete for agent in agents], quorum.answers)
             leave_out([agent for agent in agents if not agent.is_over], is_used=is_read)
-
-    def _policy(self, agents: int) -> EarlyExit | None:
-        """Return the early exit policy of a cluster of so many agents, if one applies."""
-        policy = self._system.early_exit
-        return policy if policy is not None and policy.applies_to(agents) else None
-
-    def _is_scored(self, layer: int, place: int) -> bool:
-        """Return whether any cluster scores an agent's answer."""
-        after = self._system.reads[layer + 1 :][:1]
-        clusters = [reads for layer in after for reads in layer if place in reads]
-        return any(self._policy(len(reads)) is not None for reads in clusters)
 
     async def _room(self, layer: int, reads: Reads) -> int | None:
         """Return how many tokens a cluster's answers may have for all its readers; None: any."""
@@ -480,8 +469,7 @@ async def _fill_slots(
     titles = [prompt.title(number) for number in range(1, len(answers) + 1)]
     lengths = [one.tokens for one in answers]
     empty_prompt = add_role(prompt.messages(question, titles), reader.role)
-    room = await room_for_answers([reader], empty_prompt, lengths)
-    shares = lengths if room is None else fair_shares(lengths, room)
+    shares = fair_shares(lengths, await room_for_answers([reader], empty_prompt, lengths))
     return [
         title + cut_answer(one.text, length, share)
         for title, one, length, share in zip(titles, answers, lengths, shares, strict=True)

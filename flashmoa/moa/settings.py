@@ -1,18 +1,25 @@
-"""Define the settings of mixtures, staircases and debates: limits, quorum, budget, steps"""
+"""Define the settings of systems: limits, quorum, budget, steps, and sampling parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Generator, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated
 
 Order = Literal["contiguous", "rounds"]
 # The assumed length of a token where no engine has counted. Chunks are always cut by it, so that
 # they do not depend on how a server's events divide a text.
 CHARACTERS_PER_TOKEN = 4
+# Of a pydantic dataclass: unknown arguments are errors.
+NO_OTHERS = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class Limits:
     """How long an agent may take, and how often its request is sent. Times are in seconds.
 
@@ -22,24 +29,18 @@ class Limits:
         answer_seconds: for the whole answer. After this time the answer ends where it is, as if it
             had reached its ``max_tokens``.
         attempts: how many requests may be sent, to the model's engines in turn; ``None``: one to
-            each engine. An answer that broke off is continued, not begun anew.
+            each engine. An answer that broke off is continued, not begun again.
 
     ``None`` for a time is no limit. Raises: ValueError if a number is not positive.
     """
 
-    first_token_seconds: float | None = 120.0
-    stall_seconds: float | None = 60.0
-    answer_seconds: float | None = None
-    attempts: int | None = None
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{limit.name} is {value}; it must be positive")
+    first_token_seconds: _Seconds | None = 120.0
+    stall_seconds: _Seconds | None = 60.0
+    answer_seconds: _Seconds | None = None
+    attempts: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class Quorum:
     """How many answers suffice after some time.
 
@@ -49,36 +50,11 @@ class Quorum:
     Raises: ValueError if a number is out of its range.
     """
 
-    answers: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if self.answers < 1:
-            raise ValueError(f"answers is {self.answers}; a quorum needs at least 1 answer")
-        if not self.seconds >= 0:
-            raise ValueError(f"seconds is {self.seconds}; it must not be negative")
+    answers: Count
+    seconds: Annotated[float, Field(ge=0)]
 
 
-def check_quorums(quorums: Sequence[Quorum | None], sizes: Sequence[Sequence[int]]) -> None:
-    """Check that no quorum needs more answers than are read together anywhere.
-
-    Args:
-        quorums: those of the layers that are read; one may be the quorum of several layers.
-        sizes: for each of these layers, how many answers are read together.
-
-    Raises: ValueError if one does.
-    """
-    for quorum in quorums:
-        layers = [number for number, other in enumerate(quorums) if other is quorum]
-        most = max(size for number in layers for size in sizes[number])
-        if quorum is not None and quorum.answers > most:
-            raise ValueError(
-                f"the quorum of layer {', '.join(map(str, layers))} (from 0) needs "
-                f"{quorum.answers} answers, but at most {most} are read together"
-            )
-
-
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class Budget:
     """What one question may cost. Once that is spent, no further agent is asked.
 
@@ -92,19 +68,17 @@ class Budget:
     Raises: ValueError if a number is out of its range.
     """
 
-    tokens: int
-    reserve: int = 0
+    tokens: Count
+    reserve: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        if not self.tokens > 0:
-            raise ValueError(f"tokens is {self.tokens}; a budget must be positive")
-        if not 0 <= self.reserve < self.tokens:
+        if self.reserve >= self.tokens:
             raise ValueError(
                 f"reserve is {self.reserve}; it must be less than tokens, which is {self.tokens}"
             )
 
 
-@dataclass(frozen=True, slots=True)
+@validated(config=NO_OTHERS, frozen=True, slots=True)
 class Steps:
     """The settings of a staircase: how long chunks are, and how they stand in the prompt.
 
@@ -120,16 +94,12 @@ class Steps:
     Raises: ValueError if a number is out of its range.
     """
 
-    first: int = 8
-    growth: float = 2.0
+    first: Count = 8
+    growth: Annotated[float, Field(ge=1)] = 2.0
     largest: int = 128
     order: Order = "rounds"
 
     def __post_init__(self) -> None:
-        if self.first < 1:
-            raise ValueError(f"first is {self.first}; a chunk needs at least 1 token")
-        if self.growth < 1:
-            raise ValueError(f"growth is {self.growth}; it must be at least 1")
         if self.largest < self.first:
             raise ValueError(
                 f"largest is {self.largest}; it must be at least first, which is {self.first}"
@@ -141,3 +111,113 @@ class Steps:
         while True:
             yield int(size)
             size = min(float(self.largest), size * self.growth)
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Strings = str | list[str]
+
+
+class ResponseFormat(BaseModel):
+    """The form that an answer must have, as in OpenAI's API; the engine reads the other fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+
+
+class Sampling(BaseModel):
+    """Holds parameters of chat completions which an engine gets as they are.
+
+    They are those of OpenAI's API and SGLang's own. Engines ignore names that they do not know, so
+    an unknown name is an error here.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: Strings | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+    def given_parameters(self) -> dict[str, Any]:
+        """Return the parameters that are set, the two names of ``max_tokens`` as that one.
+
+        If both are set, the smaller number satisfies both.
+        """
+        given = self.model_dump(include=set(Sampling.model_fields), exclude_none=True)
+        names = ("max_tokens", "max_completion_tokens")
+        limits = [given.pop(name) for name in names if name in given]
+        return {**given, "max_tokens": min(limits)} if limits else given
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return an error message's end that names the known name nearest to an unknown one.
+
+    Args:
+        otherwise: the end if none is near; by default it lists the names.
+    """
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise or f"use one of {', '.join(names)}"
+
+
+# Parameters for which an engine may refuse a request, though their types are right.
+_REFUSABLE = (
+    "max_tokens", "max_completion_tokens", "min_tokens", "logit_bias", "stop_regex", "regex",
+    "ebnf", "response_format", "chat_template_kwargs", "reasoning_effort", "tools", "tool_choice",
+)  # fmt: skip
+
+# Parameters that one request must follow to the answer's end.
+_OF_ONE_REQUEST = (
+    "response_format", "regex", "ebnf", "json_schema",
+    "stop_regex", "stop_token_ids", "no_stop_trim", "min_tokens",
+)  # fmt: skip
+
+
+def can_be_refused(parameters: Mapping[str, Any]) -> bool:
+    """Return whether an engine may refuse a request because of these parameters."""
+    return any(parameters.get(name) is not None for name in _REFUSABLE)
+
+
+def token_limit(parameters: Mapping[str, Any]) -> int | None:
+    """Return how many tokens an answer may have; ``None`` for any number."""
+    return parameters.get("max_completion_tokens") or parameters.get("max_tokens")
+
+
+def needs_one_request(parameters: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters because of which one request must write the whole answer.
+
+    A request that continues an answer applies its grammar and its ``min_tokens`` from its own first
+    token on, and does not know that the answer has ended at a token.
+    """
+    values = {name: parameters.get(name) for name in _OF_ONE_REQUEST}
+    return [name for name, value in values.items() if value and value != {"type": "text"}]
+
+
+def has_grammar(parameters: Mapping[str, Any]) -> bool:
+    """Return whether a request's answer must match a grammar, as that of JSON."""
+    form: dict[str, Any] = parameters.get("response_format") or {}
+    names = ("regex", "ebnf", "json_schema")
+    return form.get("type", "text") != "text" or any(parameters.get(name) for name in names)

@@ -133,15 +133,11 @@ def _check_widths(widths: Sequence[int]) -> None:
 
 
 def _check_layers(layers: Sequence[Layer]) -> None:
-    if len(layers) < 2:
+    if len(layers) < 2 or any(layers[0]) or len(layers[-1]) != 1:
         raise ValueError(
-            f"there are {len(layers)} layers; give at least two, the proposers' and an aggregator's"
+            f"the layers have {[*map(len, layers)]} agents; there must be two layers or more, the "
+            "first must read no agent, and the last must have one agent"
         )
-    for place, reads in enumerate(layers[0]):
-        if reads:
-            raise ValueError(f"agent {place} of layer 0 reads {reads}; proposers read no agent")
-    if len(layers[-1]) != 1:
-        raise ValueError(f"the last layer has {len(layers[-1])} agents; it must have one")
     for number, (before, layer) in enumerate(pairwise(layers), 1):
         for place, reads in enumerate(layer):
             if not reads or len(set(reads)) < len(reads):
@@ -149,15 +145,9 @@ def _check_layers(layers: Sequence[Layer]) -> None:
                     f"agent {place} of layer {number} reads {reads}; it must read at least one "
                     "agent, and none twice"
                 )
-        read = {place for reads in layer for place in reads}
-        existing = set(range(len(before)))
-        if missing := read - existing:
+        wrong = {place for reads in layer for place in reads} ^ {*range(len(before))}
+        if wrong:
             raise ValueError(
-                f"layer {number} reads agents {sorted(missing)}, but layer {number - 1} has only "
-                f"{len(before)} agents, counted from 0"
-            )
-        if unread := existing - read:
-            raise ValueError(
-                f"no agent reads agents {sorted(unread)} of layer {number - 1}; leave them out or "
-                f"let layer {number} read them"
+                f"layer {number} must read each of the {len(before)} agents of layer {number - 1}, "
+                f"counted from 0, and no others; agents {sorted(wrong)} are not read, or are none"
             )

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
-from flashmoa.moa.prompts import Order
+from flashmoa.moa.settings import Order
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE

@@ -7,15 +7,14 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -24,8 +23,13 @@ from starlette.types import Receive, Scope, Send
 from flashmoa._starlette import while_connected
 from flashmoa.moa.config import ServedSystem
 from flashmoa.moa.results import Result
-from flashmoa.moa.serve.answers import Completion, error_body
-from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused, parse_object
+from flashmoa.moa.serve.chat_completions import (
+    ChatQuestion,
+    ChatRequestRefused,
+    Completion,
+    error_body,
+    parse_object,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +77,7 @@ def application(systems: Sequence[ServedSystem], options: ServeOptions | None = 
         Route("/health", server.health),
         Route("/metrics", server.show_metrics),
     ]
-    handlers: dict[Any, Any] = {
-        ChatRequestRefused: _answer_error,
-        HTTPException: _answer_http_error,
-    }
+    handlers: dict[Any, Any] = {ChatRequestRefused: _answer_error}
     return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
 
 
@@ -95,13 +96,6 @@ def _error_response(error: Exception, engines: Mapping[str, str] | None = None) 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:
     return _error_response(error)
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    """Answer that there is no such route, in the form of the other errors."""
-    assert isinstance(error, HTTPException)
-    problem = f"{request.method} {request.url.path}: {error.detail}; see docs/mixture-of-agents.md"
-    return _error_response(ChatRequestRefused(problem, status=error.status_code))
 
 
 class _Metrics:
@@ -126,6 +120,7 @@ class _Metrics:
         )
 
 
+@dataclass(slots=True)
 class _Question:
     """A question that is being answered, for metrics and logs.
 
@@ -133,18 +128,17 @@ class _Question:
         ending: ``left`` unless it is answered, refused or fails, since the client disconnected.
     """
 
-    def __init__(self, chat: ChatQuestion, served: ServedSystem, metrics: _Metrics) -> None:
-        self.chat = chat
-        self.served = served
-        self.ending = "left"
-        self._metrics = metrics
-        self._started = time.monotonic()
-        self._has_begun = False
+    chat: ChatQuestion
+    served: ServedSystem
+    metrics: _Metrics
+    ending: str = "left"
+    _started: float = field(default_factory=time.monotonic)
+    _has_begun: bool = False
 
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[Any]:
         """Yield its run, and count its tokens however it ends; estimated if no engine counted."""
-        chat, name, tokens = self.chat, self.served.name, self._metrics.tokens
+        chat, name, tokens = self.chat, self.served.name, self.metrics.tokens
         async with self.served.system.answering(chat.messages, chat.parameters) as run:
             try:
                 yield run
@@ -159,11 +153,11 @@ class _Question:
         if not self._has_begun:
             self._has_begun = True
             seconds = time.monotonic() - self._started
-            self._metrics.first_token.labels(self.served.name).observe(seconds)
+            self.metrics.first_token.labels(self.served.name).observe(seconds)
 
     def finish(self, result: Result) -> None:
         """Note that it is answered."""
-        self.ending, name, metrics = "answered", self.served.name, self._metrics
+        self.ending, name, metrics = "answered", self.served.name, self.metrics
         metrics.seconds.labels(name).observe(time.monotonic() - self._started)
         if result.substitution is not None:
             metrics.substitutions.labels(name, result.substitution.kind).inc()
@@ -282,37 +276,37 @@ class _Server:
 
     async def _send_whole(self, request: Request, send: Send, question: _Question) -> None:
         """Send the answer when it is complete."""
-        name, engines = question.served.name, question.served.engine_names
+        served = question.served
         try:
             async with question.answering() as run:
                 result = await run.result()
         except Exception as error:
             question.fail(error)
-            response = _error_response(error, engines)
+            response = _error_response(error, served.engine_names)
         else:
             question.finish(result)
-            response = _AsciiResponse(Completion(name, engines).whole(result))
+            response = _AsciiResponse(Completion(served.name, served.engine_names).whole(result))
         await response(request.scope, request.receive, send)
 
     async def _stream(self, send: Send, question: _Question) -> None:
         """Send the answer while it is written."""
         engines = question.served.engine_names
         completion = Completion(question.served.name, engines)
-        async with sending_events(send, self._options.heartbeat_seconds) as stream:
+        async with sending_events(send, self._options.heartbeat_seconds) as send_event:
             try:
                 async with question.answering() as run:
-                    await stream.event(completion.chunk({"role": "assistant", "content": ""}))
+                    await send_event(completion.chunk({"role": "assistant", "content": ""}))
                     async for piece in run:
                         question.begin()
-                        await stream.event(completion.chunk({"content": piece}))
+                        await send_event(completion.chunk({"content": piece}))
                     result = await run.result()
             except Exception as error:
                 question.fail(error)
-                await stream.event(error_body(error, engines)[1])
+                await send_event(error_body(error, engines)[1])
                 return
             question.finish(result)
             for body in completion.last_chunks(result, has_usage=question.chat.includes_usage):
-                await stream.event(body)
+                await send_event(body)
 
     async def list_models(self, request: Request) -> Response:
         self._check_key(request)
@@ -334,40 +328,34 @@ class _Server:
         return Response(page, media_type="text/plain; version=0.0.4")
 
 
-class EventStream:
-    """The body of an answer of which each part is a server-sent event."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._last_sent = -math.inf
-
-    async def event(self, body: Mapping[str, Any]) -> None:
-        """Send a JSON object."""
-        await self._write(f"data: {json.dumps(body)}\n\n".encode())
-
-    async def _write(self, data: bytes) -> None:
-        self._last_sent = anyio.current_time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def keep_alive(self, seconds: float) -> None:
-        """Send a comment whenever nothing was sent for some seconds, until it is cancelled."""
-        while True:
-            await anyio.sleep_until(self._last_sent + seconds)
-            if anyio.current_time() >= self._last_sent + seconds:
-                await self._write(_HEARTBEAT)
-
-
 @asynccontextmanager
-async def sending_events(send: Send, heartbeat_seconds: float) -> AsyncGenerator[EventStream]:
-    """Send the head of an answer, yield its body, and end it.
+async def sending_events(
+    send: Send, heartbeat_seconds: float
+) -> AsyncGenerator[Callable[[Mapping[str, Any]], Awaitable[None]]]:
+    """Send the head of an answer, yield a function that sends an event with JSON, and end it.
 
     Proxies and clients end connections on which nothing comes for a while. So a comment is sent
     while there is no event for ``heartbeat_seconds``.
     """
+    last_sent = -math.inf
+
+    async def write(data: bytes, *, more: bool = True) -> None:
+        nonlocal last_sent
+        last_sent = anyio.current_time()
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def send_event(body: Mapping[str, Any]) -> None:
+        await write(f"data: {json.dumps(body)}\n\n".encode())
+
+    async def keep_alive() -> None:
+        while True:
+            await anyio.sleep_until(last_sent + heartbeat_seconds)
+            if anyio.current_time() >= last_sent + heartbeat_seconds:
+                await write(_HEARTBEAT)
+
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-    stream = EventStream(send)
     async with anyio.create_task_group() as group:
-        group.start_soon(stream.keep_alive, heartbeat_seconds)
-        yield stream
+        group.start_soon(keep_alive)
+        yield send_event
         group.cancel_scope.cancel()
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+    await write(b"data: [DONE]\n\n", more=False)

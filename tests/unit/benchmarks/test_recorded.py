@@ -20,7 +20,7 @@ from flashmoa_bench.recorded import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.early_exit import frobenius_cosine, to_features
+from flashmoa.moa.early_exit import frobenius_cosine, normalise
 from flashmoa.observe import CallFinished
 
 MODELS = {"small": ("a", "b"), "medium": ("c",), "large": ("d",)}
@@ -96,7 +96,7 @@ def test_confidences_are_drawn_anew_for_each_question_and_agent_by_the_seed() ->
 def similarities(one: float, two: float, three: float) -> list[float]:
     """Return how similar the rows are that were made for these similarities."""
     made = make_rows([[1, one, two], [one, 1, three], [two, three, 1]])
-    rows = [to_features(row) for row in made]
+    rows = [normalise(row) for row in made]
     return [frobenius_cosine(first, other) for first, other in combinations(rows, 2)]
 
 
@@ -124,7 +124,7 @@ async def _compare(script: QuestionScript, seconds: list[int]) -> float:
     for agent in ("1.2", "1.3"):
         embedder(CallFinished(agent=agent, engine="", call_id=agent, text=f"text of {agent}"))
     first, last = [await embedder.embed(f"text of {agent}") for agent in ("1.2", "1.3")]
-    return frobenius_cosine(to_features(first), to_features(last))
+    return frobenius_cosine(normalise(first), normalise(last))
 
 
 def test_answers_are_as_similar_as_the_recorded_ones_of_their_agents() -> None:

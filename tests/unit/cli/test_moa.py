@@ -12,6 +12,8 @@ from flashmoa.cli import moa
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 pytestmark = pytest.mark.anyio
+MODEL = 'engine = "URL", model = "m"'
+LAYERS = f"layers = [{{models = [{{{MODEL}, repeat = 3}}]}}, {{models = [{{{MODEL}}}]}}]\n"
 
 
 async def check(
@@ -28,37 +30,22 @@ async def check(
     return output, engine.bodies
 
 
-def layers(proposer: str = "m", last: str = "m") -> str:
-    first = f'{{models = [{{engine = "URL", model = "{proposer}", repeat = 3}}]}}'
-    return f'layers = [{first}, {{models = [{{engine = "URL", model = "{last}"}}]}}]\n'
-
-
-async def test_served_models_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown, bodies = await check(tmp_path, capsys, layers("m", "mine"))
-    assert "it serves m, and not 'mine'" in shown and "model = 'm'" in shown
-    assert "1 to fix" in shown and [body["model"] for body in bodies] == ["m"]
-    shown, bodies = await check(tmp_path, capsys, layers("m", "default"))
-    assert "nothing to fix" in shown and [body["model"] for body in bodies] == ["m", "default"]
-
-
 async def test_a_request_has_the_form_that_the_system_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown, [body] = await check(tmp_path, capsys, layers())
+    shown, [body] = await check(tmp_path, capsys, LAYERS)
     assert "nothing to fix" in shown and body["max_tokens"] == 1
     assert not body.keys() & {"logprobs", "continue_final_message"}
-    _, [body] = await check(tmp_path, capsys, f'kind = "staircase"\n{layers()}')
+    _, [body] = await check(tmp_path, capsys, f'kind = "staircase"\n{LAYERS}')
     assert body["continue_final_message"] and "logprobs" not in body
-    _, [body] = await check(tmp_path, capsys, f'early_exit = {{embedder = "URL"}}\n{layers()}')
+    _, [body] = await check(tmp_path, capsys, f'early_exit = {{embedder = "URL"}}\n{LAYERS}')
     assert body["logprobs"] and "continue_final_message" not in body
 
 
 async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown, _ = await check(tmp_path, capsys, layers(), [("end", "abort")])
+    shown, _ = await check(tmp_path, capsys, LAYERS, [("end", "abort")])
     assert "it refuses an agent's request to 'm'" in shown
 
     class Silent:
@@ -67,7 +54,7 @@ async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
 
     monkeypatch.setattr(moa, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr("flashmoa.moa.config.EngineEmbedder", lambda *_: Silent())
-    early = f'early_exit = {{embedder = "URL"}}\n{layers()}'
+    early = f'early_exit = {{embedder = "URL"}}\n{LAYERS}'
     shown, _ = await check(tmp_path, capsys, early, [])
     assert "gives no log-probabilities" in shown
     assert "it did not answer within 0.3 s" in shown

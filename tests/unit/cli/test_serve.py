@@ -184,13 +184,13 @@ def test_other_servers_refuse_the_same_ports(
     assert f"--port {port} is not between 1 and 65535" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", ["abc", "0", "1.5"])
+@pytest.mark.parametrize("number", ["0", "-1"])
 def test_a_wrong_number_is_refused_with_what_to_give(
     number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         moa.main(["serve", "moa.toml", "--max-questions", number])
-    assert f"{number} is not a whole number above 0" in capsys.readouterr().err
+    assert f"{number} is not above 0" in capsys.readouterr().err
 
 
 def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(

@@ -20,7 +20,7 @@ from flashmoa.moa import (
     Staircase,
     Steps,
 )
-from flashmoa.moa.serve.answers import error_body
+from flashmoa.moa.serve.chat_completions import error_body
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 pytestmark = pytest.mark.anyio
@@ -108,35 +108,47 @@ def system(kind: str, proposer: Model, last: Model, **more: Any) -> Any:
 KINDS = pytest.mark.parametrize("kind", ["mixture", "staircase", "debate"])
 
 
-@KINDS
-async def test_a_refusal_of_the_clients_parameters_is_the_answer(kind: str) -> None:
-    async with scripted_engine(SCRIPTS) as (_, client):
-        asked = system(kind, Model(client, "whole"), Model(client, "rest"))
-        # The engine refuses such a temperature. A client can send only parameters of right types.
-        refused = {**REFUSED, "max_tokens": 4}
-        with pytest.raises(MixtureFailed, match="too cold") as failure:
-            await asked.answer("?", refused)
-        assert error_body(failure.value)[0] == 400
-        own = system(kind, Model(client, "whole"), Model(client, "rest", REFUSED))
-        assert (await own.answer("?")).substitution is not None
+TAKES_2, TAKES_4 = {"max_tokens": 2}, {"max_tokens": 4}
 
 
 @KINDS
-async def test_an_engine_that_is_down_has_a_substitute_whatever_the_client_sends(kind: str) -> None:
-    """A refusal with 503 does not come from the client's parameters."""
+@pytest.mark.parametrize(
+    ("first", "last", "own", "given", "outcome"),
+    [
+        # The engine refuses such a temperature, which another one would refuse, too.
+        ("whole", "rest", {}, REFUSED | TAKES_4, 400),
+        ("whole", "rest", REFUSED, {}, "answer"),
+        # A refusal with 503 does not come from the client's parameters.
+        ("whole", "down", {}, TAKES_4, "answer"),
+        # An answer of another form is no substitute.
+        ("whole", "cut", {}, JSON, 502),
+        ("whole", "cut", {}, {}, "answer"),
+        # An answer may be empty that ends at the client's text, or at its number of tokens.
+        ("whole", "empty", {}, {"stop": ["It"]}, None),
+        ("whole", "empty", {}, {}, "answer"),
+        ("long", "blank", {}, TAKES_2, None),
+        ("long", "blank", TAKES_2, {}, "answer"),
+        # A longer answer than the client asks for is no substitute.
+        *(("long", last, {}, TAKES_2, 502) for last in ("down", "empty", "begun")),
+        *(("long", last, {}, TAKES_4, "answer") for last in ("down", "empty", "begun")),
+        ("long", "down", {}, {"max_completion_tokens": 2}, 502),
+    ],
+)
+async def test_a_client_gets_the_best_answer_of_the_form_that_it_asks_for(
+    kind: str, first: str, last: str, own: Any, given: Any, outcome: int | str | None
+) -> None:
+    """Outcomes are a status, the kind of the substitution, or no substitution."""
     async with scripted_engine(SCRIPTS) as (_, client):
-        asked = system(kind, Model(client, "whole"), Model(client, "down"))
-        result = await asked.answer("?", {"max_tokens": 4})
-        assert result.substitution is not None and result.text == "It is 18."
-
-
-async def test_an_answer_of_another_form_is_no_substitute() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client):
-        mixture = system("mixture", Model(client, "whole"), Model(client, "cut"))
-        with pytest.raises(MixtureFailed) as failure:
-            await mixture.answer("?", JSON)
-        assert error_body(failure.value)[0] == 502
-        assert (await mixture.answer("?")).substitution is not None
+        asked = system(kind, Model(client, first), Model(client, last, own))
+        if isinstance(outcome, int):
+            with pytest.raises(MixtureFailed) as failure:
+                await asked.answer("?", given)
+            assert error_body(failure.value)[0] == outcome
+            return
+        result = await asked.answer("?", given)
+    expected = "" if outcome is None else "".join(str(piece) for piece in SCRIPTS[first])
+    found = result.substitution
+    assert (result.text.strip(), found and found.kind) == (expected, outcome)
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -162,41 +174,8 @@ async def test_a_fallback_continues_within_max_tokens(kind: str) -> None:
         assert (body["messages"][-1]["content"], body["max_tokens"]) == ("It is ", 2)
 
 
-async def test_an_answer_that_ends_at_the_clients_text_may_be_empty() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client):
-        mixture = system("mixture", Model(client, "whole"), Model(client, "empty"))
-        result = await mixture.answer("?", {"stop": ["It"]})
-        assert (result.text, result.substitution, result.finish_reason) == ("", None, "stop")
-        assert (await mixture.answer("?")).substitution is not None
-
-
 def _refused(client: EngineClient) -> Model:
     return Model(client, "whole", REFUSED)
-
-
-@KINDS
-async def test_white_space_within_the_clients_max_tokens_is_the_answer(kind: str) -> None:
-    """An earlier agent's answer would be longer."""
-    async with scripted_engine(SCRIPTS) as (_, client):
-        asked = system(kind, Model(client, "long"), Model(client, "blank"))
-        result = await asked.answer("?", {"max_tokens": 2})
-        assert (result.text.strip(), result.substitution, result.finish_reason) == (
-            "", None, "length"
-        )  # fmt: skip
-        own = system(kind, Model(client, "long"), Model(client, "blank", {"max_tokens": 2}))
-        assert (await own.answer("?")).substitution is not None
-
-
-@KINDS
-@pytest.mark.parametrize("last", ["down", "empty", "begun"])
-async def test_an_answer_longer_than_the_client_asks_is_no_substitute(kind: str, last: str) -> None:
-    async with scripted_engine(SCRIPTS) as (_, client):
-        asked = system(kind, Model(client, "long"), Model(client, last))
-        for name in ("max_tokens", "max_completion_tokens"):
-            with pytest.raises(MixtureFailed):
-                await asked.answer("?", {name: 2})
-        result = await asked.answer("?", {"max_tokens": 4})
-        assert result.text == "18 or 19." and result.substitution.kind == "answer"
 
 
 @pytest.mark.parametrize("kind", ["vote", "staircase vote"])

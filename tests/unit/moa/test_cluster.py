@@ -96,20 +96,17 @@ class EndlessEmbedder:
         raise AssertionError(text)
 
 
-async def test_pending_decision_is_cancelled_when_all_answers_are_complete() -> None:
-    agents = members("one", "two", "three")
-    with anyio.fail_after(10):
-        cluster = await run_cluster(agents, EarlyExit(EndlessEmbedder()))
-    assert all(member.used for member in agents) and not cluster.decisions
-
-
-async def test_pending_decision_is_cancelled_when_the_other_answers_failed() -> None:
-    agents = members("one", None, None)
-    for member in agents[1:]:
+@pytest.mark.parametrize("others", [["two", "three"], [None, None]], ids=["complete", "failed"])
+async def test_pending_decision_is_cancelled_when_no_other_answer_can_come(
+    others: list[str | None],
+) -> None:
+    agents = members("one", *others)
+    for member in agents if others[0] is None else ():
         member.agent.fail(RuntimeError("gone"))
     with anyio.fail_after(10):
-        await run_cluster(agents, EarlyExit(EndlessEmbedder()))
-    assert [member.used for member in agents] == [True, False, False]
+        cluster = await run_cluster(agents, EarlyExit(EndlessEmbedder()))
+    assert [member.used for member in agents] == [True, *(text is not None for text in others)]
+    assert not cluster.decisions
 
 
 async def test_a_pending_decision_does_not_keep_the_next_answer_from_streaming() -> None:
@@ -160,7 +157,7 @@ async def test_answers_are_copied_before_their_room_is_known() -> None:
     async def room() -> None:
         await known.wait()
 
-    cluster = Cluster(agents, room=room)
+    cluster = Cluster(agents, find_room=room)
     async with anyio.create_task_group() as group:
         group.start_soon(cluster.run)
         agents[1].agent.write("two")
@@ -177,7 +174,7 @@ async def test_answers_do_not_wait_for_an_engine_that_does_not_tell_its_room(
 ) -> None:
     monkeypatch.setattr(cluster_module, "_ROOM_SECONDS", 0.01)
     agents = members("one", "two")
-    cluster = Cluster(agents, room=anyio.sleep_forever)
+    cluster = Cluster(agents, find_room=anyio.sleep_forever)
     with anyio.fail_after(10):
         await cluster.run()
     assert [await member.slots[0].text for member in agents] == ["one", "two"]

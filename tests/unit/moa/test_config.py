@@ -149,30 +149,29 @@ def test_staircase_and_debate_are_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('kind = "staircase"\ntopology = "2-1"\n@2\n@1', "topology is set, but a staircase has"),
+        ('kind = "staircase"\ntopology = "2-1"\n@2\n@1', "no key 'topology': it is one of another"),
         ("@2", "give at least two layers"),
         ('kind = "debate"\n@2', r"its layers have \[2\] agents; this debate needs two layers"),
         ('kind = "staircase"\n@2\n@2', "this staircase needs two layers, and one agent in the sec"),
-        ("@2\n@2", "the last layer has 2 agents; it must have one"),
+        ("@2\n@2", "and the last must have one agent"),
         ("budget = {tokens = 10, reserve = 10}\n@2\n@1", "budget: reserve is 10; it must be less"),
-        ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "a quorum needs at least 1 answer"),
-        ("limits = {stall_seconds = 0}\n@2\n@1", "stall_seconds is 0.0; it must be positive"),
-        ("limits = {patience = 1}\n@2\n@1", "no key 'patience': use one of answer_seconds"),
+        ("quorum = {answers = 0, seconds = 1}\n@2\n@1", "quorum.answers: Input should be gr"),
+        ("limits = {stall_seconds = 0}\n@2\n@1", "limits.stall_seconds: Input should be"),
+        ("limits = {patience = 1}\n@2\n@1", "no key 'patience': see the keys in"),
         ('[[layers]]\nmodels = [{model = "m"}]', "a model needs engine = 'URL'"),
         ('kind = "debate"\ndebate = {rounds = 0}\n@2\n@1', "at least one round; rounds is 0"),
         ('kind = "debate"\n@1\n@1', "a debate needs at least two debaters; there are 1"),
-        ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "first is 0; a chunk needs"),
-        ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "tau is 7.0; it must be above 0"),
+        ('kind = "staircase"\nstaircase = {first = 0}\n@2\n@1', "staircase.first: Input should be"),
+        ("early_exit = {embedder = 'http://e', tau = 7}\n@3\n@1", "early_exit.tau: Input should"),
         ("early_exit = {tau = 0.5}\n@3\n@1", "early_exit.embedder: Field required"),
         ("early_exit = {embedder = 'e'}\n@3\n@1", "early_exit.embedder: 'e' is not an engine's"),
         ("early_exit = {api_key = ['x']}\n@3\n@1", "early_exit.api_key: Input should be a valid s"),
         ("early_exit = {api_key = 5}\n@3\n@1", "early_exit.api_key: Input should be a valid str"),
         ("early_exit = {api_key = 'é'}\n@3\n@1", "early_exit.api_key: String should match"),
-        ("early_exit = {embedder = 'http://e', threshold = 0.8}\n@3\n@1",
-         "early_exit: threshold is set, but rule = 'sample' has none"),
-        ("early_exit = {embedder = 'http://e'}\n@2\n@1", "min_answers is 2, but at most 2 answers"),
-        ("@3\n@1\nquorum = {answers = 1, seconds = 1}", "the last layer has a quorum"),
-        ('kind = "staircase"\n@3\n@1\nquorum = {answers = 1, seconds = 1}', "the last layer has"),
+        ('kind = "debate"\ndebate = {ballot = "."}\n@2\n@1', "it has 2 layers; a debate with"),
+        ("layers = 3", "layers: Input should be a valid list"),
+        ("nmae = 'x'", "the file has no key 'nmae': did you mean 'name'"),
+        ("", "layers: Field required"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_named(tmp_path: Path, text: str, problem: str) -> None:
@@ -215,45 +214,6 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("topology", "quorum", "problem"),
-    [
-        ("4-2-1", "layer", "quorum of layer 0 (from 0) needs 3 answers, but at most 2"),
-        ("4-2-1", "all", "quorum of layer 0, 1 (from 0) needs 3 answers, but at most 2"),
-        ("4x2x1", "layer", None),
-        ("4x2x1", "all", None),
-    ],
-)
-def test_a_quorum_has_no_more_answers_than_are_read_together(
-    tmp_path: Path, topology: str, quorum: str, problem: str | None
-) -> None:
-    """One quorum for all layers must be possible in one of them."""
-    table = "quorum = {answers = 3, seconds = 1}"
-    first = "models = [{use = 'small', repeat = 4}]" + (f", {table}" if quorum == "layer" else "")
-    layers = f"layers = [{{{first}}}, {{models = ['small', 'small']}}, {{models = ['small']}}]"
-    text = f"topology = '{topology}'\n{layers}\n{table if quorum == 'all' else ''}\n{MODELS}"
-    if problem is None:
-        assert read(tmp_path, text)
-        return
-    with pytest.raises(ConfigError, match=re.escape(problem)):
-        read(tmp_path, text)
-
-
-def test_a_staircases_quorum_has_no_more_answers_than_proposers(tmp_path: Path) -> None:
-    text = SEVERAL + "quorum = {answers = 3, seconds = 1}\n"
-    with pytest.raises(ConfigError, match="needs 3 answers, but at most 2 are read"):
-        read(tmp_path, text)
-
-
-def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
-    unused = '[models.unused]\nengine = "http://a"\ntemprature = 1\n'
-    problem = "models.unused has no key 'temprature': did you mean 'temperature'"
-    with pytest.raises(ConfigError, match=problem):
-        read(tmp_path, unused + SEVERAL)
-    # Agents that use it may give the engine.
-    assert read(tmp_path, "[models.half]\nmax_tokens = 3\n" + SEVERAL)
-
-
-@pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
         ("temperature = 0.5", "temprature = 0.5",
@@ -270,17 +230,16 @@ def test_a_model_that_nobody_uses_is_checked_too(tmp_path: Path) -> None:
          r"systems.careful.layers.1 has no key 'instructions': did you mean 'instruction'"),
         ('"small"]}]', '"smal"]}]',
          r"systems.quick.layers.1.models.0: there is no model 'smal': did you mean 'small'"),
-        ('kind = "staircase"', 'kind = "stairs"', r"systems.quick.kind: Input should be 'mixture'"),
-        ('kind = "staircase"', 'name = "x"', r"systems.quick.name: the table is called 'quick'"),
+        ('kind = "staircase"', 'kind = "stairs"', r"systems.quick.kind is 'stairs'; use one of"),
         ("[systems.quick]", "[system.quick]", r"system: a file with \[systems.NAME\] has no"),
         ("[models.small]", "[model.small]", r"model: a file with \[systems.NAME\] has no such key"),
         ("repeat = 2", "models = []", r"layers.0.models.0 has no key 'models'"),
         ('topology = "3x2x1"', 'topology = "3x2x1"\nbudget = {tokens = 0}',
-         r"systems.careful.budget: tokens is 0"),
+         r"systems.careful.budget.tokens: Input should be greater than"),
         ('kind = "staircase"', 'kind = "mixture"\ndebate = {rounds = 3}',
-         r"systems.quick: debate is set, but a mixture has none"),
+         r"systems.quick has no key 'debate': it is one of another table, or of another kind"),
         ('kind = "staircase"', 'kind = "debate"\ndebate = {ballot = "("}',
-         r"systems.quick.debate.ballot: '\(' is not a regular expression: .* at position 0"),
+         r"systems.quick.debate.ballot: Input should be a valid regular expression"),
         ("[models.small]", "[models]", r"models must consist of tables \[models.NAME\]"),
         ("[models.small]", "[models.small", "is not valid TOML"),
     ],
@@ -291,20 +250,6 @@ def test_error_of_a_wrong_file_names_the_key_and_its_table(
     assert old in SEVERAL
     with pytest.raises(ConfigError, match=problem):
         read(tmp_path, SEVERAL.replace(old, new))
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("layers = 3", "layers: Input should be a valid list"),
-        ("[[layers]", "is not valid TOML"),
-        ("nmae = 'x'", "the file has no key 'nmae': did you mean 'name'"),
-        ("", "layers: Field required"),
-    ],
-)
-def test_error_of_a_wrong_file_names_the_place(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        read(tmp_path, text)
 
 
 toml_values = st.recursive(

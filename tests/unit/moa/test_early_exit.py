@@ -19,7 +19,6 @@ from flashmoa.moa.early_exit import (
     confidence,
     frobenius_cosine,
     normalise,
-    to_features,
 )
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -41,7 +40,7 @@ def cosine_as_published(one: Embedding, other: Embedding) -> float:
     return float(np.trace(u.T @ v) / (np.linalg.norm(u) * np.linalg.norm(v)))
 
 
-@given(SEEDS, SEEDS, st.integers(1, 30), st.integers(1, 30))
+@given(SEEDS, SEEDS, st.integers(2, 30), st.integers(2, 30))
 def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) -> None:
     one, other = embedding(a, n), embedding(b, m)
     found = frobenius_cosine(normalise(one), normalise(other))
@@ -53,10 +52,8 @@ def test_similarity_equals_the_papers_formula(a: int, b: int, n: int, m: int) ->
 def test_single_rows_are_compared_by_their_cosine() -> None:
     one, other = embedding(1, 1), embedding(2, 1)
     cosine = float(one[0] @ other[0]) / float(np.linalg.norm(one) * np.linalg.norm(other))
-    found = frobenius_cosine(to_features(one), to_features(other))
+    found = frobenius_cosine(normalise(one), normalise(other))
     assert found == pytest.approx(cosine**2, abs=1e-5)
-    several = embedding(3, 4)
-    assert np.array_equal(to_features(several), normalise(several))
 
 
 def test_embedding_of_zeros_has_similarity_zero() -> None:
@@ -112,7 +109,7 @@ async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> Non
 
     async def run(texts: list[str], logprob: float) -> list[bool]:
         answers = ScoredAnswers(policy, random.Random(policy.seed), len(texts) + 1)
-        return [await answers.suffice_with("1.1", text, [logprob]) for text in texts]
+        return [await answers.add_and_decide("1.1", text, [logprob]) for text in texts]
 
     # Confident answers that are all alike suffice as soon as two are complete.
     assert await run(["aa", "bb", "cc"], 0.0) == [False, True, True]
@@ -123,7 +120,7 @@ async def test_early_exit_when_answers_are_confident_and_agree(rule: str) -> Non
 @pytest.mark.parametrize("wrong", [{"tau": 0}, {"threshold": 2}, {"min_answers": 0}])
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     (name, value), *_ = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+    with pytest.raises(ValueError, match=f"{name}\n.*input_value={value}"):
         EarlyExit(LengthEmbedder(), **wrong)
 
 

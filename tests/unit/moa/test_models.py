@@ -6,7 +6,7 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa.moa import Model
-from flashmoa.moa.models import CONTEXT_LENGTHS, room_for_answers
+from flashmoa.moa.models import room_for_answers
 
 pytestmark = pytest.mark.anyio
 
@@ -34,13 +34,24 @@ async def test_room_is_what_the_reader_with_the_longest_answer_leaves(
 
 
 @pytest.mark.parametrize(("name", "expected"), [("a", 100), ("b", 20), ("unlisted", 100)])
-async def test_context_is_that_of_the_model_and_not_of_its_engine(name: str, expected: int) -> None:
+async def test_context_is_that_of_the_model_and_not_of_its_engine(
+    monkeypatch: pytest.MonkeyPatch, name: str, expected: int
+) -> None:
+    async def models() -> dict[str, int]:
+        return {"a": 100, "b": 20}
+
     async with EngineClient("http://127.0.0.1:9") as client:
-        CONTEXT_LENGTHS[client] = {"a": 100, "b": 20}
+        monkeypatch.setattr(client.plain, "models", models)
         assert await Model(client, name).context_length() == expected
 
 
-async def test_call_of_a_tool_needs_room_though_it_has_no_content() -> None:
+async def test_call_of_a_tool_needs_room_though_it_has_no_content(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def context_length(_model: Model) -> int:
+        return 100_000
+
+    monkeypatch.setattr(Model, "context_length", context_length)
     call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "stars"}'}}
     prompt = [
         {"role": "user", "content": "Why?"},
@@ -48,6 +59,5 @@ async def test_call_of_a_tool_needs_room_though_it_has_no_content() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "Many."},
     ]
     async with EngineClient("http://127.0.0.1:9") as client:
-        CONTEXT_LENGTHS[client] = {"default": 100_000}
         assert await Model(client).fits(prompt, 100_000)
         assert await room_for_answers([Model(client)], prompt, [10]) is None

@@ -1,12 +1,17 @@
-"""Test aggregators' prompts, and the shares of answers in them."""
+"""Aggregators' prompts, the shares of answers in them, and the chunks of answers."""
 
 from __future__ import annotations
+
+from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.prompts import AggregationPrompt, fair_shares
+from flashmoa.engine import EngineClient, EngineTimeout
+from flashmoa.moa import Steps
+from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares
+from flashmoa.workflow import Answer, Workflow
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -48,3 +53,66 @@ def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room
     if cut:
         # All cut answers are equally long, except for the remainder of the division.
         assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)
+
+
+def chunked(flow: Workflow, answer: Answer) -> ChunkedText:
+    return ChunkedText(flow, answer, "1. ", Steps(first=1))
+
+
+def test_chunks_grow_up_to_the_largest_chunk() -> None:
+    assert list(islice(Steps().sizes(), 7)) == [8, 16, 32, 64, 128, 128, 128]
+    assert list(islice(Steps(4, 1.5, 10).sizes(), 4)) == [4, 6, 9, 10]
+    with pytest.raises(ValueError, match=r"first\n.*greater than or equal to 1"):
+        Steps(first=0)
+
+
+@pytest.mark.anyio
+async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
+    whole = "".join(chr(97 + n % 26) for n in range(150))
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        for size in (1, 7, 150):
+            answer = Answer("p")
+            for begin in range(0, len(whole), size):
+                answer.write(whole[begin : begin + size])
+            answer.close()
+            proposal = ChunkedText(flow, answer, "1. ", Steps())
+            await proposal.cut()
+            chunks = [await proposal.chunk(number) for number in range(4)]
+            assert [len(chunk.removeprefix("1. ")) for chunk in chunks] == [32, 64, 54, 0]
+            assert "".join(chunk.removeprefix("1. ") for chunk in chunks) == whole
+            assert proposal.ends_before(3) and not proposal.ends_before(2)
+
+
+@pytest.mark.anyio
+async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        answer = Answer("slow")
+        answer.write("abcdef")
+        answer.fail(EngineTimeout("it stalled: nothing came for 0.01 s"))
+        proposal = chunked(flow, answer)
+        await proposal.cut()
+        assert [await proposal.chunk(number) for number in range(3)] == ["1. abcd", "1. ef", ""]
+        assert "nothing came for 0.01 s" in proposal.problem and not proposal.failed
+        assert answer.is_over and not answer.is_complete
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [None, ValueError("no such model")])
+async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | None) -> None:
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        answer = Answer("mute")
+        answer.close() if error is None else answer.fail(error)
+        proposal = chunked(flow, answer)
+        await proposal.cut()
+        assert proposal.failed and proposal.ends_before(0) and await proposal.chunk(0) == ""
+        assert proposal.problem == ("it answered nothing" if error is None else "no such model")
+
+
+@pytest.mark.anyio
+async def test_prompt_refuses_two_versions_of_one_answer() -> None:
+    async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
+        answer = Answer("writer")
+        one, other = flow.version(answer), flow.version(answer)
+        assert one.name == other.name == "writer"
+        with pytest.raises(ValueError, match="two versions of one answer: writer, writer"):
+            flow.ask([{"role": "user", "content": f"{one}{other}"}], name="reader")

@@ -6,11 +6,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
+from flashmoa.moa.agent import StopFilter
 from flashmoa.observe import CallFinished, Event
 from tests.unit.moa.scripted_engine import scripted_engine
 
@@ -119,3 +122,29 @@ async def test_prompts_are_rendered_with_every_field_that_shapes_them(
         mixture = Staircase(first, last) if is_staircase else MixtureOfAgents([first, [last]])
         await mixture.answer("Count.")
     assert rendered and all(each == fields for each in rendered)
+
+
+@given(
+    st.text("ab.", max_size=20),
+    st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_stop_text_that_is_complete_first(text: str, stops: list[str]) -> None:
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text
+    if ends:
+        complete = text[: ends[0]]
+        expected = complete[: min(complete.index(stop) for stop in stops if stop in complete)]
+    stopping = StopFilter(stops)
+    kept = ""
+    for letter in text:
+        kept += stopping.add(letter)
+        assert text.startswith(kept)
+    assert kept + stopping.end() == expected and stopping.found == bool(ends)
+
+
+def test_only_text_that_may_be_a_stop_text_is_held_back() -> None:
+    stopping = StopFilter(["END", ""])
+    assert stopping.add("the E") == "the " and stopping.held == "E"
+    assert stopping.add("N") == "" and stopping.add("d") == "ENd"
+    assert stopping.add(" END of") == " " and stopping.found
+    assert stopping.add("it") == stopping.end() == ""

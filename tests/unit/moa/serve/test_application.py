@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from flashmoa.moa.config import read_tables
-from flashmoa.moa.serve.answers import without_urls
 from flashmoa.moa.serve.application import application
+from flashmoa.moa.serve.chat_completions import without_urls
 from tests.integration.router.serving import serve
 from tests.unit.moa.scripted_engine import scripted_engine
 

@@ -9,47 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.moa.sampling import Sampling
-from flashmoa.moa.serve.chat_requests import ChatQuestion, ChatRequestRefused, parse_object
+from flashmoa.moa.serve.chat_completions import ChatQuestion, ChatRequestRefused, parse_object
+from flashmoa.moa.settings import Sampling
 
 QUESTION = [{"role": "user", "content": "Why?"}]
-# A valid value of every parameter of sampling.
-SAMPLING: dict[str, Any] = {
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "top_k": 40,
-    "min_p": 0.1,
-    "frequency_penalty": -1,
-    "presence_penalty": 1.5,
-    "repetition_penalty": 1.1,
-    "max_tokens": 100,
-    "max_completion_tokens": 90,
-    "min_tokens": 1,
-    "stop": ["END"],
-    "stop_token_ids": [7],
-    "stop_regex": "[.]",
-    "no_stop_trim": True,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "seed": 3,
-    "logit_bias": {"7": -100},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-    "regex": "[a-z]+",
-    "ebnf": "root ::= 'x'",
-    "reasoning_effort": "low",
-    "chat_template_kwargs": {"enable_thinking": False},
-    "verbosity": "low",
-}
-PASSED_ON: dict[str, Any] = {
-    "metadata": {"chat": "7"},
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "service_tier": "auto",
-    "user": "u",
-}
-
-
-KNOWN = {*SAMPLING, *PASSED_ON, "messages", "model", "stream", "stream_options"}
+ACCOUNT = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user"}
+KNOWN = {*Sampling.model_fields, *ACCOUNT, "messages", "model", "stream", "stream_options"}
 
 
 def parse(**body: Any) -> ChatQuestion:
@@ -62,18 +27,6 @@ def refusal(**body: Any) -> ChatRequestRefused:
     return refused.value
 
 
-def test_every_parameter_of_sampling_has_a_value_in_these_tests() -> None:
-    assert SAMPLING.keys() == Sampling.model_fields.keys()
-
-
-@pytest.mark.parametrize("name", sorted({*SAMPLING, *PASSED_ON}))
-def test_a_parameter_is_passed_on(name: str) -> None:
-    value = {**SAMPLING, **PASSED_ON}[name]
-    passed = "max_tokens" if name == "max_completion_tokens" else name
-    assert parse(**{name: value}).parameters == {passed: value}
-    assert parse(**{name: None}).parameters == {}
-
-
 @pytest.mark.parametrize("limits", [(5, 7), (7, 5)])
 def test_both_names_of_max_tokens_are_kept_to(limits: tuple[int, int]) -> None:
     older, newer = limits
@@ -81,23 +34,12 @@ def test_both_names_of_max_tokens_are_kept_to(limits: tuple[int, int]) -> None:
     assert given == {"max_tokens": 5}
 
 
-@given(names=st.sets(st.sampled_from(sorted(SAMPLING.keys() | PASSED_ON.keys()))))
-def test_no_parameter_is_lost(names: set[str]) -> None:
-    given_values = {name: {**SAMPLING, **PASSED_ON}[name] for name in names}
-    passed = parse(**given_values).parameters
-    if "max_completion_tokens" in given_values:
-        given_values["max_tokens"] = given_values.pop("max_completion_tokens")
-    assert passed == given_values
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=3,
 )
-known_fields = st.sampled_from(
-    [*SAMPLING, *PASSED_ON, "messages", "model", "stream", "stream_options", "n", "logprobs"]
-)
+known_fields = st.sampled_from(sorted({*KNOWN, "n", "logprobs"}))
 
 
 @given(body=st.dictionaries(known_fields | st.text(max_size=5), json_values, max_size=4))
@@ -150,9 +92,6 @@ def test_a_body_that_is_no_chat_request_is_named(content: bytes, problem: str) -
     [
         ({"temprature": 1}, "temprature", "unknown_parameter", "did you mean 'temperature'?"),
         ({"features": {}}, "features", "unknown_parameter", "there is no field 'features'"),
-        ({"n": 3}, "n", "unsupported_parameter", "n is 3: a question gets one answer"),
-        ({"logprobs": True}, "logprobs", "unsupported_parameter", "without log-probabilities"),
-        ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter", "agents pass on"),
         ({"temperature": 3}, "temperature", None, "temperature is 3: Input should be less"),
         ({"temperature": "hot"}, "temperature", None, "Input should be a valid number"),
         ({"max_tokens": 0}, "max_tokens", None, "greater than or equal to 1"),

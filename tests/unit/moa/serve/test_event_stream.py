@@ -32,16 +32,16 @@ class Client:
 
 async def test_comments_are_sent_while_there_is_no_event() -> None:
     client = Client()
-    async with sending_events(client, 0.001) as stream:
+    async with sending_events(client, 0.001) as send_event:
         with anyio.fail_after(30):
             await client.has_beaten_twice.wait()
-        await stream.event({"text": "é\u2028"})
+        await send_event({"text": "é\u2028"})
     events = [line for line in client.data.split(b"\n\n") if not line.startswith(b":")]
     assert events == [b'data: {"text": "\\u00e9\\u2028"}', b"data: [DONE]", b""]
 
 
 async def test_events_replace_comments() -> None:
     client = Client()
-    async with sending_events(client, 3600) as stream:
-        await stream.event({})
+    async with sending_events(client, 3600) as send_event:
+        await send_event({})
     assert client.data == b"data: {}\n\ndata: [DONE]\n\n" and not client.beats

@@ -11,6 +11,7 @@ import pytest
 
 from flashmoa.moa.config import read_tables
 from flashmoa.moa.serve.application import application
+from flashmoa.moa.settings import Sampling
 from tests.integration.router.serving import serve
 from tests.unit.moa.scripted_engine import ScriptedEngine, scripted_engine
 
@@ -31,7 +32,7 @@ EVERYWHERE: dict[str, Any] = {
     "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
     "logit_bias": {"7": -100}, "skip_special_tokens": True, "reasoning_effort": "low",
     "chat_template_kwargs": {"a": 1}, "verbosity": "low", "metadata": {"chat": "7"},
-    "ignore_eos": True,
+    "ignore_eos": True, "prompt_cache_key": "k", "safety_identifier": "s", "service_tier": "auto",
 }  # fmt: skip
 OF_ONE_REQUEST: dict[str, Any] = {
     "response_format": FORM, "regex": "x", "ebnf": "root ::= 'x'", "stop_regex": "x",
@@ -79,6 +80,11 @@ async def ask(http: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await http.post("/v1/chat/completions", json=body)
 
 
+def test_every_parameter_has_a_value_in_these_tests() -> None:
+    of_the_answer = {"stop", "max_tokens", "max_completion_tokens"}
+    assert Sampling.model_fields.keys() <= EVERYWHERE.keys() | OF_ONE_REQUEST | of_the_answer
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {**OF_ONE_REQUEST, "stop": ["#"]}], ids=["parts", "whole"])
 async def test_parameters_reach_the_agents_that_answer_and_no_others(
@@ -122,11 +128,3 @@ async def test_what_parts_cannot_follow_is_written_in_one_request(kind: str, nam
     assert not body.get("continue_final_message")
     # It has read whole answers.
     assert "".join(message["content"] for message in body["messages"]).count("It is 18.") == 2
-
-
-@pytest.mark.parametrize("kind", sorted(IN_PARTS))
-async def test_a_staircase_ends_its_answer_at_a_stop_text_itself(kind: str) -> None:
-    async with serving(kind) as (engine, http):
-        answer = await ask(http, stop="s 1")
-    assert answer.json()["choices"][0]["message"]["content"] == "It i"
-    assert not any("stop" in body for body in engine.bodies)

@@ -1,21 +1,26 @@
-"""Read the bodies of chat completions (``ChatQuestion``); pure.
+"""Read the bodies of chat completions (``ChatQuestion``), and make those of their answers; pure.
 
-Nothing in a body is ignored: every field is used, passed on to the agent that writes the answer,
+Nothing in a request is ignored: every field is used, passed on to the agent that writes the answer,
 or refused with a sentence that says why.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa import FlashMoAError
+from flashmoa.engine import PromptUsage, RequestRefused
 from flashmoa.moa.prompts import Messages
-from flashmoa.moa.sampling import Sampling, suggest
+from flashmoa.moa.results import AgentAnswer, MixtureFailed, Result
+from flashmoa.moa.settings import Sampling, suggest
 
 # Fields for an account of OpenAI's. They change no answer; the engine may use them.
 _ACCOUNT_FIELDS = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
@@ -85,9 +90,14 @@ class ChatQuestion:
         options = fields.stream_options
         if options is not None and not fields.stream:
             _refuse("stream_options needs stream: true; send it, too", "stream_options")
+        role = fields.messages[-1].role
+        if role not in ("user", "tool"):
+            advice = "agents answer a user's or a tool's message, so end the conversation with one"
+            _refuse(f"the last message has role {role!r}; {advice}", "messages")
+        messages = [message.model_dump(exclude_unset=True) for message in fields.messages]
         parameters = {name: given[name] for name in _ACCOUNT_FIELDS if name in given}
         return cls(
-            [_read_message(message, place) for place, message in enumerate(_check(fields))],
+            [_read_message(message, place) for place, message in enumerate(messages)],
             fields.model,
             bool(fields.stream),
             bool(options and options.include_usage),
@@ -168,18 +178,6 @@ def _refuse_invalid(error: ValidationError) -> NoReturn:
     _refuse(f"{where}{shown}: {problem['msg']}", name)
 
 
-def _check(fields: _Body) -> list[dict[str, Any]]:
-    """Return the messages. Raises: ChatRequestRefused if the last one does not ask anything."""
-    last = fields.messages[-1]
-    if last.role not in ("user", "tool"):
-        _refuse(
-            f"the last message has role {last.role!r}; agents answer a user's or a tool's message, "
-            "so end the conversation with one",
-            "messages",
-        )
-    return [message.model_dump(exclude_unset=True) for message in fields.messages]
-
-
 def _read_message(message: dict[str, Any], place: int) -> dict[str, Any]:
     """Return a message whose content is a string, with a role that chat templates know."""
     role = "system" if message["role"] == "developer" else message["role"]
@@ -197,14 +195,137 @@ def _read_message(message: dict[str, Any], place: int) -> dict[str, Any]:
 def _read_part(part: Mapping[str, Any], where: str) -> str:
     """Return the text of a content part."""
     kind = part.get("type")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if kind in ("text", "refusal") and isinstance(text, str):
-        return text
-    if kind in ("text", "refusal"):
+    if kind not in ("text", "refusal"):
+        advice = "agents read each other's texts, so a question has text only; leave the part out"
+        _refuse(f"{where} has type {_shown(kind)}: {advice}", "messages", "unsupported_content")
+    if not isinstance(text := part.get(kind), str):
         _refuse(f"{where} has no {kind}; give it one", "messages")
-    _refuse(
-        f"{where} has type {_shown(kind)}: agents read each other's texts, so a question has text "
-        "only; leave the part out",
-        "messages",
-        "unsupported_content",
-    )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Makes the bodies of one answer.
+
+    Attributes:
+        model: the name of the model that was asked.
+        engines: see :func:`without_urls`.
+        identity, created: the same in all chunks of a streamed answer.
+    """
+
+    model: str
+    engines: Mapping[str, str]
+    identity: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, result: Result) -> dict[str, Any]:
+        """Return a whole answer."""
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        choice = {"message": message, "finish_reason": result.finish_reason or "stop"}
+        return {
+            **self._head("chat.completion"),
+            "choices": [{"index": 0, **choice, "logprobs": None}],
+            "usage": _count(result.final.usage),
+            "flashmoa": describe_agents(result, self.engines),
+        }
+
+    def chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        """Return a chunk of a streamed answer."""
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def last_chunks(self, result: Result, *, has_usage: bool) -> list[dict[str, Any]]:
+        """Return the chunks after the text: the finish reason, and the usage if asked for."""
+        last = self.chunk({}, result.finish_reason or "stop")
+        last["flashmoa"] = describe_agents(result, self.engines)
+        if not has_usage:
+            return [last]
+        head = self._head("chat.completion.chunk")
+        return [last, {**head, "choices": [], "usage": _count(result.final.usage)}]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.identity, "object": kind, "created": self.created, "model": self.model
+        }  # fmt: skip
+
+
+def _count(usage: PromptUsage | None) -> dict[str, Any]:
+    usage = usage or PromptUsage(prompt_tokens=0, completion_tokens=0)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
+    }
+
+
+def describe_agents(result: Result, engines: Mapping[str, str]) -> dict[str, Any]:
+    """Return what all agents did, and what the question has cost.
+
+    Args: engines: see :func:`without_urls`.
+    """
+    substitution = None if result.substitution is None else asdict(result.substitution)
+    if substitution is not None:
+        substitution["problem"] = without_urls(substitution["problem"], engines)
+    return {
+        **asdict(result.spending),
+        "in_one_request_for": [*result.in_one_request_for],
+        "substitution": substitution,
+        "agents": [_describe_agent(agent, engines) for agent in result.agents],
+    }
+
+
+def without_urls(text: str, engines: Mapping[str, str]) -> str:
+    """Return a text with names in place of engines' URLs, which are no business of clients.
+
+    Args: engines: the name of each URL.
+    """
+    for url, name in engines.items():
+        # One URL may be the beginning of another: of another port or host.
+        text = re.sub(rf"{re.escape(url)}(?![\w-]|[.:]\w)", lambda _, name=name: name, text)
+    return text
+
+
+def _describe_agent(agent: AgentAnswer, engines: Mapping[str, str]) -> dict[str, Any]:
+    usage = None if agent.usage is None else _count(agent.usage)
+    seconds = None
+    if agent.started is not None and agent.finished is not None:
+        seconds = agent.finished - agent.started
+    names = ("name", "layer", "place", "model", "status", "cut_tokens")
+    return {
+        **{name: getattr(agent, name) for name in names},
+        "problem": without_urls(agent.problem, engines),
+        "retries": [without_urls(retry, engines) for retry in agent.retries],
+        "usage": usage,
+        "seconds": seconds,
+    }
+
+
+def error_body(
+    error: Exception, engines: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body, in the form of OpenAI's API, that report an error.
+
+    Args: engines: see :func:`without_urls`.
+    """
+    param = code = None
+    if isinstance(error, ChatRequestRefused):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, MixtureFailed):
+        status = _status_of_failure(error)
+    else:
+        status = 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:  # LiteLLM would not try a request again that was invalid.
+        kind = "requests"
+    message = without_urls(str(error), engines or {}) or type(error).__name__
+    return status, {
+        "error": {"message": message, "type": kind, "param": param, "code": code or status}
+    }
+
+
+def _status_of_failure(error: BaseException) -> int:
+    """Return 400 if an engine refused an agent's request for what the client sent, else 502."""
+    causes: Sequence[BaseException | None] = (error.__cause__, error.__context__)
+    refusals = [cause for cause in causes if isinstance(cause, RequestRefused)]
+    return 400 if any(refusal.blames_request for refusal in refusals) else 502

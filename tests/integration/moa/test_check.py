@@ -41,7 +41,7 @@ async def test_engines_and_embedders_are_checked(
     more = f'early_exit = {{embedder = "{engine.url}"}}'
     status, shown = await check(write(tmp_path, engine.url, "http://127.0.0.1:9", more))
     assert status == 1 and "2 to fix" in shown
-    assert "nothing answers at http://127.0.0.1:9" in shown and "correct [early_exit]" in shown
+    assert "http://127.0.0.1:9 cannot be reached" in shown and "correct [early_exit]" in shown
 
 
 def test_a_wrong_file_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

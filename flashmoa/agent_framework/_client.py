@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self, cast
-from weakref import WeakSet
+from typing import Any, ClassVar, Self, cast
 
-import anyio
 from agent_framework import (
     AgentExecutor,
     BaseAgent,
@@ -23,36 +21,14 @@ from agent_framework import (
 from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
-from flashmoa._concurrency import all_of
 from flashmoa._stack import owners
-from flashmoa.engine import (
-    EngineClient,
-    WithoutPlugin,
-    self_hosted_url,
-)
-from flashmoa.linking.calls import (
-    CallObserver,
-    CallRequest,
-    CallResult,
-    ObservedCall,
-    current_attempts,
-)
+from flashmoa.engine import EngineClient, WithoutPlugin, self_hosted_url
+from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, current_attempts
+from flashmoa.linking.linked_team import LinkedTeams
 from flashmoa.openai_http import advising, observe_completions
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
-
-
-class LinkedWorkflow(Protocol):
-    """A linked workflow. The clients of its agents ask it to observe each of their requests."""
-
-    def observe(self, executor: Executor, request: CallRequest) -> CallObserver | None:
-        """Return an observer of an executor's request; ``None`` if the executor is another's."""
-        ...
-
-    async def close(self) -> None:
-        """End every link of the workflow."""
-        ...
 
 
 class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
@@ -83,7 +59,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
     DEFAULT_EXCLUDE: ClassVar[set[str]] = {
         *OpenAIChatCompletionClient.DEFAULT_EXCLUDE,
         "engine",
-        "linked_workflows",
+        "linked_teams",
     }
 
     def __init__(
@@ -119,17 +95,11 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             model=self.model,
             without_plugin=without_plugin,
         )
-        # Weak: a client may live longer than the workflows that use it and must not keep them in
-        # memory. A workflow holds its WorkflowLink itself.
-        self.linked_workflows: WeakSet[LinkedWorkflow] = WeakSet()
+        self.linked_teams = LinkedTeams()
 
     async def close(self) -> None:
         """Close every link of this client's workflows, then its connections."""
-        try:
-            await all_of([workflow.close for workflow in list(self.linked_workflows)])
-        finally:
-            with anyio.CancelScope(shield=True):
-                await all_of([self.engine.close, self.client.close])
+        await self.linked_teams.close(self.engine.close, self.client.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -188,13 +158,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         """Begin a request that is about to be sent; linked workflows observe it."""
         held = "it calls tools" if options.get("tools") else None
         request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
-        executor = find_calling_executor() if self.linked_workflows else None
-        observers = [
-            observer
-            for workflow in list(self.linked_workflows)
-            if executor is not None
-            if (observer := workflow.observe(executor, request)) is not None
-        ]
+        executor = find_calling_executor() if self.linked_teams else None
+        observers = self.linked_teams.observe(executor, request) if executor is not None else []
         return ObservedCall(observers, held)
 
     def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:

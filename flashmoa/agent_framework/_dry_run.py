@@ -41,7 +41,7 @@ from agent_framework._workflows._const import (
 )
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.engine import kv_namespace, prompt_fields
+from flashmoa.linking.forecasts import ChatRequest, RequestCaptured, first_request
 from flashmoa.linking.placeholders import NotForecastable
 
 # A stock agent's ``run`` without the layers that trace it.
@@ -76,46 +76,6 @@ _WORKFLOWS = (
     FunctionalWorkflow,
     FunctionalWorkflowAgent,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """Holds a chat completion request of a client.
-
-    Attributes:
-        body: the body that the client would send.
-        arguments: the keyword arguments of ``get_response``.
-    """
-
-    client: FlashMoAChatClient
-    body: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-
-    async def render(self) -> str:
-        """Return the text of its prompt, as its engine's chat template renders it.
-
-        Raises: EngineError if the engine cannot be reached or refuses.
-        """
-        sent = self._sent
-        return await self.client.engine.render(sent["messages"], **prompt_fields(sent))
-
-    @property
-    def namespace(self) -> dict[str, str]:
-        """Return the namespace of its KV."""
-        return kv_namespace(self._sent)
-
-    @property
-    def _sent(self) -> Mapping[str, Any]:
-        """Return what the server receives: OpenAI's client adds the extra body to the body."""
-        return {**self.body, **(self.body.get("extra_body") or {})}
-
-
-class _RequestCaptured(Exception):
-    """Ends a dry run at its first request, and carries that request out of it."""
-
-    def __init__(self, request: ChatRequest) -> None:
-        super().__init__("a dry run ends here")
-        self.request = request
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +129,11 @@ async def dry_run(
     # A handler in the copied containers is bound to the original.
     handle = MethodType(cast("Any", handle).__func__, shadow)
     try:
-        await handle(message, _make_context(workflow, shadow, sources))
-    except _RequestCaptured as captured:
-        request = captured.request
+        request = await first_request(handle(message, _make_context(workflow, shadow, sources)))
+    except NotForecastable:
+        raise
     except Exception as error:
         raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
-    else:
-        raise NotForecastable("its dry run ended without a call of its model")
-    if reason := why_call_unpredictable(request.client, request.arguments):
-        raise NotForecastable(reason)
     return DryRunResult(request, get_conversation(shadow))
 
 
@@ -185,7 +141,7 @@ def _copy_executor(executor: AgentExecutor) -> AgentExecutor:
     """Copy an executor and all that the framework's code changes when its agent is run.
 
     The copy's agent is run without the layers that trace it, and its client raises its first
-    request as :class:`_RequestCaptured`.
+    request as :class:`RequestCaptured`.
     """
     shadow = copy.copy(executor)
     for name, value in list(vars(shadow).items()):
@@ -207,8 +163,10 @@ def _copy_executor(executor: AgentExecutor) -> AgentExecutor:
 
 def _capturing(client: FlashMoAChatClient) -> FlashMoAChatClient:
     def get_response(messages: Sequence[Message], **arguments: Any) -> Any:
+        if reason := why_call_unpredictable(client, arguments):
+            raise NotForecastable(reason)
         body = client._prepare_options(messages, arguments.get("options") or {})
-        raise _RequestCaptured(ChatRequest(client, body, arguments))
+        raise RequestCaptured(ChatRequest(client.engine, body))
 
     shadow: Any = copy.copy(client)
     shadow.get_response = get_response

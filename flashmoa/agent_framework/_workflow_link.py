@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -33,17 +32,13 @@ from flashmoa.agent_framework._dry_run import (
 )
 from flashmoa.linking.calls import CallRequest
 from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.linked_team import LinkedTeam, traced
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.observe import Listener, ignore
-from flashmoa.observe.trace import add_trace, end_trace
-
-logger = logging.getLogger(__name__)
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
-# The attribute of a workflow that holds its link, so that both live equally long.
-_LINK_ATTRIBUTE = "_flashmoa_link"
 
 
 def link(
@@ -83,13 +78,7 @@ def link(
             "build it first"
         )
     clients = _find_clients(workflow)
-    previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
-    listener = add_trace(
-        listener,
-        trace,
-        prompts=trace_prompts,
-        successor_of=previous.listener if previous is not None else None,
-    )
+    listener = traced(workflow, listener, trace, prompts=trace_prompts)
     return WorkflowLink(workflow, clients, listener)
 
 
@@ -115,13 +104,10 @@ def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
     )
 
 
-class WorkflowLink:
+class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
     """Links one workflow, until it or the workflow's clients are closed.
 
     Use :func:`link` to make one.
-
-    Attributes:
-        listener: receives its events.
     """
 
     def __init__(
@@ -130,41 +116,15 @@ class WorkflowLink:
         clients: Collection[FlashMoAChatClient],
         listener: Listener,
     ) -> None:
-        self.listener = listener
         self._workflow = workflow
-        self._clients = clients
-        self._planner = WorkflowLinkPlanner(workflow, listener)
-        previous: WorkflowLink | None = getattr(workflow, _LINK_ATTRIBUTE, None)
-        if previous is not None:
-            previous._retire()
-        setattr(workflow, _LINK_ATTRIBUTE, self)
-        for client in clients:
-            client.linked_workflows.add(self)
+        planner = WorkflowLinkPlanner(workflow, listener)
+        super().__init__(workflow, [each.linked_teams for each in clients], planner, listener)
 
-    async def close(self) -> None:
-        """End every link and wait until the engines have their KV back.
+    def _find_name(self, caller: Executor) -> str | None:
+        return caller.id if self._workflow.executors.get(caller.id) is caller else None
 
-        The workflow can still run.
-        """
-        self._retire()
-        await self._planner.host.close()
-
-    def observe(self, executor: Executor, request: CallRequest) -> LinkedCall | None:
-        """Return the observer of an executor's request, if the executor is of this workflow."""
-        if self._workflow.executors.get(executor.id) is not executor:
-            return None
-        try:
-            return self._planner.observe(executor, request)
-        except Exception:
-            # Whatever is wrong with a link, the agent's request must be sent.
-            logger.exception("%s runs unlinked because of the error below", executor.id)
-            return None
-
-    def _retire(self) -> None:
-        for client in self._clients:
-            client.linked_workflows.discard(self)
-        self._planner.end_all("closed")
-        end_trace(self.listener)
+    def _begin(self, name: str, request: CallRequest) -> LinkedCall:
+        return self._planner.observe(name, request)
 
 
 @dataclass(slots=True)
@@ -204,9 +164,10 @@ class WorkflowLinkPlanner(LinkPlanner):
     def is_running(self) -> bool:
         return self._workflow._is_run_active()
 
-    def observe(self, executor: Executor, request: CallRequest) -> LinkedCall:
+    def observe(self, name: str, request: CallRequest) -> LinkedCall:
         """Note that an executor is about to send a request. Return the request's observer."""
-        name, rewritten = executor.id, why_rewritten(self._workflow, executor)
+        executor = self._workflow.executors[name]
+        rewritten = why_rewritten(self._workflow, executor)
         if rewritten is None and name in self._known.conversations:
             previous = self.running.get(name)
             if previous is None or previous.text.is_over:
@@ -263,7 +224,7 @@ class WorkflowLinkPlanner(LinkPlanner):
             known.predicted[name] = make_response(executor, result.conversation, text)
         return Forecast(
             turn,
-            request.client.engine,
+            request.engine,
             known.placeholders,
             [request.render],
             namespace=request.namespace,

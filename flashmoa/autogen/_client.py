@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal, Self, cast
-from weakref import WeakValueDictionary
 
 import anyio
 import httpx
@@ -19,9 +18,8 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 from autogen_ext.models.openai._model_info import get_info
 from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
-from flashmoa._concurrency import all_of
 from flashmoa.autogen._callers import caller_name, calling_agent
 from flashmoa.autogen._model_call import (
     SCORED_REASON,
@@ -33,22 +31,21 @@ from flashmoa.autogen._model_call import (
 from flashmoa.engine import (
     EngineClient,
     EngineError,
+    EngineTimeout,
     EngineUnreachable,
+    RequestRefused,
     WithoutPlugin,
     kv_namespace,
-    prompt_fields,
     self_hosted_url,
 )
 from flashmoa.engine.connections import verification
-from flashmoa.errors import BadAnswer
-from flashmoa.linking.calls import (
-    CallObserver,
-    CallRequest,
-    LinkedTeam,
-    ObservedCall,
-    current_attempts,
-)
+from flashmoa.engine.plain import Models
+from flashmoa.engine.refusals import Answer, bad_answer, read_answer, translate_errors
+from flashmoa.engine.wire import PromptTokens
+from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, current_attempts
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
+from flashmoa.linking.forecasts import ChatRequest
+from flashmoa.linking.linked_team import LinkedTeams
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 from flashmoa.openai_http import advising, observe_completions
@@ -152,16 +149,13 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             model=model,
             without_plugin=self._without_plugin,
         )
-        # Weak: a client may live longer than the teams that use it and must not keep them in
-        # memory. A team holds its LinkedTeam itself. By id: a WeakSet cannot be read while another
-        # thread adds to it.
-        self._teams: WeakValueDictionary[int, LinkedTeam] = WeakValueDictionary()
+        self.linked_teams = LinkedTeams()
 
     def __getstate__(self) -> dict[str, Any]:
         # Connections and links belong to the process that made them.
         asks_again = math.inf if self._asks_again == math.inf else 0.0
-        dropped = {"engine": None, "_teams": None, "_listener": ignore, "_asks_again": asks_again}
-        return {**super().__getstate__(), **dropped}
+        dropped = {"engine": None, "linked_teams": None, "_listener": ignore}
+        return {**super().__getstate__(), **dropped, "_asks_again": asks_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -185,19 +179,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             stream_ttl_seconds=self._stream_ttl_seconds,
             without_plugin=self._without_plugin,
         )
-
-    def add_team(self, team: LinkedTeam) -> None:
-        """Have a linked team observe the calls that are made for its agents."""
-        self._teams[id(team)] = team
-
-    def remove_team(self, team: LinkedTeam) -> None:
-        """Undo :meth:`add_team`; do nothing if the team is not among them."""
-        self._teams.pop(id(team), None)
-
-    @property
-    def linked_teams(self) -> list[LinkedTeam]:
-        """Return the linked teams that observe its calls."""
-        return [team for each in self._teams.valuerefs() if (team := each()) is not None]
 
     @property
     def model_info(self) -> ModelInfo:
@@ -228,25 +209,26 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             return get_info(model or "")
         except (KeyError, ValueError):
             pass
-        served: dict[str, Any] = {}
+        served = Abilities()
         begun = time.monotonic()
         try:
-            served = self._synchronous.model_info(_MODEL_INFO_SECONDS)
-        except EngineUnreachable as error:
-            now = time.monotonic()
-            self._asks_again = now + _MODEL_INFO_PAUSE * (now - begun)
-            if is_first:
-                logger.warning(
-                    "%s It will be asked again at the next use of the client for what the model "
-                    "can do; until it answers, that is assumed to be tools, but no images.",
-                    error,
-                )
-        except EngineError:
-            pass  # It is another server, which does not have this route.
+            served = self._synchronous.abilities()
+        except EngineError as error:
+            # Any other error is that of another server, which does not have this route.
+            is_down = isinstance(error, EngineUnreachable | EngineTimeout)
+            if is_down or (isinstance(error, RequestRefused) and error.status >= 500):
+                now = time.monotonic()
+                self._asks_again = now + _MODEL_INFO_PAUSE * (now - begun)
+                if is_first:
+                    logger.warning(
+                        "%s It will be asked again at the next use of the client for what the "
+                        "model can do; until it answers, that is assumed to be tools, but no "
+                        "images.",
+                        error,
+                    )
         return ModelInfo(
-            vision=bool(served.get("has_image_understanding", False)),
-            # Without a parser, tool calls would arrive as text.
-            function_calling=bool(served.get("tool_call_parser", True)),
+            vision=served.has_image_understanding,
+            function_calling=bool(served.tool_call_parser),
             json_output=True,
             family=ModelFamily.UNKNOWN,
             structured_output=True,
@@ -273,6 +255,25 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if self._merge_user_messages:
             params.messages[:] = merge_user_messages(params.messages)
         return params
+
+    def _request(
+        self,
+        messages: Sequence[LLMMessage],
+        tools: Sequence[Tool | ToolSchema] = (),
+        tool_choice: ToolChoice = "auto",
+        extra_create_args: Mapping[str, Any] = {},
+    ) -> ChatRequest:
+        """Return the request that a call with these arguments would send."""
+        params = self._process_create_args(messages, tools, tool_choice, None, extra_create_args)
+        lists = {"messages": params.messages, "tools": params.tools}
+        dicts = {name: [dict(each) for each in found] for name, found in lists.items()}
+        return ChatRequest(self.engine, {**params.create_args, **dicts})
+
+    def _scoring_request(self, messages: Sequence[LLMMessage]) -> ChatRequest:
+        """Return what shapes the prompt of :meth:`score`, which gives templates less."""
+        prompt = self._request(messages).body["messages"]
+        fields = {"messages": prompt, "chat_template_kwargs": self._template_args}
+        return ChatRequest(self.engine, fields)
 
     async def create(
         self,
@@ -344,8 +345,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         (``chat_template_kwargs`` of ``extra_body``) are those of :meth:`create`. In a linked team
         the call's prompt is prefilled while agents before it write.
         """
-        params = self._process_create_args(messages, (), "auto", None, {})
-        prompt = [dict(message) for message in params.messages]
+        prompt = self._scoring_request(messages).body["messages"]
         scorer = Scorer(self.engine, template_args=self._template_args)
         call = self._begin(SCORED_REASON)
         return await score_call(
@@ -364,8 +364,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
         Raises: EngineError if the engine cannot be reached or refuses.
         """
-        params = self._process_create_args(messages, tools, "auto", None, {})
-        return self._synchronous.count_tokens(self._create_args["model"], params)
+        return self._synchronous.count_tokens(self._request(messages, tools))
 
     def remaining_tokens(
         self,
@@ -382,11 +381,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     async def close(self) -> None:
         """Close every link of this client's teams, all at once, then its connections."""
-        try:
-            await all_of([team.close for team in self.linked_teams])
-        finally:
-            with anyio.CancelScope(shield=True):
-                await all_of([self.engine.close, super().close])
+        await self.linked_teams.close(self.engine.close, super().close)
 
     def _begin(self, held: str | None) -> ObservedCall:
         """Begin a call whose request is about to be sent.
@@ -409,7 +404,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         agent = calling_agent()
         if agent is None:
             return []
-        observers = self._ask_teams(request)
+        observers = self.linked_teams.observe(agent, request)
         if not observers and self._auto_link:
             # The module of links imports this one.
             from flashmoa.autogen._team_link import link_caller
@@ -420,41 +415,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 # Whatever is wrong with a link, the agent's call must be made.
                 text = "The team of %s runs unlinked because of the error below"
                 logger.exception(text, agent.type)
-            observers = self._ask_teams(request)
+            observers = self.linked_teams.observe(agent, request)
         return observers
-
-    def _ask_teams(self, request: CallRequest) -> list[CallObserver]:
-        observers = [team.observe(request) for team in self.linked_teams]
-        return [observer for observer in observers if observer is not None]
-
-
-async def render(
-    client: FlashMoAChatCompletionClient,
-    messages: Sequence[LLMMessage],
-    tools: Sequence[Tool | ToolSchema] = (),
-    *,
-    tool_choice: ToolChoice = "auto",
-    extra_create_args: Mapping[str, Any] = {},
-    is_scored: bool = False,
-) -> str:
-    """Return the text of a call's prompt, as its engine's chat template renders it.
-
-    Args:
-        is_scored: whether the call is one of ``score``, which gives templates less.
-
-    Raises: EngineError if the engine cannot be reached or refuses.
-    """
-    params = client._process_create_args(messages, tools, tool_choice, None, extra_create_args)
-    fields = _prompt_fields(params)
-    if is_scored:
-        fields = {"chat_template_kwargs": client._template_args}
-    return await client.engine.render([dict(message) for message in params.messages], **fields)
-
-
-def _prompt_fields(params: CreateParams) -> dict[str, Any]:
-    tools = [dict(tool) for tool in params.tools]
-    extra_body: dict[str, Any] = params.create_args.get("extra_body") or {}
-    return prompt_fields({**params.create_args, "tools": tools, **extra_body})
 
 
 class SynchronousEngine:
@@ -468,16 +430,11 @@ class SynchronousEngine:
         self._headers = headers
         self._context_lengths: dict[str, int] = {}
 
-    def count_tokens(self, model: str, params: CreateParams) -> int:
-        """Return the number of tokens in a chat completion's prompt."""
-        body = {
-            "model": model,
-            "messages": params.messages,
-            "max_tokens": 1,
-            **_prompt_fields(params),
-        }
-        with self._reading("/tokenize"):
-            return int(self._ask("/tokenize", body)["count"])
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens in the prompt of a request."""
+        body = {"model": request.body["model"], "messages": request.body["messages"]}
+        body |= {"max_tokens": 1, **request.fields}
+        return len(self._ask("/tokenize", PromptTokens, body).tokens)
 
     def context_length(self, model: str) -> int:
         """Return a model's context length in tokens.
@@ -486,48 +443,42 @@ class SynchronousEngine:
         requests for any name with its one model.
         """
         if model not in self._context_lengths:
-            with self._reading("/v1/models"):
-                served = {one["id"]: one for one in self._ask("/v1/models")["data"]}
-                found = served.get(model, next(iter(served.values())))
-                self._context_lengths[model] = int(found["max_model_len"])
+            path = "/v1/models"
+            served = self._ask(path, Models).context_lengths
+            length = served.get(model, next(iter(served.values()), None))
+            if length is None:
+                raise bad_answer(self._url, path)
+            self._context_lengths[model] = length
         return self._context_lengths[model]
 
-    @contextmanager
-    def _reading(self, path: str) -> Generator[None]:
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, StopIteration) as error:
-            raise BadAnswer(f"{self._url}{path} gives no such number; is it SGLang?") from error
-
-    def model_info(self, timeout_seconds: float) -> dict[str, Any]:
-        """Return the answer of SGLang's ``/model_info``."""
-        return self._ask("/model_info", timeout_seconds=timeout_seconds)
+    def abilities(self) -> Abilities:
+        """Return what the model can do, by SGLang's ``/model_info``."""
+        return self._ask("/model_info", Abilities, timeout=_MODEL_INFO_SECONDS)
 
     def _ask(
         self,
         path: str,
+        answer: type[Answer],
         body: Mapping[str, Any] | None = None,
-        timeout_seconds: float = _TIMEOUT_SECONDS,
-    ) -> dict[str, Any]:
-        try:
-            answer = httpx.request(
+        timeout: float = _TIMEOUT_SECONDS,
+    ) -> Answer:
+        with translate_errors(self._url):
+            response = httpx.request(
                 "GET" if body is None else "POST",
                 self._url + path,
                 json=body,
                 headers=self._headers,
-                timeout=timeout_seconds,
+                timeout=timeout,
                 verify=verification(self._url),
             )
-            answer.raise_for_status()
-            return answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            is_down = isinstance(error, httpx.TransportError) or (
-                isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error
-            )
-            raise (EngineUnreachable if is_down else EngineError)(
-                f"the request to {self._url}{path} failed: {error}. Is the engine running? "
-                f"`flashmoa doctor --engine {self._url}` checks it."
-            ) from error
+        return read_answer(response, self._url, answer)
+
+
+class Abilities(BaseModel):
+    """What an engine's model can do; without a parser, tool calls would arrive as text."""
+
+    has_image_understanding: bool = False
+    tool_call_parser: str | bool | None = True
 
 
 def merge_user_messages(messages: Sequence[Any]) -> list[Any]:

@@ -54,7 +54,12 @@ from pydantic import BaseModel
 
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.linking.forecasts import name_calls
+from flashmoa.linking.forecasts import (
+    ChatRequest,
+    RequestCaptured,
+    first_request,
+    name_calls,
+)
 from flashmoa.linking.placeholders import NotForecastable
 from flashmoa.scoring import Scores
 
@@ -78,59 +83,39 @@ _CALLED: dict[type, tuple[str, ...]] = {
     BaseModel: ("model_dump", "model_dump_json"),
     FlashMoAChatCompletionClient: ("_process_create_args", "model_info"),
 }
-# The arguments of a call, besides its messages and tools, that may change its prompt.
-_RENDERED_OPTIONS = ("tool_choice", "extra_create_args", "is_scored")
 _INCLUDE = "if that does no harm, name the agent in include"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """The arguments of one call of a model client; ``options`` are those that are rarely given."""
-
-    messages: list[LLMMessage]
-    tools: list[Any]
-    options: Mapping[str, Any]
-
-
-# Given the messages that an agent receives until its turn, returns the call it will make then.
+# Given the messages that an agent receives until its turn, returns the request it will make then.
 # Raises NotForecastable if it would make none, or if its model context cannot be copied.
-DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ModelCall]]
+DryRun = Callable[[Sequence[BaseChatMessage]], Awaitable[ChatRequest]]
 
 
-class _CallCaptured(Exception):
-    """Ends a dry run at its first model call, and carries that call out of it."""
-
-    def __init__(self, call: ModelCall) -> None:
-        super().__init__()
-        self.call = call
-
-
-class _CapturingClient:
-    """Stands in for a model client; raises the first call as :class:`_CallCaptured`."""
+class CapturingClient:
+    """Stands in for a model client; raises the first request as :class:`RequestCaptured`."""
 
     def __init__(self, real: FlashMoAChatCompletionClient) -> None:
         self.model_info = real.model_info
+        self._real = real
 
     async def create(
-        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **more: Any
+        self,
+        messages: Sequence[LLMMessage],
+        *,
+        tools: Sequence[Any] = (),
+        tool_choice: Any = "auto",
+        extra_create_args: Mapping[str, Any] = {},
+        **_: Any,
     ) -> CreateResult:
-        raise _captured(messages, tools, more)
+        raise RequestCaptured(self._real._request(messages, tools, tool_choice, extra_create_args))
 
     async def create_stream(
-        self, messages: Sequence[LLMMessage], *, tools: Sequence[Any] = (), **more: Any
-    ) -> AsyncGenerator[Any]:
-        raise _captured(messages, tools, more)
-        yield  # pragma: no cover - makes this a generator
+        self, messages: Sequence[LLMMessage], **options: Any
+    ) -> AsyncGenerator[CreateResult]:
+        yield await self.create(messages, **options)
 
     async def score(self, messages: Sequence[LLMMessage], *_: Any, **__: Any) -> Scores:
-        raise _captured(messages, (), {"is_scored": True})
-
-
-def _captured(
-    messages: Sequence[LLMMessage], tools: Sequence[Any], more: Mapping[str, Any]
-) -> _CallCaptured:
-    options = {name: more[name] for name in _RENDERED_OPTIONS if name in more}
-    return _CallCaptured(ModelCall(list(messages), list(tools), options))
+        raise RequestCaptured(self._real._scoring_request(messages))
 
 
 class _UnknownMemory:
@@ -273,7 +258,7 @@ def agent_dry_runs(
             require_stock_message(message)
 
     def make_dry_run(memory: Any) -> DryRun:
-        async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
+        async def run(future: Sequence[BaseChatMessage]) -> ChatRequest:
             shadow = _make_shadow(agent, client, memory)
             return await _call_of_turn(shadow, [*received, *future])
 
@@ -294,18 +279,18 @@ def manager_dry_run(manager: Any) -> DryRun:
     if not is_stock(manager, SelectorGroupChatManager, MagenticOneOrchestrator):
         raise NotForecastable(f"{type(manager).__name__} is not a stock manager")
 
-    async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
+    async def run(future: Sequence[BaseChatMessage]) -> ChatRequest:
         shadow: Any = copy.copy(manager)
         shadow._model_client = client
         if isinstance(manager, MagenticOneOrchestrator):
             shadow._message_thread = [*manager._message_thread, *future]
             # Messages that the copy publishes must not reach the team's output.
             shadow._output_message_queue = asyncio.Queue()
-            return await first_call(shadow._orchestrate_step(CancellationToken()))
+            return await first_request(shadow._orchestrate_step(CancellationToken()))
         shadow._model_context = clone_context(manager._model_context)
         shadow._message_thread = list(manager._message_thread)
         await shadow.update_message_thread(future)
-        return await first_call(shadow.select_speaker(shadow._message_thread))
+        return await first_request(shadow.select_speaker(shadow._message_thread))
 
     return run
 
@@ -327,7 +312,7 @@ def summary_dry_run(
         for message in said:
             require_stock_message(message)
 
-    async def run(future: Sequence[BaseChatMessage]) -> ModelCall:
+    async def run(future: Sequence[BaseChatMessage]) -> ChatRequest:
         shadow: Any = copy.copy(agent)
         shadow._model_client = client
         # Earlier messages go to the inner team only, and never into the prompt of the summary.
@@ -338,13 +323,13 @@ def summary_dry_run(
     return run
 
 
-def make_capturing_client(caller: Any, included: bool) -> _CapturingClient:
+def make_capturing_client(caller: Any, included: bool) -> CapturingClient:
     client = client_of(caller)
     if client is None:
         raise NotForecastable("it has no FlashMoAChatCompletionClient")
     if not included:
         require_stock_methods(client, FlashMoAChatCompletionClient)
-    return _CapturingClient(client)
+    return CapturingClient(client)
 
 
 def _memory_alternatives(agent: Any) -> list[Any]:
@@ -359,7 +344,7 @@ def _memory_alternatives(agent: Any) -> list[Any]:
     return [None, [_UnknownMemory()]]
 
 
-def _make_shadow(agent: Any, client: _CapturingClient, memory: Any) -> Any:
+def _make_shadow(agent: Any, client: CapturingClient, memory: Any) -> Any:
     """Return a copy of an agent that can take its turn without changing the agent."""
     shadow: Any = copy.copy(agent)
     if isinstance(agent, MessageFilterAgent):
@@ -390,20 +375,8 @@ def clone_context(context: Any) -> Any:
     return clone
 
 
-async def _call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ModelCall:
-    return await first_call(_drain(shadow.on_messages_stream(messages, CancellationToken())))
-
-
-async def first_call(run: Awaitable[object]) -> ModelCall:
-    """Return the first model call of a run that uses a :class:`_CapturingClient`.
-
-    Raises: NotForecastable if the run ends without one.
-    """
-    try:
-        await run
-    except _CallCaptured as captured:
-        return captured.call
-    raise NotForecastable("its dry run ended without a call of its model")
+async def _call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> ChatRequest:
+    return await first_request(_drain(shadow.on_messages_stream(messages, CancellationToken())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +391,7 @@ class OwnRequest:
 
     client: FlashMoAChatCompletionClient
     tools: list[str]
-    dry_run: Callable[[Sequence[str]], Awaitable[ModelCall]]
+    dry_run: Callable[[Sequence[str]], Awaitable[ChatRequest]]
 
 
 def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> OwnRequest | None:
@@ -457,7 +430,7 @@ def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> Ow
         **more,
     )
 
-    async def dry_run(results: Sequence[str]) -> ModelCall:
+    async def dry_run(results: Sequence[str]) -> ChatRequest:
         history, thought = clone_context(context), answer.result.thought
         executed = [
             FunctionExecutionResult(content=text, call_id=call.id, is_error=False, name=call.name)
@@ -467,7 +440,7 @@ def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> Ow
             AssistantMessage(content=list(calls), source=agent.name, thought=thought)
         )
         await history.add_message(FunctionExecutionResultMessage(content=executed))
-        return await first_call(_drain(ask(model_context=history)))
+        return await first_request(_drain(ask(model_context=history)))
 
     return OwnRequest(client, name_calls([call.name for call in calls]), dry_run)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,25 @@ import anyio
 from autogen_agentchat.agents import SocietyOfMindAgent
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_agentchat.teams import BaseGroupChat
+from autogen_core import AgentId
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._callers import calling_agent, observe_tools
-from flashmoa.autogen._client import FlashMoAChatCompletionClient, render
-from flashmoa.autogen._dry_run import DryRun, ModelCall, client_of
+from flashmoa.autogen._callers import observe_tools
+from flashmoa.autogen._client import FlashMoAChatCompletionClient
+from flashmoa.autogen._dry_run import DryRun, client_of
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.autogen._team_members import TeamMembers, TeamParts
 from flashmoa.autogen._turn_order import MANAGER, SUMMARY
-from flashmoa.linking.calls import CallRequest, CallResult, LinkedTeam
+from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
-from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.linking.forecasts import ChatRequest, Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Ahead, Link
+from flashmoa.linking.linked_team import LinkedTeam, link_of, traced
 from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import Prompt
 from flashmoa.observe import Listener, contained, ignore
-from flashmoa.observe.trace import add_trace, end_trace
 
-logger = logging.getLogger(__name__)
-
-# The attribute of a team that holds its link, so that both live equally long.
-_LINK_ATTRIBUTE = "_flashmoa_link"
 _KV_SHARE = 0.5
 _LONGEST_DELIVERY_SECONDS = 1.0
 # How long links for a team's next run are kept after its run has ended.
@@ -93,14 +88,7 @@ def link(  # noqa: PLR0913 - all but the team have a default
     policies = _make_policies(on_failure, parts)
     _check_included(include, parts)
     settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
-    previous: TeamLink | None = getattr(parts.owner, _LINK_ATTRIBUTE, None)
-    listener = add_trace(
-        listener,
-        trace,
-        prompts=trace_prompts,
-        successor_of=previous.owned_listener if previous is not None else None,
-    )
-    return TeamLink(parts, settings, listener)
+    return TeamLink(parts, settings, traced(parts.owner, listener, trace, prompts=trace_prompts))
 
 
 def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
@@ -114,74 +102,48 @@ def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
 def link_caller(listener: Listener) -> None:
     """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
     parts = TeamParts.of_caller()
-    if parts is None or hasattr(parts.owner, _LINK_ATTRIBUTE):
+    if parts is None or link_of(parts.owner) is not None:
         return
     if _find_clients(parts) or _find_inner_teams(parts):
         TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
 
 
-class TeamLink(LinkedTeam):
+class TeamLink(LinkedTeam["TeamLinkPlanner"]):
     """Links one team and the teams within it, until it or the team's clients are closed.
 
     Use :func:`link` to make one.
-
-    Attributes:
-        owned_listener: receives its events; ``None`` for a team within a linked team, whose events
-            go to the listener of that one.
     """
 
     def __init__(
         self, parts: TeamParts, settings: Settings, listener: Listener, *, is_inner: bool = False
     ) -> None:
-        self.owned_listener = None if is_inner else listener
-        self._clients = _find_clients(parts)
+        clients = _find_clients(parts)
         inner = {
             (team.reader or team.owner).name: TeamLink(team, settings, listener, is_inner=True)
             for team in _find_inner_teams(parts)
         }
         self._inner = list(inner.values())
-        if not self._clients and not self._inner:
+        if not clients and not self._inner:
             raise ValueError(
                 "no agent of this team uses FlashMoAChatCompletionClient; there is nothing to "
                 "link. Give the agents one as model_client."
             )
         self._members = TeamMembers(parts, settings.include)
         inner_planners = {name: link._planner for name, link in inner.items()}
-        self._planner = TeamLinkPlanner(self._members, settings, listener, inner_planners)
-        previous: TeamLink | None = getattr(parts.owner, _LINK_ATTRIBUTE, None)
-        if previous is not None:
-            previous._retire()
-        setattr(parts.owner, _LINK_ATTRIBUTE, self)
-        for client in self._clients:
-            client.add_team(self)
+        planner = TeamLinkPlanner(self._members, settings, listener, inner_planners)
+        observed = [client.linked_teams for client in clients]
+        super().__init__(parts.owner, observed, planner, None if is_inner else listener)
 
     async def close(self) -> None:
-        """End every link and wait until the engines have their KV back; the team can still run."""
-        self._retire()
-        await all_of([self._planner.host.close, *(inner.close for inner in self._inner)])
+        await all_of([super().close, *(inner.close for inner in self._inner)])
 
-    def observe(self, request: CallRequest) -> LinkedCall | None:
-        """Return the observer of a request, if it is made for one of this team's agents."""
-        agent = calling_agent()
-        name = self._members.name_of(agent) if agent is not None else None
-        if name is None:
-            return None
-        try:
-            if not self._members.is_own_call(name):
-                return None
-            rewritten = self._members.why_rewritten(name)
-            return self._planner.begin(name, request, rewritten=rewritten)
-        except Exception:
-            # Whatever is wrong with a link, the agent's call must be made.
-            logger.exception("%s runs unlinked because of the error below", name)
-            return None
+    def _find_name(self, caller: AgentId) -> str | None:
+        return self._members.name_of(caller)
 
-    def _retire(self) -> None:
-        for client in self._clients:
-            client.remove_team(self)
-        self._planner.end_all("closed")
-        if self.owned_listener is not None:
-            end_trace(self.owned_listener)
+    def _begin(self, name: str, request: CallRequest) -> LinkedCall | None:
+        if not self._members.is_own_call(name):
+            return None
+        return self._planner.begin(name, request, rewritten=self._members.why_rewritten(name))
 
 
 def _get_parts(team: Any) -> TeamParts:
@@ -307,12 +269,12 @@ class TeamLinkPlanner(LinkPlanner):
                 return has_received(received, expected, prompt)
             return (received == 0 and now == turn) or awaits(now, expected - received, prompt)
 
-        calls = await predict_calls(members.dry_runs(agent), futures)
+        requests = await predict_requests(members.dry_runs(agent), futures)
         return Forecast(
             turn,
             client.engine,
             placeholders,
-            [partial(render, client, call.messages, call.tools, **call.options) for call in calls],
+            [request.render for request in requests],
             on_failure=self._settings.policy(agent, client),
             holds=holds,
         )
@@ -356,7 +318,7 @@ class TeamLinkPlanner(LinkPlanner):
 
         async def render_with(results: Mapping[str, str]) -> str:
             following = await request.dry_run([results[tool] for tool in tools])
-            return await render(client, following.messages, following.tools, **following.options)
+            return await following.render()
 
         policy = self._settings.policy(agent, client)
         held = RequestAfterTools(agent, client.engine, tools, render_with, on_failure=policy)
@@ -429,10 +391,10 @@ def awaits(turn: Turn, missing: int, prompt: Prompt) -> bool:
     return UNCERTAIN not in awaited and awaited == set(turn.writers) and len(awaited) <= missing
 
 
-async def predict_calls(
+async def predict_requests(
     dry_runs: Sequence[DryRun], futures: Sequence[Sequence[BaseChatMessage]]
-) -> list[ModelCall]:
-    """Return the different calls that an agent may make.
+) -> list[ChatRequest]:
+    """Return the different requests that an agent may make.
 
     Args:
         dry_runs: dry runs of its next turn; several if its prompt depends on unknown things.
@@ -440,10 +402,10 @@ async def predict_calls(
 
     Raises: NotForecastable, see :data:`DryRun`.
     """
-    calls: list[ModelCall] = []
+    requests: list[ChatRequest] = []
     for dry_run in dry_runs:
         for future in futures:
-            call = await dry_run(future)
-            if call not in calls:
-                calls.append(call)
-    return calls
+            request = await dry_run(future)
+            if request not in requests:
+                requests.append(request)
+    return requests

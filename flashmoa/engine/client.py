@@ -6,19 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import anyio
 import httpx
-from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.connections import check_ttl, engine_url, make_http_client
 from flashmoa.engine.generation import is_event_stream, read_chat, read_events, read_generation
 from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
-from flashmoa.engine.refusals import bad_answer, make_refusal, translate_errors
+from flashmoa.engine.refusals import (
+    Answer,
+    bad_answer,
+    make_refusal,
+    read_answer,
+    translate_errors,
+)
 from flashmoa.engine.wire import (
     Delta,
     EngineInfo,
@@ -28,7 +33,6 @@ from flashmoa.engine.wire import (
     prompt_fields,
 )
 
-Answer = TypeVar("Answer", bound=BaseModel)
 Messages = Sequence[Mapping[str, Any]]
 
 # What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
@@ -241,16 +245,18 @@ class EngineClient:
 
         Raises: RequestRefused if requests are still running after ``wait_seconds``.
         """
-        try:
-            await self._send("POST", f"/flush_cache?timeout={wait_seconds}")
-        except errors.MalformedRequest as error:
+        response = await self._send("POST", f"/flush_cache?timeout={wait_seconds}")
+        if response.is_error:
+            error = make_refusal(response, self.url)
+            if not isinstance(error, errors.MalformedRequest):
+                raise error
             # SGLang refuses with the status of a wrong request what comes too early.
             raise errors.RequestRefused(
                 f"{self.url} was not idle for {wait_seconds:g} s, so that its cache was not "
                 f"emptied ({error}). Try again once its requests have ended.",
                 error.status,
                 error.code,
-            ) from error
+            )
 
     @asynccontextmanager
     async def generate(
@@ -340,19 +346,14 @@ class EngineClient:
 
         Raises: EngineError if there is no answer, or it is an error, or of another form.
         """
-        content = await self._send(method, path, body)
-        try:
-            return answer.model_validate_json(content)
-        except ValidationError as error:
-            raise bad_answer(self.url, path) from error
+        return read_answer(await self._send(method, path, body), self.url, answer)
 
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         with translate_errors(self.url):
             json = None if body is None else _without_none(body)
-            response = await self._http.request(method, path, json=json)
-        if response.is_error:
-            raise make_refusal(response, self.url)
-        return response.content
+            return await self._http.request(method, path, json=json)
 
     @asynccontextmanager
     async def _stream_events(

@@ -11,18 +11,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.refusals import make_abort_refusal
+from flashmoa.engine.refusals import Answer, make_abort_refusal
 from flashmoa.engine.wire import PromptUsage
 
 WithoutPlugin = Literal["prefill", "off"]
 
-_Answer = TypeVar("_Answer", bound=BaseModel)
 # What SGLang's /generate takes of a namespace; its OpenAI routes take all of it.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
 # A GPU computes that many tokens hardly slower than one: fewer are not worth a request.
@@ -122,8 +121,7 @@ class PlainServer:
 
         Raises: EngineError if it does not answer.
         """
-        listed = await self._call("GET", "/v1/models", _Models)
-        return {model.id: model.max_model_len for model in listed.data}
+        return (await self._call("GET", "/v1/models", Models)).context_lengths
 
     async def _prefill(self, prompt: str, namespace: Mapping[str, str]) -> PromptUsage:
         tokens = await self._tokenize_text(prompt)
@@ -168,7 +166,7 @@ class PlainServer:
             self._model = next(iter(await self.models()), "default")
         return self._model
 
-    async def _ask(self, path: str, answer: type[_Answer], body: Mapping[str, Any]) -> _Answer:
+    async def _ask(self, path: str, answer: type[Answer], body: Mapping[str, Any]) -> Answer:
         return await self._call("POST", path, answer, body)
 
 
@@ -190,8 +188,15 @@ class _Model(BaseModel):
     max_model_len: int | None = None
 
 
-class _Models(BaseModel):
+class Models(BaseModel):
+    """The answer of ``GET /v1/models``."""
+
     data: list[_Model] = []
+
+    @property
+    def context_lengths(self) -> dict[str, int | None]:
+        """The context length in tokens of each model, by its name; ``None`` if it is not said."""
+        return {model.id: model.max_model_len for model in self.data}
 
 
 def _is_text(content: Any) -> bool:

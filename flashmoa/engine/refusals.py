@@ -1,14 +1,17 @@
-"""Turn failures of requests into FlashMoA's exceptions."""
+"""Read engines' answers, and turn failures of requests into FlashMoA's exceptions."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from flashmoa import errors
+
+Answer = TypeVar("Answer", bound=BaseModel)
 
 # The exceptions for an engine's ``code``. Other codes (``engine_failed``) become RequestRefused.
 _BY_CODE: dict[str, type[errors.RequestRefused]] = {
@@ -55,6 +58,19 @@ def translate_errors(url: str) -> Generator[None]:
             f"{url} cannot be reached ({reason}). Is the engine running? "
             "`flashmoa serve` starts one."
         ) from error
+
+
+def read_answer(response: httpx.Response, url: str, answer: type[Answer]) -> Answer:
+    """Return an engine's answer as a value of the type ``answer``.
+
+    Raises: EngineError if it is an error, or of another form.
+    """
+    if response.is_error:
+        raise make_refusal(response, url)
+    try:
+        return answer.model_validate_json(response.content)
+    except ValidationError as error:
+        raise bad_answer(url, response.request.url.path) from error
 
 
 def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:

@@ -3,7 +3,6 @@ answers have been (:class:`OutputLengths`)."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
@@ -111,18 +110,6 @@ class CallObserver:
 
     def release_stream(self) -> None:
         """Release the offered prompt stream: the request uses another one, or failed."""
-
-
-class LinkedTeam(ABC):
-    """A linked team. Its clients ask it to observe each of their requests."""
-
-    @abstractmethod
-    def observe(self, request: CallRequest) -> CallObserver | None:
-        """Return an observer of a request; ``None`` if the request is not made by this team."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End every link of the team."""
 
 
 class ObservedCall:

@@ -1,14 +1,21 @@
 """Forecast what agents will ask their models (:class:`Forecast`), also when their tools have run
-(:class:`RequestAfterTools`)."""
+(:class:`RequestAfterTools`), from requests that dry runs of the agents have captured."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
-from flashmoa.engine import EngineClient, MalformedRequest, PromptTooLarge
+from flashmoa.engine import (
+    EngineClient,
+    MalformedRequest,
+    PromptTooLarge,
+    kv_namespace,
+    prompt_fields,
+)
 from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.prompt import Prompt
@@ -78,14 +85,14 @@ class Forecast:
         return self.placeholders.build_prompt(*texts)
 
 
+@dataclass(eq=False, slots=True)
 class RequestAfterTools:
     """The next request of an agent whose tools are running.
 
     Its prompt is certain up to the first result that is missing: the results follow each other in
     the order of the calls, in whatever order the tools end.
 
-    Args:
-        agent: the agent's name.
+    Attributes:
         engine: the engine that the request will be sent to.
         tools: a name for each call of a tool, in the order of the calls. The names are slots of the
             prompt, so they must differ from each other and from agents' names.
@@ -94,37 +101,25 @@ class RequestAfterTools:
         on_failure, namespace: see :class:`Forecast`.
         writers: the agents whose texts results may hold; ``render`` is given what stands for these
             texts, too, by the agents' names.
-
-    Attributes:
+        results: the results so far, by the tools' names.
         dropped: is set when the request is not held any more.
         is_given_up: whether that is because it will not come.
     """
 
-    def __init__(  # noqa: PLR0913 - the last three have a default
-        self,
-        agent: str,
-        engine: EngineClient,
-        tools: Sequence[str],
-        render: Callable[[Mapping[str, str]], Awaitable[str]],
-        *,
-        on_failure: OnFailure = "abort",
-        namespace: Mapping[str, str] | None = None,
-        writers: Iterable[str] = (),
-    ) -> None:
-        self.turn = Turn(agent)
-        self.tools = tuple(tools)
-        self.results: dict[str, str] = {}
-        self.dropped = anyio.Event()
-        self.is_given_up = False
-        self._engine = engine
-        self._render = render
-        self._on_failure: OnFailure = on_failure
-        self._namespace = namespace
-        self._writers = tuple(writers)
+    agent: str
+    engine: EngineClient
+    tools: Sequence[str]
+    render: Callable[[Mapping[str, str]], Awaitable[str]]
+    on_failure: OnFailure = "abort"
+    namespace: Mapping[str, str] | None = None
+    writers: Collection[str] = ()
+    results: dict[str, str] = field(default_factory=dict[str, str])
+    dropped: anyio.Event = field(default_factory=anyio.Event)
+    is_given_up: bool = False
 
     @property
-    def agent(self) -> str:
-        return self.turn.agent
+    def turn(self) -> Turn:
+        return Turn(self.agent)
 
     @property
     def is_complete(self) -> bool:
@@ -138,20 +133,74 @@ class RequestAfterTools:
         """
         results = dict(self.results)
         missing = [tool for tool in self.tools if tool not in results]
-        placeholders = Placeholders([*missing, *self._writers])
+        placeholders = Placeholders([*missing, *self.writers])
         texts = {
             name: results[name] if name in results else placeholders.padded(name)
-            for name in (*self.tools, *self._writers)
+            for name in (*self.tools, *self.writers)
         }
         return Forecast(
             turn,
-            self._engine,
+            self.engine,
             placeholders,
-            [lambda: self._render(texts)],
-            on_failure=self._on_failure,
-            namespace=self._namespace,
+            [lambda: self.render(texts)],
+            on_failure=self.on_failure,
+            namespace=self.namespace,
             holds=lambda _, now: now is None or len(self.results) == len(results),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat completion that a framework's client would send.
+
+    Attributes:
+        body: its body, in which ``extra_body`` may still be a field of its own.
+    """
+
+    engine: EngineClient
+    body: Mapping[str, Any]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that shape its prompt, without the messages."""
+        return prompt_fields(self._sent)
+
+    @property
+    def namespace(self) -> dict[str, str]:
+        """The namespace of its KV."""
+        return kv_namespace(self._sent)
+
+    async def render(self) -> str:
+        """Return the text of its prompt, as its engine's chat template renders it.
+
+        Raises: EngineError if the engine cannot be reached or refuses.
+        """
+        return await self.engine.render(self.body["messages"], **self.fields)
+
+    @property
+    def _sent(self) -> Mapping[str, Any]:
+        """What the server receives: OpenAI's client adds the extra body to the body."""
+        return {**self.body, **(self.body.get("extra_body") or {})}
+
+
+class RequestCaptured(Exception):
+    """Ends a dry run at its first request: is raised by the copy of the client that it uses."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__("a dry run ends here")
+        self.request = request
+
+
+async def first_request(dry_run: Awaitable[object]) -> ChatRequest:
+    """Return the request that a dry run ends at.
+
+    Raises: NotForecastable if it ends without one.
+    """
+    try:
+        await dry_run
+    except RequestCaptured as captured:
+        return captured.request
+    raise NotForecastable("its dry run ended without a call of its model")
 
 
 def name_calls(tools: Sequence[str]) -> list[str]:

@@ -154,4 +154,4 @@ async def test_a_run_is_traced_with_prompts_if_they_are_asked_for(
 
 async def test_a_serialized_client_has_only_its_settings(clients: Pair) -> None:
     saved = clients[0].to_dict()
-    assert saved["base_url"].endswith("/v1") and not {"engine", "linked_workflows"} & saved.keys()
+    assert saved["base_url"].endswith("/v1") and not {"engine", "linked_teams"} & saved.keys()

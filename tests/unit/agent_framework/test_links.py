@@ -26,9 +26,9 @@ async def test_linking_a_workflow_again_replaces_its_link_and_its_trace(tmp_path
     first._planner.listener(event)
     assert read(file) == [event]
     second = link(workflow, trace=file)
-    assert read(file) == [] and set(client.linked_workflows) == {second}
+    assert read(file) == [] and set(client.linked_teams) == {second}
     await second.close()
-    assert not client.linked_workflows
+    assert not client.linked_teams
 
 
 async def test_a_refused_workflow_leaves_an_existing_trace_as_it_is(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_client_of_openai_is_refused() -> None:
         FlashMoAChatClient("m", async_client=mine)
 
 
-async def test_the_calling_executor_is_sought_once_for_all_linked_workflows(
+async def test_the_calling_executor_is_sought_once_for_all_linked_teams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client may be used by thousands of workflows, and to seek it takes a walk of the stack."""

@@ -16,7 +16,6 @@ from jinja2 import Environment
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._callers import note_tools, observe_tools
-from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import OwnRequest, own_request
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.linking.placeholders import NotForecastable
@@ -72,7 +71,7 @@ class ScriptedClient(FlashMoAChatCompletionClient):
         self._thought = thought
 
     async def create(self, messages: Any, *, tools: Any = (), **_: Any) -> CreateResult:  # type: ignore[override]
-        self.prompts.append(await render(self, messages, tools))
+        self.prompts.append(await self._request(messages, tools).render())
         calls = next(self._script, None)
         content = "Done." if calls is None else calls
         usage = RequestUsage(prompt_tokens=1, completion_tokens=1)

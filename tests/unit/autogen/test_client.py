@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._client import SynchronousEngine, render
-from flashmoa.autogen._dry_run import first_call, make_capturing_client
+from flashmoa.autogen._client import SynchronousEngine
+from flashmoa.autogen._dry_run import CapturingClient
 from flashmoa.errors import BadAnswer
-from flashmoa.linking.calls import CallObserver, CallRequest, LinkedTeam
+from flashmoa.linking.calls import CallObserver, CallRequest
+from flashmoa.linking.forecasts import first_request
 from tests.unit.openai.fake_server import TEXT, URL, serve
 
 pytestmark = pytest.mark.anyio
@@ -166,7 +166,7 @@ def test_engine_that_tells_no_context_is_named(
     monkeypatch: pytest.MonkeyPatch, answer: object
 ) -> None:
     engine, _ = engine_that_answers(monkeypatch, answer)
-    with pytest.raises(BadAnswer, match="http://engine/v1/models gives no such number"):
+    with pytest.raises(BadAnswer, match="http://engine/v1/models is not an engine's"):
         engine.context_length("m")
 
 
@@ -205,9 +205,8 @@ async def test_a_predicted_call_is_rendered_with_its_own_fields(
 ) -> None:
     client.engine = recorder = Recorder()  # type: ignore[assignment]
     tools = [FunctionTool(look, "Look.")]
-    capturing = make_capturing_client(AssistantAgent("one", client), included=True)
-    call = await first_call(
-        capturing.create(
+    request = await first_request(
+        CapturingClient(client).create(
             MESSAGES,
             tools=tools,
             tool_choice=tools[0],
@@ -215,7 +214,7 @@ async def test_a_predicted_call_is_rendered_with_its_own_fields(
             json_output=False,
         )
     )
-    await render(client, call.messages, call.tools, **call.options)
+    await request.render()
     (fields,) = recorder.fields
     assert [tool["function"]["name"] for tool in fields.pop("tools")] == ["look"]
     assert fields == {
@@ -230,9 +229,8 @@ async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
     client: FlashMoAChatCompletionClient,
 ) -> None:
     client.engine = recorder = Recorder()  # type: ignore[assignment]
-    capturing = make_capturing_client(AssistantAgent("one", client), included=True)
-    call = await first_call(capturing.score(MESSAGES, ["yes", "no"]))
-    await render(client, call.messages, call.tools, **call.options)
+    request = await first_request(CapturingClient(client).score(MESSAGES, ["yes", "no"]))
+    await request.render()
     assert recorder.fields == [{"chat_template_kwargs": ARGS}]
 
 
@@ -243,7 +241,7 @@ def test_tokens_are_counted_with_the_clients_fields(
 
     def request(method: str, url: str, **more: Any) -> httpx.Response:
         bodies.append(more["json"])
-        return httpx.Response(200, json={"count": 3}, request=httpx.Request(method, url))
+        return httpx.Response(200, json={"tokens": [1, 2, 3]}, request=httpx.Request(method, url))
 
     monkeypatch.setattr(httpx, "request", request)
     assert client.count_tokens(MESSAGES) == 3
@@ -251,11 +249,9 @@ def test_tokens_are_counted_with_the_clients_fields(
     assert bodies[-1]["chat_template_kwargs"] == ARGS
 
 
-class Team(LinkedTeam):
-    def observe(self, request: CallRequest) -> CallObserver | None:
+class Team:
+    def observe(self, caller: object, request: CallRequest) -> CallObserver | None:
         return None
-
-    async def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -269,26 +265,27 @@ def frequent_switches() -> Generator[None]:
 @pytest.mark.usefixtures("frequent_switches")
 def test_calls_find_teams_while_other_threads_link_and_forget_theirs() -> None:
     client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
+    linked: Any = client.linked_teams
     kept = [Team() for _ in range(100)]
     for team in kept:
-        client.add_team(team)
+        linked.add(team)
     ended = threading.Event()
 
     def link() -> None:
         while not ended.is_set():
             teams = [Team() for _ in range(20)]
             for team in teams:
-                client.add_team(team)
+                linked.add(team)
             for team in teams[:10]:
-                client.remove_team(team)
+                linked.discard(team)
 
     other = threading.Thread(target=link)
     other.start()
     try:
         request = CallRequest("http://engine", "m", None)
-        found = [client._ask_teams(request) for _ in range(3000)]
+        found = [linked.observe(None, request) for _ in range(3000)]
     finally:
         ended.set()
         other.join()
     assert found == [[]] * 3000
-    assert set(map(id, client.linked_teams)) >= set(map(id, kept))
+    assert set(map(id, linked)) >= set(map(id, kept))

@@ -76,9 +76,9 @@ async def test_linking_a_team_again_replaces_its_link_and_its_trace(tmp_path: Pa
     assert read(file) == [NOTE]
     second = link(team, trace=file)
     assert read(file) == [] and first not in client.linked_teams
-    assert client.linked_teams == [second]
+    assert list(client.linked_teams) == [second]
     await second.close()
-    assert client.linked_teams == []
+    assert list(client.linked_teams) == []
 
 
 async def test_a_team_within_a_linked_team_does_not_end_its_trace(tmp_path: Path) -> None:

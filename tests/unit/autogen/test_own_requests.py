@@ -18,7 +18,6 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult, ToolSc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import OwnRequest
 from flashmoa.linking.forecasts import RequestAfterTools
 from tests.unit.autogen.scripted_agents import (
@@ -94,8 +93,8 @@ async def check_request(
     """Check that a prompt was predicted, step by step as the results were learned."""
 
     async def rendered(results: Mapping[str, str]) -> str:
-        call = await request.dry_run([results[tool] for tool in request.tools])
-        return await render(client, call.messages, call.tools)
+        following = await request.dry_run([results[tool] for tool in request.tools])
+        return await following.render()
 
     held = RequestAfterTools("one", client.engine, request.tools, rendered)
     certain = (await (await held.forecast(held.turn)).prompt()).stable()
@@ -160,8 +159,7 @@ async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
     before = asked
     (request, *_) = client.predictions
     assert request is not None
-    call = await request.dry_run(["lake"])
-    assert await render(client, call.messages, call.tools) == client.prompts[1]
+    assert await (await request.dry_run(["lake"])).render() == client.prompts[1]
     assert asked == before
 
 

@@ -92,7 +92,7 @@ def exceptions() -> set[type[BaseException]]:
 
 # They end a dry run once its request is captured, or have a request sent again without a tap. They
 # reach no user.
-INTERNAL = {"_RequestCaptured", "_CallCaptured", "UnusableStream", "RefusedForm"}
+INTERNAL = {"RequestCaptured", "UnusableStream", "RefusedForm"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

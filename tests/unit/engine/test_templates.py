@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._client import render
 from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._team_link import predict_calls
+from flashmoa.autogen._team_link import predict_requests
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES
@@ -75,17 +74,14 @@ async def predict_and_send(
     placeholders = Placeholders(writers)
     (dry_run,) = agent_dry_runs(agent, [TextMessage(content="A trip, please.", source="user")])
     future = [TextMessage(content=placeholders.padded(name), source=name) for name in writers]
-    (call,) = await predict_calls([dry_run], [future])
-    rendered = await render(agent._model_client, call.messages, call.tools)
-    prompt = placeholders.build_prompt(rendered)
+    (request,) = await predict_requests([dry_run], [future])
+    prompt = placeholders.build_prompt(await request.render())
     before = prompt.stable()
     for slot in prompt.slots:
         slot.append(texts[writers.index(slot.name)])
         slot.close()
     written = [TextMessage(content=t, source=n) for n, t in zip(writers, texts, strict=True)]
-    call = await dry_run(written)
-    sent = await render(agent._model_client, call.messages, call.tools)
-    return before, prompt.stable(), sent
+    return before, prompt.stable(), await (await dry_run(written)).render()
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

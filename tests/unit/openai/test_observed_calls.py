@@ -298,7 +298,7 @@ async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped
             openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
             workflow = WatchedWorkflow()
             if is_tapped:
-                client.linked_workflows.add(workflow)
+                client.linked_teams.add(workflow)  # type: ignore[arg-type]
             try:
                 outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
             except Exception as error:
@@ -323,7 +323,7 @@ async def test_an_agent_framework_stream_may_have_null_in_place_of_a_delta(
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     async with FlashMoAChatClient("m", base_url="http://engine:30000") as client:
         workflow = WatchedWorkflow()
-        client.linked_workflows.add(workflow)
+        client.linked_teams.add(workflow)  # type: ignore[arg-type]
         updates = client.get_response([Message("user", ["Go."])], stream=True)
         assert "".join([update.text async for update in updates]) == TEXT
 

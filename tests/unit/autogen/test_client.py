@@ -28,11 +28,6 @@ BLIND = {"has_image_understanding": False, "tool_call_parser": None}
 SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Engine:
     """Answers synchronous requests; is down as long as it has no answer.
 

@@ -14,7 +14,7 @@ from autogen_core.model_context import (
     TokenLimitedChatCompletionContext,
     UnboundedChatCompletionContext,
 )
-from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult, ToolSchema
+from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,6 @@ from tests.unit.autogen.scripted_agents import (
     make_agent,
     scripted,
     take_turn,
-    walk,
 )
 
 pytestmark = pytest.mark.anyio
@@ -161,44 +160,3 @@ async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
     assert request is not None
     assert await (await request.dry_run(["lake"])).render() == client.prompts[1]
     assert asked == before
-
-
-async def test_results_are_learned_as_each_tool_ends() -> None:
-    may_end = asyncio.Event()
-
-    async def wait() -> str:
-        """Wait."""
-        await may_end.wait()
-        return "waited"
-
-    client = scripted([called(("look", {"place": "lake"}), ("wait", {}), ("walk", {"hours": 12}))])
-    agent = make_agent(client, tools=[look, walk, wait], max_tool_iterations=2)
-    turn = asyncio.create_task(take_turn(agent))
-    while (1, 0) not in client.learned:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    may_end.set()
-    await turn
-    assert client.learned == {(1, 0): "lake", (1, 1): "waited", (1, 2): "12 hours are too many"}
-
-
-@pytest.mark.parametrize(
-    "failure", [RuntimeError("The bench is broken."), asyncio.CancelledError()]
-)
-def test_a_tool_that_is_cancelled_or_raises_has_no_result(failure: BaseException) -> None:
-    class Bench(StaticWorkbench):
-        async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
-            await asyncio.sleep(0.01)
-            raise failure
-
-    async def run() -> None:
-        client = scripted([called(("look", {}))])
-        bench = Bench([FunctionTool(look, description="Looks.", name="look")])
-        agent = make_agent(client, tools=None, workbench=bench, max_tool_iterations=2)
-        # AutoGen waits for such a tool for ever.
-        turn = asyncio.create_task(take_turn(agent))
-        while not client.learned:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        turn.cancel()
-        assert client.learned == {(1, 0): None}
-
-    asyncio.run(run())

@@ -26,11 +26,6 @@ from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_only_line_feeds_end_the_lines_of_events() -> None:
     """U+2028 ends a line for Python, but not in an event."""
     async with (

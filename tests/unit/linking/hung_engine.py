@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-import anyio
 from anyio.abc import SocketStream
 
 from tests.unit.engine.faulty_engine import BROKEN, listening, receive, send, stream
+from tests.waiting import until
 
 Route = Literal["render", "open", "append", "keep_alive", "delete", "chat"]
 
@@ -38,9 +38,7 @@ class HungEngine:
 
     async def until(self, route: Route, times: int = 1) -> None:
         """Wait until it has received that many requests to a route."""
-        with anyio.fail_after(10):
-            while self.routes().count(route) < times:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
+        await until(lambda: self.routes().count(route) >= times)
 
     async def serve(self, client: SocketStream) -> None:
         async with client:

@@ -18,11 +18,6 @@ from flashmoa.linking.streamed_text import find_texts, replace_marks
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def caused(error: Exception, cause: Exception) -> Exception:
     """Return the error with a cause."""
     error.__cause__ = cause

@@ -28,11 +28,6 @@ pytestmark = pytest.mark.anyio
 SOON = 1.0
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @contextmanager
 def soon() -> Generator[None]:
     before = anyio.current_time()

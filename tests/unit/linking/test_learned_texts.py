@@ -39,23 +39,30 @@ def predict(value: Any, known: Mapping[str, str]) -> Any:
     return learned_texts.predict(value, known.get, TextFinder(known))
 
 
-def test_known_texts_are_replaced_in_strings_of_messages() -> None:
-    earlier = [{"role": "user", "content": [{"type": "text", "text": "Check:\nA long plan.\nOK?"}]}]
-    content = predict(earlier, {"A long plan.": "Another."})[0]["content"]
-    assert content == [{"type": "text", "text": "Check:\nAnother.\nOK?"}]
+PART: dict[str, str] = {"type": "text", "text": "Check:\nA long plan.\nOK?"}
 
 
-def test_a_short_text_is_replaced_only_where_it_is_a_whole_string() -> None:
-    assert predict(["no", "say no"], {"no": "yes"}) == ["yes", "say no"]
-
-
-def test_a_text_within_a_longer_word_is_not_replaced() -> None:
-    assert predict("Rome, Romeo", {"Rome": "Oslo"}) == "Oslo, Romeo"
-
-
-def test_the_longest_of_overlapping_texts_is_replaced() -> None:
-    known = {"plan for Rome": "X", "Rome": "Oslo"}
-    assert predict("plan for Rome, then Rome", known) == "X, then Oslo"
+@pytest.mark.parametrize(
+    ("value", "known", "expected"),
+    [
+        (
+            [{"content": [PART]}],
+            {"A long plan.": "A."},
+            [{"content": [{**PART, "text": "Check:\nA.\nOK?"}]}],
+        ),
+        # A short text is replaced only where it is a whole string.
+        (["no", "say no"], {"no": "yes"}, ["yes", "say no"]),
+        ("Rome, Romeo", {"Rome": "Oslo"}, "Oslo, Romeo"),
+        # Of overlapping texts the longest.
+        ("plan for Rome, then Rome", {"plan for Rome": "X", "Rome": "Oslo"}, "X, then Oslo"),
+        # What replaces a text is not replaced.
+        ("plan for Rome", {"plan for": "Rome, then", "Rome": "Oslo"}, "Rome, then Oslo"),
+    ],
+)
+def test_known_texts_are_replaced_where_they_are_whole_words(
+    value: Any, known: dict[str, str], expected: Any
+) -> None:
+    assert predict(value, known) == expected
 
 
 @given(words, known_texts)
@@ -65,11 +72,6 @@ def test_what_replaces_a_text_is_not_replaced_again(string: str, known: dict[str
     for text, mark in marked.items():
         replaced = replaced.replace(mark, text)
     assert replaced == string
-
-
-def test_a_text_in_what_replaces_another_is_not_replaced() -> None:
-    known = {"plan for": "Rome, then", "Rome": "Oslo"}
-    assert predict("plan for Rome", known) == "Rome, then Oslo"
 
 
 @given(words)
@@ -84,18 +86,20 @@ def test_texts_of_which_nothing_is_known_are_not_replaced() -> None:
     )
 
 
-def test_divergence_is_where_the_contents_begin_to_differ() -> None:
-    predicted = [user("Hello"), user("It is 12:01.")]
-    assert find_divergence(predicted, [user("Hello"), user("It is 12:07.")]) == Divergence(1, 10)
-    assert find_divergence(predicted, predicted) is None
-    assert find_divergence(predicted, [*predicted, user("More")]) == Divergence(2, 0)
-    assert find_divergence(predicted, predicted[:1]) == Divergence(1, 0)
-
-
-def test_a_message_of_another_role_differs_from_its_first_character() -> None:
-    assert find_divergence([user("Hello")], [{"role": "system", "content": "Hello"}]) == Divergence(
-        0, 0
-    )
+@pytest.mark.parametrize(
+    ("actual", "divergence"),
+    [
+        ([user("Hello"), user("It is 12:07.")], Divergence(1, 10)),
+        ([user("Hello"), user("It is 12:01.")], None),
+        ([user("Hello"), user("It is 12:01."), user("More")], Divergence(2, 0)),
+        ([user("Hello")], Divergence(1, 0)),
+        ([{"role": "system", "content": "Hello"}], Divergence(0, 0)),
+    ],
+)
+def test_divergence_is_where_the_contents_begin_to_differ(
+    actual: list[dict[str, str]], divergence: Divergence | None
+) -> None:
+    assert find_divergence([user("Hello"), user("It is 12:01.")], actual) == divergence
 
 
 @given(st.lists(words.map(user)), st.lists(words.map(user)))

@@ -110,13 +110,7 @@ def test_a_request_with_another_history_does_not_follow(messages: list[Any]) -> 
     assert run.begin("agent", request(messages)).follows is None
 
 
-def test_the_result_of_the_same_call_is_expected_again_with_the_new_id() -> None:
-    program = learn(make_answer(("id 1", "lake")), "Blue.")
-    answer = make_answer(("id 2", "lake"))
-    assert expected(program, answer, "<1>") == results(answer, "Blue.")
-
-
-def test_the_result_of_another_call_is_missing() -> None:
+def test_the_results_of_the_same_calls_are_expected_again_with_the_new_ids() -> None:
     program = learn(make_answer(("id 1", "lake"), ("id 2", "hill")), "Blue.", "Green.")
     answer = make_answer(("id 3", "lake"), ("id 4", "city"))
     assert expected(program, answer, "<1>", "<2>") == results(answer, "Blue.", "<2>")

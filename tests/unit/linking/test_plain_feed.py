@@ -134,29 +134,25 @@ async def test_a_short_prompt_is_left_to_its_request() -> None:
     assert link.used_id is None
 
 
-async def test_the_request_cancels_the_step_that_is_under_way() -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_the_request_or_the_end_of_its_link_cancels_the_step_that_is_under_way(
+    is_cancelled: bool,
+) -> None:
     server, events = FakeServer(), list[Event]()
     server.hangs = True
-    async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
+    link = make_link(server, events, Prompt([HEAD, Slot("A")]))
+    async with anyio.create_task_group() as group:
+        group.start_soon(link.run)
         await server.wait_for(1)
         # While it is under way, nothing else is sent.
         link.feed("A", HEAD)
         await settle()
-        assert link.claim() is None
-        await settle()
-        assert server.cancelled == 1
-    assert len(server.prompts) == 1
+        if is_cancelled:
+            group.cancel_scope.cancel()
+        else:
+            assert link.claim() is None
+    assert server.cancelled == len(server.prompts) == 1
     assert [type(event) for event in events] == [LinkOpened, LinkClosed]
-
-
-async def test_cancelling_the_link_cancels_the_step() -> None:
-    server = FakeServer()
-    server.hangs = True
-    async with anyio.create_task_group() as group:
-        group.start_soon(make_link(server, [], Prompt([HEAD, Slot("A")])).run)
-        await server.wait_for(1)
-        group.cancel_scope.cancel()
-    assert server.cancelled == 1
 
 
 async def test_a_complete_prompt_is_sent_if_its_request_does_not_come() -> None:
@@ -193,9 +189,18 @@ async def test_a_cache_that_keeps_nothing_gets_no_more_steps(
     )
 
 
-async def test_an_error_of_the_server_ends_only_the_link(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineUnreachable("the server is gone"), "EngineUnreachable: the server is gone"),
+        (PluginMissing("no route"), "plain engine"),
+    ],
+)
+async def test_an_error_of_the_server_ends_only_the_link(
+    error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server, events = FakeServer(), list[Event]()
-    server.error = EngineUnreachable("the server is gone")
+    server.error = error
     # A warning the first time only, and another test's may have been that.
     caplog.set_level(logging.DEBUG)
     async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
@@ -203,19 +208,9 @@ async def test_an_error_of_the_server_ends_only_the_link(caplog: pytest.LogCaptu
         link.feed("A", HEAD)
         assert link.claim() is None
     closed = events[-1]
-    assert isinstance(closed, LinkClosed)
-    assert closed.reason == "EngineUnreachable: the server is gone"
-    assert "Its request is sent all the same" in caplog.text
-
-
-async def test_a_server_without_any_route_is_left_alone() -> None:
-    server, events = FakeServer(), list[Event]()
-    server.error = PluginMissing("no route")
-    async with running(make_link(server, events, Prompt([HEAD, Slot("A")]))) as link:
-        await settle()
-        assert link.claim() is None
-    closed = events[-1]
-    assert isinstance(closed, LinkClosed) and closed.reason == "plain engine"
+    assert isinstance(closed, LinkClosed) and closed.reason == reason
+    is_known = reason == "plain engine"
+    assert ("Its request is sent all the same" in caplog.text) is not is_known
 
 
 async def test_off_sends_nothing() -> None:

@@ -25,16 +25,6 @@ def test_the_frontier_stops_inside_the_first_open_slot() -> None:
     assert prompt.is_complete
 
 
-def test_a_slot_that_closes_early_lets_waiting_text_through_in_bulk() -> None:
-    first, second = Slot("first"), Slot("second")
-    prompt = Prompt([first, second])
-    second.append("b")
-    second.close()
-    assert prompt.take() == ""
-    first.close()
-    assert prompt.take() == "b"
-
-
 def test_stripped_white_space_is_withheld_until_it_is_certain() -> None:
     slot = Slot("upstream", strip_start=True, strip_end=True)
     prompt = Prompt(["[", slot, "]"])

@@ -20,15 +20,11 @@ from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 WRITE = CallRequest("http://writer", "m", None)
 READERS = ["hung", "a", "b", "c"]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class Candidates(LinkPlanner):
@@ -132,9 +128,7 @@ async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_wh
         planner = Candidates(clients)
         for times in (1, 2, 3):
             planner.begin("writer", WRITE)
-            with anyio.fail_after(10):
-                while len(declined(planner)) < times:  # noqa: ASYNC110
-                    await anyio.sleep(0.005)
+            await until(lambda: len(declined(planner)) >= times)  # noqa: B023
         await planner.host.close()
         assert hung.routes() == ["render"]
         assert {each.agent for each in declined(planner)} == {"hung"}

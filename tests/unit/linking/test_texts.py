@@ -20,11 +20,6 @@ from flashmoa.linking.streamed_text import find_texts
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_leaving_a_text_closes_it() -> None:
     with Text("draft") as text:
         text.write("a plan")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import anyio
 import pytest
 
 from flashmoa import EngineClient
@@ -20,6 +19,7 @@ from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.observe import Event, LinkOpened
 from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.linking.hung_engine import hung_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -116,8 +116,6 @@ class WaitingEngine(EngineClient):
 
     @asynccontextmanager
     async def chat(self, messages: Any, **more: Any) -> AsyncGenerator[AsyncGenerator[Delta]]:
-        with anyio.fail_after(10):
-            while self.link is not None and self.link.opened < 2:  # noqa: ASYNC110
-                await anyio.sleep(0.001)
+        await until(lambda: self.link is None or self.link.opened >= 2)
         async with super().chat(messages, **more) as deltas:
             yield deltas

@@ -20,10 +20,9 @@ from flashmoa.engine.wire import Delta
 from flashmoa.errors import BadAnswer, EngineUnreachable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.linking.hung_engine import hung_engine
-from tests.unit.moa.scripted_engine import Script, scripted_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
-SCRIPTS: dict[str, Script] = {"plain": ["It is ", "18."]}
 TOOL_PIECES: list[dict[str, Any]] = [
     {"index": 0, "id": "c0", "function": {"name": "look", "arguments": '{"at"'}},
     {"index": 0, "function": {"arguments": ': "it"}'}},
@@ -94,24 +93,8 @@ async def test_answer_that_is_cut_off_fails_and_no_one_reads_it(model: str, prob
     assert engine.contents == ["?"]
 
 
-async def test_text_itself_can_be_the_content_of_a_message() -> None:
-    engine = Engine()
-    async with workflow(engine) as flow:
-        draft = flow.text("draft")
-        answers = [flow.ask(user(draft), model="stop")]
-        answers.append(flow.ask(user([{"type": "text", "text": draft}]), model="stop"))
-        draft.write("A draft.")
-        draft.close()
-        assert [await answer for answer in answers] == ["It is 18."] * 2
-    assert engine.contents == ["A draft.", [{"type": "text", "text": "A draft."}]]
-
-
 async def test_text_that_could_not_be_replaced_is_refused() -> None:
-    async with (
-        scripted_engine(SCRIPTS) as (_, client),
-        Workflow(client) as flow,
-        Workflow(client) as other,
-    ):
+    async with workflow(Engine()) as flow, workflow(Engine()) as other:
         foreign, draft = other.text("foreign"), flow.text("draft")
         with pytest.raises(ValueError, match="'foreign' is a text of another workflow"):
             flow.ask(user(f"Read {foreign}"))
@@ -125,20 +108,14 @@ async def test_text_that_could_not_be_replaced_is_refused() -> None:
         with pytest.raises(ValueError, match="'draft' is in a parameter"):
             flow.ask(user("Read."), tools=[{"function": {"description": f"Reads {draft}"}}])
         # What only looks like a mark is a user's text.
-        quoted = flow.ask(user("What is \u27e6x:0123456789abcdef\u27e7?"), model="plain")
+        quoted = flow.ask(user("What is \u27e6x:0123456789abcdef\u27e7?"))
         assert await quoted == "It is 18."
 
 
-async def test_several_answers_at_once_are_refused() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client), Workflow(client) as flow:
-        with pytest.raises(ValueError, match="n is 2; an answer is one text"):
-            flow.ask(user("?"), model="plain", n=2)
-
-
 async def test_reader_does_not_wait_for_other_texts_once_one_has_failed() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client), Workflow(client) as flow:
+    async with workflow(Engine()) as flow:
         unwritten, failed = flow.text("unwritten"), flow.text("failed")
-        reader = flow.ask(user(f"{unwritten} {failed}"), model="plain")
+        reader = flow.ask(user(f"{unwritten} {failed}"))
         failed.fail(RuntimeError("no"))
         with anyio.fail_after(5), pytest.raises(RuntimeError, match="no"):
             await reader
@@ -155,7 +132,7 @@ async def test_readers_of_a_cancelled_writer_are_not_cancelled(error: BaseExcept
 
 
 async def test_names_of_texts_differ() -> None:
-    async with scripted_engine(SCRIPTS) as (_, client), Workflow(client) as flow:
+    async with workflow(Engine()) as flow:
         names = [flow.text(name).name for name in ("a", "a-2", "a", "a", "b")]
     assert names == ["a", "a-2", "a-3", "a-4", "b"]
 
@@ -230,7 +207,8 @@ async def test_prompts_are_built_of_texts_as_of_strings() -> None:
     engine = Engine()
     async with workflow(engine) as flow:
         draft = flow.text("draft")
-        uses = [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
+        uses: list[object] = [draft, [{"type": "text", "text": draft}]]
+        uses += [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
         uses += [
             "\n".join(map(str, [draft, "all"])),
             f"Read {[draft]}",
@@ -240,9 +218,10 @@ async def test_prompts_are_built_of_texts_as_of_strings() -> None:
         ]
         answers = [flow.ask(user(use), model="stop") for use in uses]
         draft.finish("it")
-        for answer in answers:
-            await answer
+        assert {await answer for answer in answers} == {"It is 18."}
     expected = [
+        "it",
+        [{"type": "text", "text": "it"}],
         "it",
         "Read it",
         "it!",
@@ -271,8 +250,9 @@ async def test_extra_body_is_part_of_the_body() -> None:
         await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
         with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
             flow.ask(user("?"), extra_body={"messages": []})
-        with pytest.raises(ValueError, match="n is 2"):
-            flow.ask(user("?"), extra_body={"n": 2})
+        for several in ({"n": 2}, {"extra_body": {"n": 2}}):
+            with pytest.raises(ValueError, match="n is 2; an answer is one text"):
+                flow.ask(user("?"), **several)  # type: ignore[arg-type]
     assert engine.bodies == [{"max_tokens": 3, "guided_regex": "a*"}]
 
 
@@ -347,9 +327,7 @@ async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
     async with Workflow(engine) as flow:  # type: ignore[arg-type]
         draft = flow.text("draft")
         answer = flow.ask(user(f"{draft}"), temperature=0, extra_body={"thinking": True}, **fields)
-        with anyio.fail_after(5):
-            while not engine.rendered:  # noqa: ASYNC110
-                await anyio.sleep(0.001)
+        await until(lambda: engine.rendered)
         draft.close()
         await answer
     assert engine.rendered == [{**fields, "thinking": True}]
@@ -365,9 +343,7 @@ async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
         for number in range(3):
             with flow.text() as text:
                 answer = flow.ask(user(f"{text}"))
-                with anyio.fail_after(5):
-                    while len(engine.rendered) <= number:  # noqa: ASYNC110
-                        await anyio.sleep(0.001)
+                await until(lambda: len(engine.rendered) > number)  # noqa: B023
             await answer
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
     assert len([event for event in events if isinstance(event, LinkDeclined)]) == 3

@@ -1,0 +1,14 @@
+"""Wait for what no event announces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+
+async def until(holds: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until ``holds()`` is true. Raises: TimeoutError if it takes longer."""
+    with anyio.fail_after(seconds):
+        while not holds():  # noqa: ASYNC110
+            await anyio.sleep(0.002)

@@ -93,38 +93,6 @@ def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: floa
     assert [256 * len(blocks) for blocks in stored] == layers
 
 
-@pytest.mark.parametrize("on_device", [0.4, 1.0])
-@pytest.mark.parametrize("size", [1, 2, 3, EXPERTS + 1])
-def test_every_replica_computes_with_all_experts(group: str, size: int, on_device: float) -> None:
-    expected = [Layer(number).compute() for number in range(LAYERS)]
-    with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
-        replicas = [Replica(group, rank, size) for rank in range(size)]
-        started = list(pool.map(partial(start, stack, on_device=on_device), replicas))
-        for offloader, layers in started:
-            for number in [*range(LAYERS), *range(LAYERS), 2, 1]:
-                for actual, right in zip(layers[number].compute(), expected[number], strict=True):
-                    assert torch.equal(actual, right)
-            memory = offloader.memory()
-            assert memory["slots"] == 2 and (memory["on_host"] > 0) == (on_device < 1)
-        shares = [offloader.memory()["share"] for offloader, _ in started]
-        for share, (offloader, _) in zip(shares, started, strict=True):
-            assert offloader.memory()["at_peers"] == sum(shares) - share
-
-
-def test_shares_outlive_the_replicas_that_made_them(group: str) -> None:
-    expected = [Layer(number).compute() for number in range(LAYERS)]
-    with ExitStack() as stays, ThreadPoolExecutor(2) as pool:
-        with ExitStack() as ends:
-            first = pool.submit(start, stays, Replica(group, 0, 2))
-            pool.submit(start, ends, Replica(group, 1, 2)).result()
-            _, layers = first.result()
-        for layer, right in zip(layers, expected, strict=True):
-            assert torch.equal(layer.compute()[0], right[0])
-        # The second replica starts again while the first one is running.
-        _, layers = start(stays, Replica(group, 1, 2))
-        assert torch.equal(layers[3].compute()[0], expected[3][0])
-
-
 def both_failures(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
     """Yield the messages with which two replicas fail."""
     with ThreadPoolExecutor(2) as pool:
@@ -152,17 +120,6 @@ def test_replicas_that_differ_refuse_each_other(
         second = partial(start, stack, Replica(group, 1, size), **more)
         for message in both_failures(first, second):
             assert problem in message
-
-
-def test_a_running_replica_refuses_others_and_keeps_running(group: str) -> None:
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        with ExitStack() as ends:
-            first = pool.submit(start, stack, Replica(group, 0, 2))
-            pool.submit(start, ends, Replica(group, 1, 2)).result()
-            first.result()
-        with ExitStack() as ends, pytest.raises(ReplicaError, match="the same experts"):
-            start(ends, Replica(group, 1, 2), seed=1)
-        start(stack, Replica(group, 1, 2))
 
 
 def test_a_rank_that_runs_already_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from flashmoa_sglang.scheduler.streams import Growth, choose_increments, fewest_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.costs import any_costs
+from tests.unit.plugin.test_costs import any_costs
 
 # A decode step takes 10 ms, and each further token 0.1 ms.
 COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)

@@ -7,31 +7,24 @@ from flashmoa_sglang.costs import UNMEASURED, Costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-DECODES, RIDES = (1, 8, 32), (16, 64, 256)
-SECONDS = st.floats(1e-4, 2.0)
-POINTS = st.lists(
-    st.tuples(st.integers(1, 5000), SECONDS),
-    min_size=2,
-    max_size=6,
-    unique_by=lambda point: point[0],
-).map(tuple)
-
 
 @st.composite
-def rising_steps(draw: st.DrawFn) -> tuple[tuple[int, int, float], ...]:
-    """Draw measured mixed steps that take longer with more tokens, in any order."""
-    steps: list[tuple[int, int, float]] = []
-    for decodes in draw(st.sets(st.sampled_from(DECODES), min_size=1)):
-        seconds = sorted(draw(st.lists(SECONDS, min_size=4, max_size=4)))
-        steps += [(decodes, *one) for one in zip((0, *RIDES), seconds, strict=True)]
-    return tuple(draw(st.permutations(steps)))
+def any_costs(draw: st.DrawFn) -> Costs:
+    """Draw costs of which steps take longer with more tokens, as measured in any order."""
+    point = st.tuples(st.integers(1, 5000), st.floats(1e-4, 2.0))
+    points = draw(st.lists(point, min_size=2, max_size=6, unique_by=lambda one: one[0]))
+    mixed: list[tuple[int, int, float]] = []
+    for decodes in draw(st.sets(st.sampled_from([1, 8, 32]))):
+        seconds = sorted(draw(st.lists(st.floats(1e-4, 2.0), min_size=3, max_size=3)))
+        mixed += [(decodes, *one) for one in zip((0, 16, 256), seconds, strict=True)]
+    least = min(seconds for _, seconds in points)
+    return Costs(tuple(points), least, tuple(draw(st.permutations(mixed))))
 
 
-@given(points=POINTS, tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
+@given(costs=any_costs(), tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
 def test_costs_increase_with_tokens_and_can_be_inverted(
-    points: tuple[tuple[int, float], ...], tokens: int, seconds: float
+    costs: Costs, tokens: int, seconds: float
 ) -> None:
-    costs = Costs(points, 0.01)
     assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
     most = costs.tokens_within(seconds)
     if 0 < most < 1 << 20:
@@ -52,45 +45,26 @@ def test_a_prefill_is_on_the_line_between_measured_ones() -> None:
     assert costs.prefill(501) == pytest.approx(0.7)
 
 
-@given(points=POINTS, mixed=rising_steps())
-def test_measured_steps_take_what_was_measured(
-    points: tuple[tuple[int, float], ...], mixed: tuple[tuple[int, int, float], ...]
+@given(costs=any_costs(), more=st.integers(0, 3000))
+def test_measured_steps_take_what_was_measured_and_more_tokens_as_much_as_in_a_prefill(
+    costs: Costs, more: int
 ) -> None:
-    costs = Costs(points, 0.01, mixed)
-    alone = {decodes: seconds for decodes, tokens, seconds in mixed if not tokens}
-    for decodes, tokens, seconds in mixed:
+    alone = {decodes: seconds for decodes, tokens, seconds in costs.mixed if not tokens}
+    for decodes, tokens, seconds in costs.mixed:
         assert costs.decode(decodes) == pytest.approx(alone[decodes])
         assert costs.added(decodes, tokens) == pytest.approx(seconds - alone[decodes], abs=1e-9)
+        if tokens == 256:
+            prefill = costs.prefill(256 + more + decodes) - costs.prefill(256 + decodes)
+            added = costs.added(decodes, 256 + more)
+            assert added == pytest.approx(costs.added(decodes, 256) + prefill, abs=1e-9)
 
 
-@given(
-    points=POINTS,
-    mixed=st.one_of(st.just(()), rising_steps()),
-    decodes=st.integers(1, 40),
-    tokens=st.integers(0, 2000),
-    more=st.integers(0, 2000),
-)
+@given(any_costs(), st.integers(1, 40), st.integers(0, 2000), st.integers(0, 2000))
 def test_more_tokens_lengthen_a_step_more(
-    points: tuple[tuple[int, float], ...],
-    mixed: tuple[tuple[int, int, float], ...],
-    decodes: int,
-    tokens: int,
-    more: int,
+    costs: Costs, decodes: int, tokens: int, more: int
 ) -> None:
-    costs = Costs(points, 0.01, mixed)
     added = costs.added(decodes, tokens)
     assert 0 <= added <= costs.added(decodes, tokens + more) + 1e-9
-
-
-@given(points=POINTS, mixed=rising_steps(), more=st.integers(0, 3000))
-def test_tokens_beyond_the_measured_ones_add_what_they_add_to_a_prefill(
-    points: tuple[tuple[int, float], ...], mixed: tuple[tuple[int, int, float], ...], more: int
-) -> None:
-    costs = Costs(points, 0.01, mixed)
-    for decodes in {count for count, _, _ in mixed}:
-        prefill = costs.prefill(RIDES[-1] + more + decodes) - costs.prefill(RIDES[-1] + decodes)
-        added = costs.added(decodes, RIDES[-1] + more)
-        assert added == pytest.approx(costs.added(decodes, RIDES[-1]) + prefill, abs=1e-9)
 
 
 def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:

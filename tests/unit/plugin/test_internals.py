@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from flashmoa_sglang import internals, plugin, releases
-from flashmoa_sglang.internals import Findings, Source, used
+from flashmoa_sglang.internals import Source, used
 
+from tests.conftest import ROOT
 from tests.integration.support import slow_except
 from tests.unit.plugin.renamed import Renamed, installed
 
@@ -78,6 +79,11 @@ def test_each_feature_is_looked_at_where_it_is_on(
         plugin.verify()
 
 
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
 @pytest.mark.parametrize("name", slow_except(("waiting_queue", "flush_cache"), "waiting_queue"))
 def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) -> None:
     script = (
@@ -85,82 +91,63 @@ def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) 
         f" Renamed; internals.installed = lambda: Renamed({name!r}); "
         "runpy.run_module('flashmoa_sglang.serve', run_name='__main__', alter_sys=True)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "--model-path", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run(script, "--model-path", str(tmp_path))
     assert done.returncode == 1
     release = releases.installed()
     assert f"flashmoa-sglang cannot run: SGLang {release} has no sglang." in done.stderr
     assert f".{name}" in done.stderr and "Tested releases" in done.stderr
 
 
-A = """
-from dataclasses import dataclass
-from sglang.srt.b import *
-from sglang.srt.c import Base as Other
-try:
-    from sglang.srt.b import Guarded
-except ImportError:
-    Guarded = None
+NOT_APPLIED = """
+import flashmoa_sglang.serve  # This prepares the import of SGLang.
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+HookRegistry._apply_target = classmethod(lambda cls, target, hooks: 1 / 0)
+load_plugins()
+print("still running")
+"""
 
+
+@pytest.mark.slow
+def test_a_hook_that_sglang_does_not_take_stops_the_start() -> None:
+    done = run(NOT_APPLIED)
+    assert done.returncode != 0 and "still running" not in done.stdout
+    problem = f"cannot run: SGLang {releases.installed()} did not take the hook on sglang.srt."
+    assert problem in done.stderr
+
+
+OTHERS = [release for release in releases.TESTED if release != releases.installed()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("release", OTHERS)
+def test_a_release_that_is_not_installed_has_all_that_is_used(release: str, feature: str) -> None:
+    folder = ROOT / ".cache" / "sglang" / release / "sglang"
+    assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
+    assert internals.looked_at(release, Source(folder), feature).problem == ""
+
+
+A = """
 class Base:
-    field: int = 1
     def __init__(self, one, *, two=2):
         self.plain = one
-        (self.first, _,
-            self.second) = 1, 2, 3
     @property
     def method(self):
-        other.foreign = self.only_read == 1
-
-class Derived(Other, Base):
-    pass
-
-@dataclass
-class Data(Derived):
-    given: int
+        pass
 
 def function(
     a, b: dict[str, int], c=(1, ":"), *, d: int | None = None
 ) -> tuple[int, ...]:
     pass
 """
-B = "class Guarded: ...\nclass Starred(Guarded):\n    async def here(self): ...\n"
-C = "import enum\nclass Base(enum.IntEnum):\n    ONE = 1\n    def of_c(self): ...\n"
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Source:
     (tmp_path / "srt").mkdir()
-    for name, text in (("a", A), ("b", B), ("c", C)):
-        (tmp_path / "srt" / f"{name}.py").write_text(text)
+    (tmp_path / "srt" / "a.py").write_text(A)
     return Source(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("owner", "there", "missing"),
-    [
-        ("a:Base", "field plain first second method", "foreign _ two of_c"),
-        ("a:Derived", "field ONE of_c", "anything given"),
-        ("a:Data", "given field", "anything"),
-        ("a:Starred", "here", "anything"),
-        ("a:Missing|b:Starred", "here", "anything"),
-        ("a", "Base Other Guarded Starred function dataclass", "Missing of_c enum"),
-        ("c", "enum Base", "Guarded"),
-    ],
-)
-def test_names_that_source_defines_are_found(
-    small: Source, owner: str, there: str, missing: str
-) -> None:
-    findings = Findings(small)
-    for name in f"{there} {missing}".split():
-        findings.look(owner, name, lambda _: "")
-    shown = f"sglang.srt.{owner.split('|')[0].replace(':', '.')}"
-    assert findings.lacking == [f"{shown}.{name}" for name in missing.split()]
 
 
 @pytest.mark.parametrize(

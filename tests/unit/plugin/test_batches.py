@@ -92,18 +92,16 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
     assert not built.settings["mixed"] and not built.settings["full"]
 
 
-def test_a_forward_for_streams_is_of_bounded_size() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "most", "increment"), [(5000, 8192, 2048), (5000, 100, 100), (1500, 8192, 750)]
+)
+def test_a_forward_for_streams_has_half_of_what_waits_and_is_of_bounded_size(
+    tokens: int, most: int, increment: int
+) -> None:
     idle = engine()
-    idle.open_stream("a", 5000)
-    assert step(idle).increments() == [2048]
-    idle.chunked_prefill_size = 100
-    assert step(idle).increments() == [100]
-
-
-def test_a_forward_for_streams_has_half_of_what_waits() -> None:
-    idle = engine()
-    idle.open_stream("a", 1500)
-    assert step(idle).increments() == [750]
+    idle.chunked_prefill_size = most
+    idle.open_stream("a", tokens)
+    assert step(idle).increments() == [increment]
 
 
 def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:
@@ -174,21 +172,6 @@ def test_an_increment_that_joins_is_not_made_again_before_its_result() -> None:
     assert step(idle).increments() == [250]
 
 
-def test_all_is_as_before_if_no_batch_can_be_built() -> None:
-    busy = engine(decoding=2, full=True)
-    busy.open_stream("a", 2500)
-    busy.waiting_queue = [request(10, 5)]
-
-    def fail(_: object) -> None:
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        next_prefill_batch(fail, busy)
-    assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
-    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.can_prefill_more()
-
-
 def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:
     """SGLang takes the batch for full meanwhile, which nothing else would end."""
     busy = engine(decoding=2, full=True)
@@ -203,13 +186,6 @@ def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them(
     assert not step(idle).settings["full"]
 
 
-def test_streams_do_not_fill_a_forward_that_stops_decodes_alone() -> None:
-    """Beside decodes a forward for streams alone is never built."""
-    busy = engine(decoding=2)
-    busy.open_stream("a", 5000, grows=False)
-    assert step(busy).queues == []
-
-
 def test_streams_ride_along_with_decodes() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 2500)
@@ -219,6 +195,51 @@ def test_streams_ride_along_with_decodes() -> None:
     assert built.settings["mixed"] and not built.settings["full"]
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
     assert not busy.flashmoa.only_streams
+
+
+FINAL = request(40, 5, stream="b", final=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "rides", "mixed"),
+    [
+        ({}, [62], True),
+        # It is the first step after a prefill of others.
+        ({"last_batch": SimpleNamespace(reqs=[request(400, 5)])}, [62], True),
+        ({"chunked_prefill_size": 40}, [30], True),
+        ({"options": Options(intra_turn="off", itl_budget=1.0)}, None, False),
+        ({"no_rides": "the engine decodes speculatively"}, None, False),
+    ],
+)
+def test_streams_and_prompts_ride_as_the_engine_allows(
+    given: dict[str, Any], rides: list[int] | None, mixed: bool
+) -> None:
+    busy = engine(decoding=2)
+    # What is known of a prompt before the agent before writes does not ride.
+    busy.open_stream("resting", 5000, grows=False)
+    busy.open_stream("a", 2500)
+    for name, value in given.items():
+        setattr(busy.flashmoa if name in ("options", "no_rides") else busy, name, value)
+    built = step(busy)
+    assert (built.increments() if built.queues else None) == rides
+    busy.waiting_queue = [FINAL]
+    built = step(busy)
+    assert built.clients() == [FINAL] and built.settings["mixed"] == mixed
+
+
+def test_all_is_as_before_if_no_batch_can_be_built() -> None:
+    busy = engine(decoding=2, full=True)
+    busy.open_stream("a", 2500)
+    busy.waiting_queue = [request(10, 5)]
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        next_prefill_batch(fail, busy)
+    assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
+    assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
+    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.can_prefill_more()
 
 
 def test_more_tokens_ride_where_a_request_ends_soon() -> None:
@@ -241,13 +262,6 @@ def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     assert step(busy).increments() == [126]
 
 
-def test_nothing_rides_within_a_budget_of_one_step() -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 2500)
-    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.0)
-    assert step(busy).queues == []
-
-
 @pytest.mark.parametrize("joins", [True, False])
 def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
     """SGLang would mix nothing with them, and is told of them again afterwards."""
@@ -268,14 +282,6 @@ def test_streams_ride_although_no_more_requests_may_run() -> None:
     assert not built.settings["full"] and built.settings["rows"] == 16
     assert busy.waiting_queue == waiting and busy.running.batch_is_full
     assert busy.flashmoa.rode_along == 62
-
-
-def test_only_streams_that_grow_ride() -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 30, grows=False)
-    busy.open_stream("b", 2500)
-    (increment,) = step(busy).queues[-1]
-    assert increment.flashmoa.stream == "b"
 
 
 def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
@@ -333,17 +339,37 @@ def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_t
         assert step(busy).settings["mixed"] == rides
 
 
-@pytest.mark.parametrize("order", ["sjf", "priority"])
-def test_where_the_order_of_prompts_matters_none_is_cut_to_ride(order: str) -> None:
+@pytest.mark.parametrize(
+    ("prompts", "given", "of_request"),
+    [
+        # Each would wait for all the decode steps in which they ride.
+        (30, {}, {}),
+        # SGLang does not mix these.
+        (1, {}, {"return_logprob": True}),
+        (1, {}, {"input_embeds": True}),
+        (1, {}, {"multimodal_inputs": True}),
+        # Kernels need longer chunks.
+        (1, {"truncation_align_size": 4096}, {}),
+        # Others that are shorter, or more important, would have to wait.
+        (1, {"enable_priority_scheduling": True}, {}),
+        (1, {"options": Options(intra_turn="off", schedule="sjf")}, {}),
+    ],
+)
+def test_prompts_are_not_cut_to_ride_where_that_is_worse_or_impossible(
+    prompts: int, given: dict[str, Any], of_request: dict[str, Any]
+) -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 5)
-    busy.enable_priority_scheduling = order == "priority"
-    busy.flashmoa.options = Options(
-        intra_turn="off", schedule="sjf" if order == "sjf" else "sglang"
-    )
-    for tokens, rides in ((40, True), (400, False)):
-        busy.waiting_queue = [request(tokens, 5)]
-        assert step(busy).settings["mixed"] == rides
+    busy.waiting_queue = [request(400, 5) for _ in range(prompts)]
+    assert step(busy).settings["mixed"] == (prompts == 1)
+    for name, value in given.items():
+        setattr(busy.flashmoa if name == "options" else busy, name, value)
+    vars(busy.waiting_queue[0]).update(of_request)
+    built = step(busy)
+    assert not built.settings["mixed"] and built.settings["chunk"] == 8192
+    if "enable_priority_scheduling" in given or "options" in given:
+        busy.waiting_queue = [request(40, 5)]
+        assert step(busy).settings["mixed"]
 
 
 def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
@@ -357,63 +383,11 @@ def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
     assert step(busy).settings["mixed"]
 
 
-def test_no_ride_is_longer_than_the_longest_forward_that_the_user_allows() -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 2500)
-    busy.chunked_prefill_size = 40
-    assert step(busy).increments() == [30]
-
-
-def test_neither_streams_nor_prompts_ride_where_there_is_a_reason_against_it() -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 2500)
-    busy.flashmoa.no_rides = "the engine decodes speculatively"
-    assert step(busy).queues == []
-    busy.waiting_queue = [request(400, 5)]
-    assert not step(busy).settings["mixed"]
-
-
-def test_prompts_have_a_forward_of_their_own_if_many_wait() -> None:
-    """Each would wait for all the decode steps in which they ride."""
-    busy = engine(decoding=2)
-    busy.open_stream("a", 5)
-    busy.waiting_queue = [request(400, 5) for _ in range(30)]
-    assert not step(busy).settings["mixed"]
-
-
-@pytest.mark.parametrize("field", ["return_logprob", "input_embeds", "multimodal_inputs"])
-def test_prompts_that_sglang_does_not_mix_are_not_cut_for_it(field: str) -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 5)
-    busy.waiting_queue = [request(400, 5)]
-    setattr(busy.waiting_queue[0], field, True)
-    built = step(busy)
-    assert not built.settings["mixed"] and built.settings["chunk"] == 8192
-
-
-def test_prompts_are_not_cut_where_kernels_need_longer_chunks() -> None:
-    busy = engine(decoding=2)
-    busy.open_stream("a", 5)
-    busy.waiting_queue, busy.truncation_align_size = [request(400, 5)], 4096
-    assert not step(busy).settings["mixed"]
-
-
 def test_streams_take_what_prompts_leave_of_a_ride() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.waiting_queue = [request(10, 5)]
     assert step(busy).increments() == [20]
-
-
-def test_tokens_ride_in_the_first_step_after_a_prefill_of_others() -> None:
-    busy = engine(decoding=2)
-    busy.last_batch = SimpleNamespace(reqs=[request(400, 5)])
-    busy.open_stream("a", 2500)
-    assert step(busy).increments() == [62]
-    final = request(40, 5, stream="b", final=True)
-    busy.waiting_queue = [final]
-    built = step(busy)
-    assert built.clients() == [final] and built.settings["mixed"]
 
 
 def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:

@@ -1,27 +1,258 @@
-"""What a scheduler does with messages, requests of streams and the table of requests."""
+"""What a scheduler does with messages, how results are sent, and how long forwards took."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from flashmoa_sglang import asyncep
 from flashmoa_sglang.messages import (
     CountUpdate,
+    ForwardTime,
     MeasuredCosts,
     RequestMark,
     StreamProgress,
 )
-from flashmoa_sglang.scheduler import state
+from flashmoa_sglang.scheduler import results, state
 from flashmoa_sglang.scheduler.pins import Pin
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler
+from tests.unit.plugin.fake_scheduler import FakeScheduler, request
 
 pytestmark = pytest.mark.usefixtures("fake_release")
 
 
+class Streamer:
+    """Stands for SGLang's output streamer: notes what it sends, and to which process."""
+
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        self.tree_cache = scheduler.tree_cache
+        self.send_to_detokenizer: Any = "detokenizer"
+        self.sent: list[tuple[list[Any], bool, Any]] = []
+
+    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any) -> None:
+        assert skip_req is None
+        self.sent.append((reqs, return_logprob, self.send_to_detokenizer))
+
+
 @pytest.fixture
-def scheduler() -> FakeScheduler:
+def streamer(scheduler: FakeScheduler) -> Streamer:
+    return Streamer(scheduler)
+
+
+def send(streamer: Streamer, reqs: list[Any], return_logprob: bool = False) -> None:
+    results.stream_output(Streamer.stream_output, streamer, reqs, return_logprob)
+
+
+def prefill(output: int = 0, **mark: Any) -> Any:
+    """Make a request of the plugin's own."""
+    req = request(10, output)
+    req.flashmoa.mark, req.return_logprob = RequestMark(**mark), False
+    return req
+
+
+def test_of_an_increment_only_its_progress_is_sent(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    scheduler.open_stream("a", 100)
+    scheduler.sent.clear()
+    (increment,) = scheduler.flashmoa.streams.make(1000, 1, 1000, 16)
+    chat = request(20, 5)
+    send(streamer, [chat, increment], return_logprob=True)
+    assert streamer.sent == [([chat], True, "detokenizer")]
+    assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
+    assert not scheduler.flashmoa.streams.can_prefill_more()
+    streamer.sent.clear()
+    send(streamer, [increment])
+    assert streamer.sent == []
+
+
+def test_answers_without_text_pass_the_detokenizer(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    chat, silent, final = request(20, 5), prefill(), prefill(stream="a", final=True)
+    send(streamer, [chat, silent, final])
+    assert streamer.sent == [
+        ([chat, final], False, "detokenizer"),
+        ([silent], False, scheduler.flashmoa.tokenizer_channel),
+    ]
+    assert streamer.send_to_detokenizer == "detokenizer"
+    streamer.sent.clear()
+    # What a scored prompt answers are log-probabilities.
+    silent.return_logprob = True
+    send(streamer, [silent], return_logprob=True)
+    assert streamer.sent == [([silent], True, scheduler.flashmoa.tokenizer_channel)]
+    streamer.sent.clear()
+    # SGLang may have something else to send, without requests.
+    send(streamer, [])
+    assert streamer.sent == [([], False, "detokenizer")]
+
+
+def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    sampled = prefill(output=1)
+    send(streamer, [sampled])
+    scheduler.flashmoa.role = "prefill"
+    send(streamer, [sampled])
+    sampled.return_logprob = True
+    send(streamer, [sampled], return_logprob=True)
+    channels = [channel for _, _, channel in streamer.sent]
+    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel, "detokenizer"]
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_increments_go_no_further_than_their_forward(prefills: bool) -> None:
+    first, increment, second, done = (
+        request(10, 5),
+        request(10, 0, stream="a"),
+        request(20, 5),
+        request(30, 5),
+    )
+    batch = SimpleNamespace(
+        reqs=[first, done, increment, second],
+        forward_mode=SimpleNamespace(is_extend=lambda: prefills),
+    )
+
+    def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
+        if keep_indices is None:
+            keep_indices = [n for n, req in enumerate(batch.reqs) if req is not done]
+        batch.reqs = [batch.reqs[n] for n in keep_indices]
+
+    results.drop_increments(keep, batch)
+    assert batch.reqs == ([first, second] if prefills else [first, increment, second])
+    calls: list[Any] = []
+    results.drop_increments(lambda *_: calls.append(1), SimpleNamespace(reqs=[]))
+    assert calls == [1]
+
+
+class Clock:
+    """A clock that a test moves on by milliseconds."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(state, "time", clock)
+    # It would import SGLang.
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
+    return clock
+
+
+def steps(timer: state.ForwardTimer, clock: Clock, *milliseconds: float) -> None:
+    """Let decode steps end, each after so many milliseconds."""
+    for step in milliseconds:
+        clock.now += step
+        timer.stop([])
+
+
+def test_a_prefill_takes_from_its_batch_to_its_result(
+    scheduler: FakeScheduler, clock: Clock
+) -> None:
+    timer = scheduler.flashmoa.timer
+    steps(timer, clock, 10, 10)
+    timed, increment, chat = prefill(timed=True), request(10, 0, stream="a"), request(10, 0)
+    increment.rid = "increment"
+    clock.now += 5
+    timer.start([timed, increment, chat], 30, 0)
+    clock.now += 3
+    # If it is cut into chunks, it takes from the first.
+    timer.start([timed], 30, 0)
+    clock.now += 4
+    assert timer.stop([timed, increment, chat]) == {
+        "some": pytest.approx(0.007),
+        "increment": pytest.approx(0.007),
+    }
+    (report,) = scheduler.sent
+    assert report == ForwardTime("some", pytest.approx(0.007))
+    assert timer.stop([timed]) == {}
+
+
+@pytest.mark.parametrize("results_late", [False, True])
+def test_a_forward_with_decodes_takes_what_the_longer_step_takes(
+    scheduler: FakeScheduler, clock: Clock, results_late: bool
+) -> None:
+    timer = scheduler.flashmoa.timer
+    steps(timer, clock, 10, 10, 11, 10, 9)
+    timed = prefill(timed=True, rides=True)
+    clock.now += 1
+    timer.start([timed], 64, 3)
+    if results_late:
+        # Under the overlap schedule, launching the forward may take as long as the forward.
+        steps(timer, clock, 24)
+        clock.now += 10
+    else:
+        steps(timer, clock, 9)
+        clock.now += 25
+    timer.stop([timed])
+    (report,) = scheduler.sent
+    assert report == ForwardTime("some", pytest.approx(0.025), None, 3, pytest.approx(0.01))
+
+
+@dataclass
+class Decode:
+    """A request that decodes, whose last token is in its output if its ``result`` was processed."""
+
+    return_logprob: bool = False
+    result: bool = True
+    prompt: int = 40
+    tokens: int = 5
+
+    @property
+    def length(self) -> int:
+        """The length of its sequence in the forward that computes its last token."""
+        return self.prompt + self.tokens
+
+
+def mixed(*decodes: Decode, speculative: bool = False) -> Any:
+    """Mix decodes with a prefill of 30 tokens behind 70 cached ones; return the batch."""
+
+    def original(batch: Any, running: Any) -> None:
+        batch.return_logprob = running.return_logprob
+        batch.extend_lens += [1] * len(running.reqs)
+        batch.extend_logprob_start_lens += [0] * len(running.reqs)
+        # As SGLang 0.5.18 does under the overlap schedule.
+        batch.prefix_lens += [req.length - (not req.result) for req in running.reqs]
+
+    reqs = [*decodes]
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(return_logprob=False), *reqs],
+        extend_lens=[30],
+        extend_logprob_start_lens=[30],
+        prefix_lens=[70],
+        spec_algorithm=SimpleNamespace(is_none=lambda: not speculative),
+    )
+    lengths = None if speculative else torch.tensor([req.length for req in reqs])
+    running = SimpleNamespace(reqs=reqs, return_logprob=False, seq_lens_cpu=lengths)
+    results.mix(original, batch, running)
+    return batch
+
+
+def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone() -> None:
+    batch = mixed(Decode(), Decode(return_logprob=True))
+    assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
+    assert not mixed(Decode(), Decode()).return_logprob
+
+
+def test_decodes_of_a_mixed_forward_are_computed_at_the_end_of_their_sequences() -> None:
+    """Also of those that were in the forward before, whose last token is not known yet."""
+    batch = mixed(Decode(result=False, prompt=20), Decode(result=True, prompt=60))
+    assert batch.prefix_lens == [70, 24, 64]
+
+
+def test_the_positions_of_speculative_decoding_are_left_to_sglang() -> None:
+    assert mixed(Decode(result=False), speculative=True).prefix_lens == [70, 44]
+
+
+@pytest.fixture
+def attached() -> FakeScheduler:
     """A scheduler to which the plugin's state has been attached as it is when SGLang starts."""
     made: Any = FakeScheduler()
     made._request_dispatcher = SimpleNamespace(_mapping={})
@@ -33,48 +264,48 @@ def receive(scheduler: Any, message: Any) -> None:
     scheduler._request_dispatcher._mapping[type(message)](message)
 
 
-def test_a_final_request_ends_the_increments_of_its_stream(scheduler: FakeScheduler) -> None:
+def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeScheduler) -> None:
     for stream in "ab":
-        scheduler.open_stream(stream, 50)
+        attached.open_stream(stream, 50)
     custom = RequestMark("a", final=True).to_custom_params()
     final = SimpleNamespace(rid="r", sampling_params=SimpleNamespace(custom_params=custom))
     handled: list[Any] = []
-    state.handle_request(lambda _, message: handled.append(message), scheduler, final)
+    state.handle_request(lambda _, message: handled.append(message), attached, final)
     assert handled == [final]
-    assert sum(scheduler.flashmoa.streams.waiting_tokens()) == 50
+    assert sum(attached.flashmoa.streams.waiting_tokens()) == 50
 
 
-def test_costs_include_steps_in_which_tokens_ride(scheduler: FakeScheduler) -> None:
+def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> None:
     mixed = ((1, 0, 0.01), (1, 64, 0.02))
-    receive(scheduler, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, mixed))
-    assert scheduler.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
-    assert scheduler.flashmoa.saturation_gate is None
+    receive(attached, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, mixed))
+    assert attached.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
+    assert attached.flashmoa.saturation_gate is None
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_no_rank_of_those_that_step_together_waits_for_saturation(
-    scheduler: FakeScheduler, together: bool
+    attached: FakeScheduler, together: bool
 ) -> None:
-    scheduler.require_mlp_sync = together
-    receive(scheduler, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, waits_for=500))
-    gate = scheduler.flashmoa.saturation_gate
+    attached.require_mlp_sync = together
+    receive(attached, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, waits_for=500))
+    gate = attached.flashmoa.saturation_gate
     assert (gate is None) == together
     assert gate is None or gate.tokens == 500
 
 
 @pytest.mark.parametrize("flushed", [True, False])
 def test_streams_are_prefilled_again_after_the_cache_is_flushed(
-    scheduler: FakeScheduler, flushed: bool
+    attached: FakeScheduler, flushed: bool
 ) -> None:
-    scheduler.open_stream("a", 50)
-    for increment in scheduler.flashmoa.streams.make(100, 1, 100, 16):
-        scheduler.flashmoa.pins.replace("a", Pin(None, None))
-        scheduler.flashmoa.streams.settle(increment)
-    assert state.flush_cache(lambda _: flushed, scheduler) is flushed
-    assert len(scheduler.flashmoa.pins) == (0 if flushed else 1)
-    assert scheduler.flashmoa.streams.can_prefill_more() == flushed
+    attached.open_stream("a", 50)
+    for increment in attached.flashmoa.streams.make(100, 1, 100, 16):
+        attached.flashmoa.pins.replace("a", Pin(None, None))
+        attached.flashmoa.streams.settle(increment)
+    assert state.flush_cache(lambda _: flushed, attached) is flushed
+    assert len(attached.flashmoa.pins) == (0 if flushed else 1)
+    assert attached.flashmoa.streams.can_prefill_more() == flushed
     # The tree was reset, with its locks.
-    assert scheduler.tree_cache.free == 50_000
+    assert attached.tree_cache.free == 50_000
 
 
 class ReqToTokenPool:
@@ -99,16 +330,16 @@ def test_the_buffers_of_forwards_are_as_large_as_that_table() -> None:
     assert state.largest_batch(lambda *_: 64, "runner") == 64 + 16
 
 
-def test_counts_are_reported_by_how_much_they_have_grown(scheduler: FakeScheduler) -> None:
-    own = scheduler.flashmoa
-    own.report_counts(scheduler)
-    assert scheduler.sent == []
+def test_counts_are_reported_by_how_much_they_have_grown(attached: FakeScheduler) -> None:
+    own = attached.flashmoa
+    own.report_counts(attached)
+    assert attached.sent == []
     own.duplicates_avoided = 30
-    own.report_counts(scheduler)
+    own.report_counts(attached)
     own.duplicates_avoided, own.pins.gave_way = 50, 2
     own.streams._progress.append(("a", 5, 5, 0.1))
-    own.report_counts(scheduler)
-    assert scheduler.sent == [
+    own.report_counts(attached)
+    assert attached.sent == [
         CountUpdate(30, 0),
         StreamProgress((("a", 5, 5, 0.1),)),
         CountUpdate(20, 2),

@@ -70,20 +70,6 @@ def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
     assert len(make_increments(streams)["a"].origin_input_ids) == 65
 
 
-def test_an_increment_that_ends_late_does_not_undo_the_one_after_it(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
-    scheduler.open_stream("a", 100)
-    first = make_increments(streams)["a"]
-    streams.settle(first)
-    streams.extend(new_tokens("a", range(100, 150)))
-    second = make_increments(streams)["a"]
-    streams.finish(first, 0.5)
-    assert not streams.can_prefill_more()
-    streams.settle(second)
-    assert sum(streams.waiting_tokens()) == 0
-
-
 def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_instead(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:

@@ -495,33 +495,33 @@ def test_streams_that_begin_together_are_soon_spread(streams: int, around: float
 GUIDE = "You plan journeys. " * 20
 
 
-def test_siblings_share_a_rank() -> None:
-    streams = [(0, "Something else entirely, and of some length, so that it could be a sibling.")]
-    streams += [(2, GUIDE + "a")]
-    assert choose_rank(3, streams, GUIDE + "b") == 2
+IDS = array("q", range(100))
 
 
-def test_the_longest_common_prefix_decides() -> None:
-    streams = [(0, GUIDE + "aaa"), (1, GUIDE + "aab"), (2, GUIDE)]
-    assert choose_rank(3, streams, GUIDE + "aabc") == 1
-
-
-def test_a_new_beginning_goes_to_the_rank_with_fewest_streams() -> None:
-    assert choose_rank(3, [], GUIDE) == 0
-    assert choose_rank(3, [(0, "a"), (1, "b")], GUIDE) == 2
-    assert choose_rank(2, [(0, "You plan"), (1, "x"), (1, "y")], GUIDE) == 0
-
-
-def test_a_rank_far_above_the_others_gets_no_more_siblings() -> None:
-    assert choose_rank(2, [(0, GUIDE)] * 15, GUIDE) == 0
-    assert choose_rank(2, [(0, GUIDE)] * 16, GUIDE) == 1
-
-
-def test_tokens_are_compared_with_tokens_and_text_with_text() -> None:
-    ids = array("q", range(100))
-    assert choose_rank(2, [(0, GUIDE), (1, ids)], [*range(90), 7]) == 1
-    assert choose_rank(2, [(0, array("q", range(9000))), (1, ids)], list(range(9000))) == 0
-    assert choose_rank(2, [(0, GUIDE), (0, ids)], GUIDE[:80]) == 0
+@pytest.mark.parametrize(
+    ("ranks", "streams", "beginning", "chosen"),
+    [
+        # Siblings share a rank, and those with the longest common prefix decide.
+        (3, [(0, "Something else, of some length, so that it could be a sibling. " * 2),
+             (2, GUIDE + "a")], GUIDE + "b", 2),
+        (3, [(0, GUIDE + "aaa"), (1, GUIDE + "aab"), (2, GUIDE)], GUIDE + "aabc", 1),
+        # A new beginning goes to the rank with the fewest streams.
+        (3, [], GUIDE, 0),
+        (3, [(0, "a"), (1, "b")], GUIDE, 2),
+        (2, [(0, "You plan"), (1, "x"), (1, "y")], GUIDE, 0),
+        # A rank far above the others gets no more siblings.
+        (2, [(0, GUIDE)] * 15, GUIDE, 0),
+        (2, [(0, GUIDE)] * 16, GUIDE, 1),
+        # Tokens are compared with tokens, and text with text.
+        (2, [(0, GUIDE), (1, IDS)], [*range(90), 7], 1),
+        (2, [(0, array("q", range(9000))), (1, IDS)], list(range(9000)), 0),
+        (2, [(0, GUIDE), (0, IDS)], GUIDE[:80], 0),
+    ],
+)  # fmt: skip
+def test_a_stream_goes_to_the_rank_of_its_siblings_or_the_one_with_the_fewest(
+    ranks: int, streams: list[tuple[int, Any]], beginning: Any, chosen: int
+) -> None:
+    assert choose_rank(ranks, streams, beginning) == chosen
 
 
 @given(

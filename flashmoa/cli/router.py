@@ -26,7 +26,6 @@ from flashmoa.router.policy import PATIENCE, PrefixAware
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-_TOKENIZE = {"auto": None, "always": True, "never": False}
 _INSTALL = "pip install 'flashmoa[router]'"
 
 
@@ -86,7 +85,6 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]
         api_key=parsed.api_key,
         model_config=_read_config(parsed.model_config) if parsed.model_config else None,
         saturation_margin=parsed.saturation,
-        tokenize=_TOKENIZE[parsed.tokenize],
         max_body_bytes=parsed.max_body_bytes,
         max_waiting=parsed.max_waiting,
     )
@@ -119,13 +117,15 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     add("--port", type=int, default=30200, help="port to listen on (%(default)s)")
     about = "the largest body of a request, in bytes (32 MiB)"
-    add("--max-body-bytes", type=_not_negative(int), default=32 << 20, help=about)
+    add("--max-body-bytes", type=_number(int, positive=True), default=32 << 20, help=about)
     _add_engine_options(parser.add_argument_group("several engines behind one address"))
     group = parser.add_argument_group("PD pairs behind one address each")
     _add_urls(group, "--prefill", "the prefill engine of a PD pair; give it once for each pair")
     _add_urls(group, "--pd-router", "the pair's own router; give it once for each pair")
     about = "the most seconds that a request waits for an answer that it reads (%(default)g)"
-    group.add_argument("--agent-seconds", type=_not_negative(float), default=600.0, help=about)
+    group.add_argument(
+        "--agent-seconds", type=_number(float, positive=True), default=600.0, help=about
+    )
     return parser
 
 
@@ -135,21 +135,15 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     add("--api-key", help="API key for the router's own requests to the engines")
     add("--model-config", type=Path, help="the model's config.json, to count work in FLOPs")
     add(
-        "--tokenize",
-        choices=tuple(_TOKENIZE),
-        default="auto",
-        help="whether to ask engines for the tokens of prompts; auto: if engines publish KV events",
-    )
-    add(
         "--patience",
-        type=_not_negative(float),
+        type=_number(float),
         default=PATIENCE,
         help="wait for the engine that has the prefix while the work before the request is less "
         "than this many times the work that the engine saves (%(default)g); 0: never wait",
     )
     add(
         "--saturation",
-        type=_not_negative(float),
+        type=_number(float),
         default=SATURATION_MARGIN,
         metavar="FORWARDS",
         help="an engine is full when it has tokens for so many of its largest forwards to compute "
@@ -157,7 +151,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-waiting",
-        type=_not_negative(int),
+        type=_number(int),
         default=MAX_WAITING,
         help="the most requests that wait for an engine (%(default)s); 0: none waits",
     )
@@ -167,12 +161,14 @@ def _add_urls(group: argparse._ArgumentGroup, flag: str, about: str) -> None:
     group.add_argument(flag, action="append", default=[], metavar="URL", help=about)
 
 
-def _not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return a type of arguments: numbers of at least 0."""
+def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
+    """Return a type of arguments: numbers of at least 0, or above 0."""
 
     def parse(text: str) -> float:
-        if not (number := kind(text)) >= 0:
-            raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+        number = kind(text)
+        if not (number > 0 or (number == 0 and not positive)):
+            wanted = "above 0" if positive else "of at least 0"
+            raise argparse.ArgumentTypeError(f"{text} is refused; give a number {wanted}")
         return number
 
     parse.__name__ = kind.__name__  # For argparse's message about what is no number.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -27,10 +26,16 @@ from flashmoa.router.client_requests import (
     parse_object,
 )
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engines import EnginePool, RouterOptions, merge_info, split_place
+from flashmoa.router.engines import (
+    EnginePool,
+    RoutedEngine,
+    RouterOptions,
+    merge_info,
+    split_place,
+)
 from flashmoa.router.errors import EngineLost, NoEngine
 from flashmoa.router.forwarding import forward, open_connections
-from flashmoa.router.kv_events import EventFollower
+from flashmoa.router.kv_events import follow_events
 from flashmoa.router.metrics import PlacementObserver, RouterMetrics
 from flashmoa.router.policy import PrefixAware
 from flashmoa.router.prompts import PromptHasher
@@ -79,17 +84,23 @@ class _Router:
             open_connections() as self._connections,
             anyio.create_task_group() as group,
         ):
-            followers: defaultdict[str, EventFollower] = defaultdict(
-                lambda: EventFollower(self._dispatcher, group)
+            followers: dict[str, anyio.CancelScope] = {}
+
+            def follow(engine: RoutedEngine) -> None:
+                # One that has restarted may publish elsewhere, and has another cache.
+                if (old := followers.get(engine.url)) is not None:
+                    old.cancel()
+                scope = followers[engine.url] = anyio.CancelScope()
+                group.start_soon(
+                    follow_events, self._dispatcher, engine.places, engine.events, scope
+                )
+
+            self._pool = EnginePool(self._connections, self._dispatcher, self._options, follow)
+            engines = self._engines = self._pool.engines
+            # KV events contain tokens. To ask for these takes milliseconds for each new prompt.
+            self._prompts = PromptHasher(
+                self._connections, lambda: any(engine.events for engine in engines.values())
             )
-            self._prompts = PromptHasher(self._connections, self._tokenizes)
-            self._pool = EnginePool(
-                self._connections,
-                self._dispatcher,
-                self._options,
-                on_join=lambda engine: followers[engine.url].follow(engine.places, engine.events),
-            )
-            self._engines = self._pool.engines
             # The server accepts requests only after every engine was probed.
             async with anyio.create_task_group() as first_probes:
                 for engine in self._engines.values():
@@ -98,11 +109,6 @@ class _Router:
                 group.start_soon(self._pool.watch, engine)
             yield
             group.cancel_scope.cancel()
-
-    def _tokenizes(self) -> bool:
-        if self._options.tokenize is None:
-            return any(engine.events for engine in self._engines.values())
-        return self._options.tokenize
 
     async def send_by_policy(self, call: ForwardedRequest) -> Response:
         """Send a request with a prompt to the engine that has its prompt stream, if it has one.
@@ -215,12 +221,9 @@ class _Router:
         return max(replies.values(), key=lambda reply: reply.status_code)
 
     async def describe(self, call: ForwardedRequest) -> Response:
-        """Answer with the abilities that the engines share, and the router's own state."""
+        """Answer with the abilities that the engines share."""
         infos = await self._pool.get_objects("/flashmoa/info", call.api_key)
-        names = ("url", "is_up", "ranks", "unit", "saturation")
-        engines = [{name: getattr(e, name) for name in names} for e in self._engines.values()]
-        state = {"engines": engines, "waiting": self._dispatcher.waiting}
-        return make_json_response({**merge_info(infos), "router": state})
+        return make_json_response(merge_info(infos))
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self._dispatcher.engines else 503)

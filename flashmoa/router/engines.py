@@ -51,8 +51,6 @@ class RouterOptions:
             engines report.
         saturation_margin: how many forwards' tokens wait at an engine before others get requests;
             if it is 0, engines take every request.
-        tokenize: whether engines are asked for the tokens of prompts, which takes milliseconds for
-            each new prompt; by default, if an engine publishes KV events, which contain tokens.
         max_body_bytes: the largest body of a request.
         max_waiting: the most requests in the queue.
         watch_seconds: time between two probes of an engine.
@@ -63,7 +61,6 @@ class RouterOptions:
     api_key: str | None = None
     model_config: Mapping[str, Any] | None = None
     saturation_margin: float = SATURATION_MARGIN
-    tokenize: bool | None = None
     max_body_bytes: int = 32 << 20
     max_waiting: int = MAX_WAITING
     watch_seconds: float = 2.0
@@ -75,8 +72,6 @@ class RoutedEngine:
 
     Attributes:
         is_up: whether requests are sent to it.
-        unit: the unit in which its work is counted.
-        saturation: the threshold ``T`` of each place in tokens; ``None`` if it takes every request.
         ranks: the number of data-parallel ranks among which the router chooses; 1 if the engine
             chooses itself, or has one.
         events: the publishers of its KV events, one for each place.
@@ -85,8 +80,6 @@ class RoutedEngine:
 
     url: str
     is_up: bool = False
-    unit: str = ""
-    saturation: int | None = None
     ranks: int = 1
     events: tuple[EventSource, ...] = ()
     checked: float = -math.inf
@@ -177,12 +170,11 @@ class EnginePool:
 
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
         self._measure = traits.measure
-        engine.unit, engine.saturation = traits.measure.unit, traits.saturation
         engine.is_up = True
         for place in engine.places:
             self._dispatcher.join(place, traits)
         self._on_join(engine)
-        logger.info("%s answers; its work is counted in %s", engine.url, engine.unit)
+        logger.info("%s answers; its work is counted in %s", engine.url, traits.measure.unit)
         if not engine.events:
             text = (
                 "No KV events of %s are followed, so an answer without streaming counts as work "

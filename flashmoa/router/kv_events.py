@@ -14,7 +14,6 @@ import httpx
 import msgspec
 import zmq
 import zmq.asyncio
-from anyio.abc import TaskGroup
 
 from flashmoa.router.blocks import BLOCK_TOKENS, first_hash, next_hash
 from flashmoa.router.client_requests import parse_object
@@ -147,10 +146,6 @@ class PageMirror:
         removed = [self._pages.pop(page) for page in pages if page in self._pages]
         return [block for page in removed for block in page.completed]
 
-    def blocks(self) -> list[int]:
-        """Return the blocks that end in all pages."""
-        return [block for page in self._pages.values() for block in page.completed]
-
     def clear(self) -> None:
         self._pages.clear()
 
@@ -170,8 +165,6 @@ class KvEventSubscriber:
         self._mirror = PageMirror()
         # The expected sequence number; ``None`` before the first message.
         self._next: int | None = None
-        # When the last applied message was written, by the engine's clock.
-        self._newest = 0.0
 
     async def run(self) -> None:
         """Apply events until cancelled, or until a message is not a KV event.
@@ -185,8 +178,11 @@ class KvEventSubscriber:
                 # The socket buffers events that are published during the replay.
                 await self._replay(0)
                 while True:
-                    _, sequence, payload = (await socket.recv_multipart())[:3]
-                    await self._receive_live(int.from_bytes(sequence, "big"), payload)
+                    _, number, payload = (await socket.recv_multipart())[:3]
+                    sequence = int.from_bytes(number, "big")
+                    if self._next is not None and sequence > self._next:
+                        await self._replay(self._next)
+                    self.receive(sequence, payload)
         except (zmq.ZMQError, ValueError) as error:
             text = (
                 "The router no longer follows the KV events of %s: %s. Check the "
@@ -194,21 +190,6 @@ class KvEventSubscriber:
             )
             logger.warning(text, self._engine, error)
             self._clear()
-
-    async def _receive_live(self, sequence: int, payload: bytes) -> None:
-        if self._next is not None and sequence > self._next:
-            await self._replay(self._next)
-        elif (
-            self._next is not None
-            and sequence < self._next
-            and _time_written(payload) > self._newest
-        ):
-            # A replayed message is received a second time with an old number. This one is newer, so
-            # it comes from a restarted engine, which counts from 0 again.
-            self._clear()
-            self._next = None
-            await self._replay(0)
-        self.receive(sequence, payload)
 
     async def _replay(self, first: int) -> None:
         """Request and apply the messages that were published from number ``first`` on."""
@@ -238,19 +219,12 @@ class KvEventSubscriber:
             self._clear()
         self._next = sequence + 1
         try:
-            written, events, *_ = msgspec.msgpack.decode(payload)
-            self._newest = max(self._newest, float(written))
-            for event in events:
+            for event in msgspec.msgpack.decode(payload)[1]:
                 self._apply(*event)
         except _UNREADABLE as error:
             text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
             logger.warning(text, self._engine, error)
             self._clear()
-        self._dispatcher.reconsider()
-
-    def report_all(self) -> None:
-        """Report all blocks again, to a policy that has forgotten the engine meanwhile."""
-        self._dispatcher.policy.add_blocks(self._engine, self._mirror.blocks())
         self._dispatcher.reconsider()
 
     def _clear(self) -> None:
@@ -275,51 +249,22 @@ class KvEventSubscriber:
             self._dispatcher.policy.add_blocks(self._engine, added)
 
 
-class EventFollower:
-    """Follows the KV events of one engine, as the engine advertises them whenever it joins.
+async def follow_events(
+    dispatcher: Dispatcher,
+    places: Sequence[str],
+    sources: Sequence[EventSource],
+    scope: anyio.CancelScope,
+) -> None:
+    """Follow the KV events of an engine that has joined, until ``scope`` is cancelled.
 
     Args:
-        tasks: the group in which events are received.
+        places: the names of the engine's places, which it joined as.
+        sources: one for each place; none if the engine publishes no events.
     """
-
-    def __init__(self, dispatcher: Dispatcher, tasks: TaskGroup) -> None:
-        self._dispatcher = dispatcher
-        self._tasks = tasks
-        self._advertised: dict[str, EventSource] = {}
-        self._subscribers: list[KvEventSubscriber] = []
-        self._scope = anyio.CancelScope()
-
-    def follow(self, places: Sequence[str], sources: Sequence[EventSource]) -> None:
-        """Follow an engine that has joined, and report the blocks that it is known to have.
-
-        If it advertises what it did before, its events were followed while it was away, so its
-        cache is known; if another engine runs there now, that one's first event says so. Otherwise
-        everything starts again.
-
-        Args:
-            places: the names of the engine's places, which it joined as.
-            sources: one for each place; none if the engine publishes no events.
-        """
-        advertised = dict(zip(places, sources, strict=False))
-        if advertised == self._advertised:
-            for subscriber in self._subscribers:
-                subscriber.report_all()
-            return
-        self._advertised = advertised
-        self._scope.cancel()
-        self._scope = anyio.CancelScope()
-        self._subscribers = [
-            KvEventSubscriber(self._dispatcher, *each) for each in advertised.items()
-        ]
-        self._tasks.start_soon(self._receive, self._scope, self._subscribers)
-
-    async def _receive(
-        self, scope: anyio.CancelScope, subscribers: Sequence[KvEventSubscriber]
-    ) -> None:
-        with scope:
-            async with anyio.create_task_group() as group:
-                for subscriber in subscribers:
-                    group.start_soon(subscriber.run)
+    with scope:
+        async with anyio.create_task_group() as group:
+            for place, source in zip(places, sources, strict=False):
+                group.start_soon(KvEventSubscriber(dispatcher, place, source).run)
 
 
 @asynccontextmanager
@@ -332,13 +277,6 @@ async def _socket(kind: int) -> AsyncGenerator[zmq.asyncio.Socket]:
     finally:
         socket.close(linger=0)
         context.term()
-
-
-def _time_written(payload: bytes) -> float:
-    try:
-        return float(msgspec.msgpack.decode(payload)[0])
-    except _UNREADABLE:
-        return 0.0
 
 
 def _is_on_device(values: Sequence[Any], index: int) -> bool:

@@ -158,16 +158,8 @@ class PrefixAware:
         self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
-        """Add an engine, or give a known one new traits."""
-        if (tables := self.engines.get(engine)) is None:
-            self.engines[engine] = EngineTables(traits, self._index)
-        elif tables.traits.measure != traits.measure:
-            raise ValueError(
-                f"engine {engine!r} has joined with another measure; let it leave before it joins"
-            )
-        else:
-            tables.traits = traits
-            tables.blocks.capacity = traits.cache_blocks
+        """Add an engine that has not joined, or has left."""
+        self.engines[engine] = EngineTables(traits, self._index)
 
     def leave(self, engine: str) -> None:
         """Remove an engine, and forget its cache and its requests."""

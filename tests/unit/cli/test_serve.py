@@ -211,8 +211,16 @@ PAIR = ["--prefill", "http://127.0.0.1:8", "--pd-router", "http://127.0.0.1:9"]
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([*ENGINE, "--max-waiting", "-1"], "--max-waiting: -1 is not at least 0"),
-        ([*ENGINE, "--patience", "nan"], "--patience: nan is not at least 0"),
+        (
+            [*ENGINE, "--max-waiting", "-1"],
+            "--max-waiting: -1 is refused; give a number of at least 0",
+        ),
+        ([*ENGINE, "--patience", "nan"], "--patience: nan is refused; give a number of at least 0"),
+        (
+            [*ENGINE, "--max-body-bytes", "0"],
+            "--max-body-bytes: 0 is refused; give a number above 0",
+        ),
+        ([*PAIR, "--agent-seconds", "0"], "--agent-seconds: 0 is refused; give a number above 0"),
         ([*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
         ([*PAIR, *PAIR, "--port", "65535"], "2 pairs listen at ports from --port 65535 on"),
     ],

@@ -69,6 +69,9 @@ class Rig:
             return failure
         return {"/server_info": self.settings[host], "/flashmoa/info": self.plugin}.get(path, {})
 
+    def units(self) -> list[str]:
+        return [traits.measure.unit for traits in self.policy.joined.values()]
+
     async def probe(self, host: str = "one") -> RoutedEngine:
         await self.pool.probe(self.engines[host])
         return self.engines[host]
@@ -83,16 +86,18 @@ def config_at(folder: Path, config: object) -> dict[str, Any]:
 
 async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_path: Path) -> None:
     rig = Rig(first=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
-    engines = [await rig.probe(host) for host in ("first", "unreadable")]
-    assert [engine.unit for engine in engines] == ["FLOPs", "FLOPs"]
+    hosts = ("first", "unreadable")
+    for host in hosts:
+        await rig.probe(host)
+    assert rig.units() == ["FLOPs", "FLOPs"]
     # If nothing is left to be compared with, the next one decides.
     settings, rig.settings = rig.settings, {}
-    for host in ("first", "unreadable"):
+    for host in hosts:
         await rig.probe(host)
     rig.settings = settings
-    for host in ("unreadable", "first"):
+    for host in reversed(hosts):
         await rig.probe(host)
-    assert [engine.unit for engine in engines] == ["tokens", "tokens"]
+    assert rig.units() == ["tokens", "tokens"]
 
 
 @pytest.mark.parametrize("config", [[], 3, SHAPE | {"layer_types": [{}, []]}, None, ...])
@@ -102,8 +107,8 @@ async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
     # If the engine does not tell where its config is, that of the working folder is not it.
     settings = config_at(tmp_path, SHAPE if config is ... else config)
     monkeypatch.chdir(tmp_path)
-    engine = await Rig(one={} if config is ... else settings).probe()
-    assert engine.is_up and engine.unit == "tokens"
+    rig = Rig(one={} if config is ... else settings)
+    assert (await rig.probe()).is_up and rig.units() == ["tokens"]
 
 
 @pytest.mark.parametrize("failure", [(500, {}), None, EngineLost("closed")])
@@ -113,7 +118,7 @@ async def test_engine_that_fails_to_tell_its_settings_is_asked_again(failure: ob
     assert not (await rig.probe()).is_up and not rig.dispatcher.engines
     rig.failures.clear()
     engine = await rig.probe()
-    assert engine.is_up and engine.saturation == 120
+    assert engine.is_up and rig.policy.joined[URL].saturation == 120
     assert engine.events == (EventSource("tcp://one:7"),)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flashmoa.router.application import application
 from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREAMS
 from flashmoa.router.engines import RouterOptions
+from flashmoa.router.kv_events import EventSource
 from tests.integration.router.serving import InTurn, serve
 from tests.unit.router.fake_engines import (
     DRAINING,
@@ -247,7 +248,9 @@ async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterCli
         async with pair(engine) as client:
             yield client
     else:
-        async with routing(engine, tokenize=request.param == "tokenizing") as client:
+        if request.param == "tokenizing":
+            engine.advertise(EventSource("tcp://127.0.0.1:9"))
+        async with routing(engine) as client:
             yield client
 
 

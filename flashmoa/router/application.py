@@ -33,7 +33,7 @@ from flashmoa.router.engines import (
     merge_info,
     split_place,
 )
-from flashmoa.router.errors import EngineLost, NoEngine
+from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
 from flashmoa.router.forwarding import forward, open_connections
 from flashmoa.router.kv_events import follow_events
 from flashmoa.router.metrics import PlacementObserver, RouterMetrics
@@ -58,7 +58,6 @@ def application(options: RouterOptions) -> Starlette:
         *(route(path, router.send_by_policy, "POST") for path in POLICY_ROUTES),
         *(route(path, router.send_to_any, "POST") for path in ANY_ENGINE_ROUTES),
         *(route(path, router.send_to_any, "GET") for path in _MODEL_INFO_ROUTES),
-        route(STREAMS, router.count_streams, "GET"),
         route(stream, router.send_to_stream, "GET", "DELETE"),
         route(f"{stream}/append", router.send_to_stream, "POST"),
         route(f"{stream}/keep_alive", router.send_to_stream, "POST"),
@@ -204,15 +203,6 @@ class _Router:
             self._pool.forget_stream(stream)
         return answer
 
-    async def count_streams(self, call: ForwardedRequest) -> Response:
-        """Answer how many prompt streams are open."""
-        counts = [
-            state.get("open") for state in await self._pool.get_objects(STREAMS, call.api_key)
-        ]
-        return make_json_response(
-            {"open": sum(count for count in counts if isinstance(count, int))}
-        )
-
     async def flush_caches(self, call: ForwardedRequest) -> Response:
         replies = await self._pool.ask_all("POST", call.target, call.api_key)
         for engine, reply in replies.items():
@@ -221,8 +211,15 @@ class _Router:
         return max(replies.values(), key=lambda reply: reply.status_code)
 
     async def describe(self, call: ForwardedRequest) -> Response:
-        """Answer with the abilities that the engines share."""
-        infos = await self._pool.get_objects("/flashmoa/info", call.api_key)
+        replies = list((await self._pool.ask_all("GET", call.target, call.api_key)).values())
+        if not any(reply.status_code == 200 for reply in replies):
+            raise AllEnginesRefused(replies[0])
+        # Engines without the plugin answer 404.
+        infos = [
+            parse_object(reply.body) if reply.status_code == 200 else {}
+            for reply in replies
+            if reply.status_code in (200, 404)
+        ]
         return make_json_response(merge_info(infos))
 
     async def health(self, _request: Request) -> Response:

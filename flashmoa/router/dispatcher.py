@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from flashmoa.router.blocks import Blocks
-from flashmoa.router.cache_tables import EngineTraits
+from flashmoa.router.cache_tables import Blocks, EngineTraits
 from flashmoa.router.errors import NoEngine, QueueFull
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 

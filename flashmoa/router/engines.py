@@ -14,8 +14,7 @@ from typing import Any
 import anyio
 from starlette.responses import Response
 
-from flashmoa.router.blocks import BLOCK_TOKENS
-from flashmoa.router.cache_tables import SATURATION_MARGIN, EngineTraits
+from flashmoa.router.cache_tables import BLOCK_TOKENS, SATURATION_MARGIN, EngineTraits
 from flashmoa.router.client_requests import STREAMS, parse_object
 from flashmoa.router.dispatcher import MAX_WAITING, Dispatcher
 from flashmoa.router.errors import AllEnginesRefused, EngineLost, NoEngine
@@ -336,24 +335,6 @@ class EnginePool:
         if len(refusals) == len(replies):
             raise AllEnginesRefused(refusals[0])
         return None
-
-    async def get_objects(self, target: str, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the JSON objects at a path from those engines that answer with 200.
-
-        Engines without the plugin, which answer 404, have empty ones.
-
-        Raises:
-            NoEngine: if no engine answers.
-            AllEnginesRefused: if no engine answers with 200.
-        """
-        replies = list((await self.ask_all("GET", target, headers)).values())
-        if not any(reply.status_code == 200 for reply in replies):
-            raise AllEnginesRefused(replies[0])
-        return [
-            parse_object(reply.body) if reply.status_code == 200 else {}
-            for reply in replies
-            if reply.status_code in (200, 404)
-        ]
 
     async def ask_all(
         self,

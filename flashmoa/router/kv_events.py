@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from flashmoa.router.blocks import BLOCK_TOKENS, first_hash, next_hash
+from flashmoa.router.cache_tables import BLOCK_TOKENS, first_hash, next_hash
 from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
 
@@ -114,9 +114,6 @@ class PageMirror:
     def __init__(self, size: int = BLOCK_TOKENS) -> None:
         self._size = size
         self._pages: dict[int, _Page] = {}
-
-    def __len__(self) -> int:
-        return len(self._pages)
 
     def add(
         self,

@@ -9,8 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoa.router.blocks import BLOCK_TOKENS, Blocks
-from flashmoa.router.cache_tables import EngineTables, EngineTraits, PrefixIndex
+from flashmoa.router.cache_tables import (
+    BLOCK_TOKENS,
+    Blocks,
+    EngineTables,
+    EngineTraits,
+    PrefixIndex,
+)
 
 # How much delay a request accepts for work that is saved, by default.
 PATIENCE = 8.0
@@ -131,7 +136,7 @@ class PrefixAware:
             engine that has, or will compute, the prefix: it is little more work there, and in the
             engine's queue it shares what else it has in common with others.
         block_tokens: number of tokens in a block of the prompts'
-            :class:`~flashmoa.router.blocks.Blocks`.
+            :class:`~flashmoa.router.cache_tables.Blocks`.
     """
 
     def __init__(
@@ -184,8 +189,6 @@ class PrefixAware:
 
         Args:
             queue: waiting requests in order of arrival.
-
-        Raises: ValueError if a request in the queue has an engine already.
         """
         placed: dict[str, str] = {}
         held = self._place_until_saturated(self._considered(queue), placed)
@@ -287,11 +290,7 @@ class PrefixAware:
         Args:
             cached: number of tokens of its prompt that the engine has cached; by default, those
                 that match.
-
-        Raises: ValueError if the request has an engine already.
         """
-        if waiting.request in self._placed:
-            raise ValueError(f"request {waiting.request!r} has an engine already; end it first")
         self._placements += 1
         self._held_since.pop(waiting.request, None)
         tables, blocks = self.engines[engine], waiting.blocks

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeGuard, cast
 
 from flashmoa.engine import prompt_fields
-from flashmoa.router.blocks import Blocks, text_blocks, token_blocks, token_count
+from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks, token_count
 from flashmoa.router.client_requests import parse_object
 from flashmoa.router.errors import EngineLost
 from flashmoa.router.forwarding import Connections

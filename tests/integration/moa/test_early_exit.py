@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 from flashmoa.engine import EngineClient, PluginMissing
-from flashmoa.engine.local import LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOfAgents
 from flashmoa.moa.early_exit import Embedding, frobenius_cosine, normalise
 from tests.integration.moa.agents import QUESTION, agent
+from tests.integration.router.conftest import make_options, serve_router
+from tests.integration.router.http_calls import metric, post_json
 from tests.integration.support import LAG, RIDING, start_special_engine
 
 pytestmark = pytest.mark.anyio
@@ -39,12 +42,25 @@ async def test_embedding_engine_returns_a_row_per_sentence(
             "Go by train.",
         ]
         embedded = [await embedder.embed(answer) for answer in answers]
+        await check_that_a_router_passes_embeddings_on(engine, answers[:2])
     assert [len(rows) for rows in embedded] == [3, 1, 1, 1]
     assert len({rows.shape[1] for rows in embedded}) == 1
     assert all(np.isfinite(rows).all() for rows in embedded)
     river, train, _, again = map(normalise, embedded)
     assert frobenius_cosine(train, again) == pytest.approx(1)
     assert frobenius_cosine(river, train) < 0.999
+
+
+async def check_that_a_router_passes_embeddings_on(engine: LocalEngine, texts: list[str]) -> None:
+    asked = {"model": "default", "input": texts}
+    async with (
+        serve_router(make_options(engine)) as router,
+        httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
+    ):
+        routed, own = [await post_json(to, "/v1/embeddings", asked) for to in (router, direct)]
+        assert await metric(router, "flashmoa_router_engine_load{") == 0
+    rows = [[one["embedding"] for one in answer["data"]] for answer in (routed, own)]
+    assert len(rows[0]) == len(texts) and np.allclose(rows[0], rows[1], atol=1e-3)
 
 
 class OrthogonalEmbedder:

@@ -12,7 +12,7 @@ from anyio.abc import SocketStream
 from tests.unit.engine.faulty_engine import BROKEN, listening, receive, send, stream
 from tests.waiting import until
 
-Route = Literal["render", "open", "append", "keep_alive", "delete", "chat"]
+Route = Literal["render", "open", "append", "keep_alive", "delete", "prefill", "chat"]
 
 
 class HungEngine:
@@ -64,6 +64,9 @@ class HungEngine:
                 await stream(client, "fine")
             else:
                 raise AssertionError("clients of this engine ask for streams only")
+        elif route == "prefill":
+            tokens = {"prompt_tokens": 9, "cached_tokens": 7, "prefilled_tokens": 2}
+            await send(client, 200, {**tokens, "seconds": 0.1})
         elif route == "render":
             await send(client, 200, {"text": "\n".join(m["content"] for m in body["messages"])})
         else:
@@ -86,6 +89,8 @@ def _route(method: str, path: str) -> Route:
         return "render"
     if path == "/prompt_streams":
         return "open"
+    if path == "/prefill_only":
+        return "prefill"
     if method == "DELETE":
         return "delete"
     if path.endswith("/append"):

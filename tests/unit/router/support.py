@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from flashmoa.router.blocks import Blocks, token_blocks
-from flashmoa.router.cache_tables import EngineTraits
+from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import Connections
 from flashmoa.router.policy import PrefixAware, WaitingRequest

@@ -7,8 +7,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from flashmoa.router.blocks import Blocks, token_blocks
-from flashmoa.router.cache_tables import EngineTraits
+from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.errors import NoEngine, QueueFull
 from flashmoa.router.flops import TOKENS

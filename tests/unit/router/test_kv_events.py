@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.router.application import application
-from flashmoa.router.blocks import token_blocks
-from flashmoa.router.cache_tables import EngineTraits
+from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
@@ -85,7 +84,7 @@ def test_reported_pages_become_the_hashes_of_prompts(
     if page <= SIZE and SIZE % page == 0:
         known = {block for block, count in held.items() if count > 0}
         assert known == {blocks(end).hashes[-1] for end in ends}
-    assert len(mirror) == len(cache)
+    assert len(mirror._pages) == len(cache)
 
 
 def test_pages_after_a_lost_event_are_ignored() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashmoa.router.blocks import Blocks, text_blocks, token_blocks
+from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks
 from flashmoa.router.prompts import PromptHasher
 from tests.unit.router.support import FakeConnections
 

@@ -27,12 +27,13 @@ from flashmoa.router.shell.agent_answers import (
 )
 from flashmoa.router.shell.agent_requests import parse_request
 from flashmoa.router.shell.application import (
+    EarlyPrefill,
     ShellOptions,
     shell_application,
     shells_application,
 )
-from flashmoa.router.shell.early_prefill import EarlyPrefill
 from tests.integration.router.serving import serve, serve_at
+from tests.unit.linking.hung_engine import hung_engine
 from tests.unit.router.fake_engines import KEY, FakeEngine, running
 from tests.unit.router.test_forwarding import STREAM, Server
 
@@ -186,6 +187,31 @@ async def test_an_early_chat_is_rendered_with_every_field_that_shapes_its_prompt
     request = parse_request(CHAT, {"messages": messages, "temperature": 0, **fields})
     prompt = await EarlyPrefill(cast("EngineClient", Engine()), request, {}).build_prompt()
     assert prompt.stable() == "Sum up." and rendered == [fields]
+
+
+async def test_an_early_prompt_grows_with_its_answers_and_its_stream_is_released() -> None:
+    answer = ReadableAnswer("a")
+    parts = [{"text": "Judge: "}, {"agent": "a"}, {"text": "!"}]
+    request = parse_request("/generate", {"prompt": parts})
+    async with (
+        hung_engine() as engine,
+        EngineClient(engine.url) as client,
+        anyio.create_task_group() as group,
+    ):
+        group.cancel_scope.deadline = anyio.current_time() + 10
+        early = EarlyPrefill(client, request, {"a": answer})
+        group.start_soon(early.run)
+        await engine.until("open")
+        answer.write("walk")
+        await engine.until("append")
+        answer.close()
+        prefilled = await early.finish()
+    assert prefilled is not None and (prefilled.cached_tokens, prefilled.prefilled_tokens) == (7, 2)
+    texts = [body.get("text") for _, body in engine.requests]
+    assert texts[:2] == ["Judge: ", "walk"] and ("prefill", "Judge: walk!") in [
+        (route, body.get("text")) for route, body in engine.requests
+    ]
+    assert engine.routes()[-1] == "delete" and not group.cancel_scope.cancelled_caught
 
 
 async def test_a_prompt_that_no_text_can_have_is_left_to_its_request() -> None:

@@ -41,18 +41,13 @@ class CallReporter:
 
     def prompt_sent(self, body: Mapping[str, Any]) -> None:
         """Report the prompt of the request, given the body of its chat completion."""
-        options = prompt_fields(body)
-        options.pop("tools", None)
-        self._listener(
-            PromptSent(
-                **self._call,
-                messages=list(body["messages"]),
-                tools=_shown_tools(body),
-                template_args=dict(options.pop("chat_template_kwargs", {})),
-                options=options,
-                namespace=kv_namespace(body),
-            )
-        )
+        fields = prompt_fields(body)
+        tools = list(fields.pop("tools", ()))
+        if fields.get("tool_choice") == "none":
+            tools = []  # SGLang does not show a model the tools that it must not call.
+        settings = {**fields.pop("chat_template_kwargs", {}), **fields, **kv_namespace(body)}
+        messages = list(body["messages"])
+        self._listener(PromptSent(**self._call, messages=messages, tools=tools, settings=settings))
 
     def text_arrived(self) -> None:
         """Report the first token; call it whenever a piece of the answer has arrived."""
@@ -61,7 +56,6 @@ class CallReporter:
             self._listener(FirstToken(**self._call))
 
     def finished(self, text: str, usage: PromptUsage | None, finish_reason: str | None) -> None:
-        """Report the complete answer."""
         self._listener(
             CallFinished(**self._call, text=text, usage=usage, finish_reason=finish_reason)
         )
@@ -70,19 +64,6 @@ class CallReporter:
         """Report that the call raised ``error``, or was cancelled."""
         kind = type(error).__name__
         self._listener(CallFailed(**self._call, error=repr(error), error_type=kind))
-
-
-def _shown_tools(body: Mapping[str, Any]) -> list[Any]:
-    """Return the tools that SGLang shows a model: none, the one that is named, or all."""
-    tools: list[Any] = list(body.get("tools") or ())
-    choice: Any = body.get("tool_choice")
-    if choice == "none":
-        return []
-    try:
-        named = choice["function"]["name"]
-        return [tool for tool in tools if tool["function"]["name"] == named]
-    except (KeyError, TypeError):
-        return tools
 
 
 class _CallFields(TypedDict):
@@ -108,7 +89,6 @@ class Call:
 
     @property
     def agent(self) -> str:
-        """The name of the agent that makes the call."""
         return self.started.agent
 
     @property
@@ -118,7 +98,6 @@ class Call:
 
     @property
     def usage(self) -> PromptUsage | None:
-        """How the engine computed the prompt; ``None`` if that is not known."""
         return self.finished.usage if self.finished is not None else None
 
 

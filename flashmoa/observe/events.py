@@ -50,17 +50,15 @@ class CallStarted(CallEvent):
 class PromptSent(CallEvent):
     """The prompt of a call's request, as it is sent; a ``repr`` does not show it.
 
-    ``messages`` are OpenAI's, ``tools`` those that the model is shown, ``template_args`` the
-    ``chat_template_kwargs``, ``options`` the other fields that shape the prompt (see
-    ``flashmoa.engine.prompt_fields``), and ``namespace`` what its KV is shared within (see
+    ``messages`` are OpenAI's, ``tools`` those that the model is shown, and ``settings`` the
+    ``chat_template_kwargs``, the other fields that shape the prompt (see
+    ``flashmoa.engine.prompt_fields``) and what its KV is shared within (see
     ``flashmoa.engine.kv_namespace``).
     """
 
     messages: list[dict[str, Any]] = field(repr=False)
     tools: list[Any] = field(default_factory=list[Any], repr=False)
-    template_args: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
-    options: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
-    namespace: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    settings: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,10 @@ engine computed ahead.
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -27,13 +25,8 @@ from flashmoa.observe.events import (
     CallStarted,
     Event,
     FirstToken,
-    LinkAdvanced,
     LinkClosed,
-    LinkDeclined,
     LinkOpened,
-    LinkWaits,
-    PromptSent,
-    UpstreamFailed,
 )
 
 try:
@@ -45,15 +38,14 @@ except ImportError as missing:
 
 # How many calls, links and agents without further events are kept; the oldest are dropped first.
 _MAX_KEPT = 1024
-_MAX_PENDING_EVENTS = 128
 _ABANDONED = "no further events arrived for it"
-_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
 _Attributes = dict[str, str | bool | int | float | tuple[str, ...]]
 
 _OPERATION, _AGENT, _ERROR_TYPE = "gen_ai.operation.name", "gen_ai.agent.name", "error.type"
 _MODEL = "gen_ai.request.model"
 _FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+_FINISH_REASONS = "gen_ai.response.finish_reasons"
 _STREAM = "flashmoa.link.stream_id"
 _REASON = "flashmoa.link.reason"
 # The conventions require a provider, list no inference engine, and allow any other name. Events do
@@ -63,23 +55,10 @@ _UNKNOWN_ERROR = "_OTHER"
 # Bucket boundaries that the conventions give for the histograms.
 _SECONDS = [0.01 * 2**power for power in range(14)]
 _TOKENS = [float(4**power) for power in range(14)]
-_TOOL_CALLS = ("tool_calls", "function_calls")
 # Reasons for which a link ends; any other one is an error.
 _ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
 )
-
-# The names of the span events for events of links, whose fields become attributes.
-_LINK_EVENTS: dict[type[Event], str] = {
-    LinkAdvanced: "flashmoa.link.advanced",
-    LinkWaits: "flashmoa.link.waits",
-    LinkDeclined: "flashmoa.link.declined",
-    LinkClosed: "flashmoa.link.closed",
-    UpstreamFailed: "flashmoa.upstream.failed",
-}
-_FAILURE_FIELDS = ("failure", "action")
-# Spans have these already.
-_COMMON_FIELDS = ("agent", "engine", "at", "stream_id")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -96,7 +75,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Link:
-    """Holds a link, and its events until it has a span.
+    """Holds a link.
 
     ``span`` is made once its parent is known: the agent's span of the call that uses the link, or
     the span that was current when the link was opened.
@@ -104,7 +83,6 @@ class _Link:
 
     opened: LinkOpened
     context: context.Context
-    pending: deque[Event] = field(default_factory=lambda: deque[Event](maxlen=_MAX_PENDING_EVENTS))
     span: trace.Span | None = None
 
 
@@ -114,11 +92,10 @@ class OpenTelemetry:
     Args:
         tracer_provider: makes the spans; by default the global one.
         meter_provider: makes the metrics; by default the global one.
-        content: whether spans contain agents' answers (they never contain prompts); by default the
-            environment's OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT decides.
 
-    Spans are children of the span that is current where an agent calls. Each ends when its call
-    is answered or fails; :meth:`close` ends the spans of calls that were abandoned.
+    Spans have no prompts and no answers. They are children of the span that is current where an
+    agent calls. Each ends when its call is answered or fails; :meth:`close` ends the spans of calls
+    that were abandoned.
     """
 
     def __init__(
@@ -126,17 +103,11 @@ class OpenTelemetry:
         *,
         tracer_provider: trace.TracerProvider | None = None,
         meter_provider: metrics.MeterProvider | None = None,
-        content: bool | None = None,
     ) -> None:
         self._tracer = trace.get_tracer("flashmoa", tracer_provider=tracer_provider)
         self._meters = _Meters(metrics.get_meter("flashmoa", meter_provider=meter_provider))
-        wanted = os.environ.get(_CONTENT_VARIABLE, "").lower()
-        is_on = wanted in ("true", "span_only", "span_and_event")
-        self._content = is_on if content is None else content
         self._calls: OrderedDict[str, _Call] = OrderedDict()
         self._links: OrderedDict[str, _Link] = OrderedDict()
-        # Link events, by agent, that belong to no link; they are added to the agent's next call.
-        self._linkless: OrderedDict[str, deque[Event]] = OrderedDict()
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -148,15 +119,15 @@ class OpenTelemetry:
                 self._finish(event)
             case CallFailed():
                 self._fail(event)
-            case PromptSent():
-                pass  # Prompts are not recorded.
             case LinkOpened():
                 self._links[event.stream_id] = _Link(event, context.get_current())
                 _drop_oldest(self._links, self._abandon_link)
-            case LinkClosed(stream_id=str(stream)) if stream in self._links:
-                self._close_link(self._links.pop(stream), event)
+            case LinkClosed():
+                self._meters.record_link_end(event)
+                if (link := self._links.pop(event.stream_id or "", None)) is not None:
+                    self._close_link(link, event)
             case _:
-                self._add_link_event(event)
+                pass
 
     def close(self) -> None:
         """End the spans of calls and links that have not ended."""
@@ -177,7 +148,6 @@ class OpenTelemetry:
             attributes[_STREAM] = event.stream_id
         name, kind = f"chat {event.model}".rstrip(), trace.SpanKind.CLIENT
         chat = self._span(name, around, event.at, attributes, kind)
-        _add_events(chat, self._linkless.pop(event.agent, ()))
         link = self._links.get(event.stream_id) if event.stream_id is not None else None
         if link is not None:
             self._ensure_link_span(link, around)
@@ -197,7 +167,10 @@ class OpenTelemetry:
         call = self._calls.pop(event.call_id, None)
         if call is None:
             return
-        call.spans[0].set_attributes(_answer_attributes(event, self._content))
+        if event.usage is not None:
+            call.spans[0].set_attributes(_usage_attributes(event.usage))
+        if event.finish_reason is not None:
+            call.spans[0].set_attribute(_FINISH_REASONS, (event.finish_reason,))
         if event.usage is not None and event.usage.prompt_stream is not None:
             link_span = call.link.span if call.link is not None else None
             for prefill in event.usage.prompt_stream.prefills:
@@ -222,40 +195,7 @@ class OpenTelemetry:
         for span in spans:
             _end_with_error(span, event.at, event.error, event.error_type or _UNKNOWN_ERROR)
 
-    def _add_link_event(self, event: Event) -> None:
-        """Add an event to the link it is about, or keep it for the agent's next call."""
-        link = self._link_of(event)
-        if isinstance(event, LinkClosed):  # A link that never had a stream.
-            self._meters.record_link_end(event)
-            link = None
-            # The call that came too early for it has started already.
-            if event.reason == "too late" and (late := self._late_call(event.agent)) is not None:
-                _add_events(late.spans[0], [event])
-                return
-        if link is None:
-            events = deque[Event](maxlen=_MAX_PENDING_EVENTS)
-            self._linkless.setdefault(event.agent, events).append(event)
-            _drop_oldest(self._linkless, lambda _: None)
-        elif link.span is not None:
-            _add_events(link.span, [event])
-        else:
-            link.pending.append(event)
-
-    def _late_call(self, agent: str) -> _Call | None:
-        """Return an agent's newest running call that came before its link's stream was open."""
-        running = (call for call in reversed(self._calls.values()) if call.started.late)
-        return next((call for call in running if call.started.agent == agent), None)
-
-    def _link_of(self, event: Event) -> _Link | None:
-        """Return an event's link by its stream, else the newest link to that agent."""
-        stream: str | None = getattr(event, "stream_id", None)
-        if stream is not None:
-            return self._links.get(stream)
-        links = reversed(self._links.values())
-        return next((link for link in links if link.opened.agent == event.agent), None)
-
     def _close_link(self, link: _Link, event: LinkClosed) -> None:
-        self._meters.record_link_end(event)
         span = self._ensure_link_span(link, link.context)
         span.set_attribute(_REASON, event.reason)
         error = _link_error(event.reason)
@@ -274,7 +214,6 @@ class OpenTelemetry:
                 **_server(opened.engine),
             }
             link.span = self._span(f"link {opened.agent}", around, opened.at, attributes)
-            _add_events(link.span, link.pending)
         return link.span
 
     def _abandon_call(self, call: _Call) -> None:
@@ -312,14 +251,6 @@ def _end_with_error(span: trace.Span, at: float, description: str, kind: str) ->
     span.end(_nanoseconds(at))
 
 
-def _add_events(span: trace.Span, events: Iterable[Event]) -> None:
-    for event in events:
-        shown = _span_event(event)
-        if shown is not None:
-            name, attributes = shown
-            span.add_event(name, attributes, _nanoseconds(event.at))
-
-
 def _drop_oldest(kept: OrderedDict[_Key, _Value], end: Callable[[_Value], None]) -> None:
     while len(kept) > _MAX_KEPT:
         end(kept.popitem(last=False)[1])
@@ -338,18 +269,6 @@ def _agent_attributes(event: Event) -> _Attributes:
     return {_OPERATION: "invoke_agent", **_PROVIDER, _AGENT: event.agent, **model}
 
 
-def _answer_attributes(call: CallFinished, content: bool) -> _Attributes:
-    attributes: _Attributes = {} if call.usage is None else _usage_attributes(call.usage)
-    if call.finish_reason is not None:
-        attributes["gen_ai.response.finish_reasons"] = (call.finish_reason,)
-    if content and call.text:
-        reason = "tool_call" if call.finish_reason in _TOOL_CALLS else call.finish_reason or ""
-        parts = [{"type": "text", "content": call.text}]
-        message = {"role": "assistant", "parts": parts, "finish_reason": reason}
-        attributes["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
-    return attributes
-
-
 def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
     """Return the number of a prompt's tokens by where their KV came from.
 
@@ -366,18 +285,6 @@ def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
 def _link_error(reason: str) -> str | None:
     """Return the class name of the error that a link ended with; ``None`` if it was no error."""
     return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
-
-
-def _span_event(event: Event) -> tuple[str, _Attributes] | None:
-    """Return the name and the attributes of the span event for an event of a link, if any."""
-    name = _LINK_EVENTS.get(type(event))
-    if name is None:
-        return None
-    return name, {
-        f"flashmoa.{'upstream' if one.name in _FAILURE_FIELDS else 'link'}.{one.name}": value
-        for one in fields(event)
-        if one.name not in _COMMON_FIELDS and (value := getattr(event, one.name)) is not None
-    }
 
 
 def _model(call: CallStarted) -> _Attributes:

@@ -10,9 +10,9 @@ workflows``). Engine and client take times from their own clocks; on two machine
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Literal
 
@@ -26,8 +26,6 @@ from flashmoa.observe.events import (
     UpstreamFailed,
 )
 
-_Intervals = list[tuple[float, float]]
-
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
@@ -35,7 +33,6 @@ class Overlap:
 
     Attributes:
         ahead: seconds of its stream's prefills before its request was sent.
-        under_decode: seconds of these in which another call was decoding.
         left: seconds from the request to the first token: the rest of the prefill, the queue, the
             network and one decode step; ``None`` if the answer came as a whole.
         ahead_tokens: number of prompt tokens that the stream computed.
@@ -43,7 +40,6 @@ class Overlap:
     """
 
     ahead: float
-    under_decode: float
     left: float | None
     ahead_tokens: int
     left_tokens: int
@@ -51,65 +47,30 @@ class Overlap:
 
 def overlaps(calls: Sequence[Call]) -> dict[str, Overlap]:
     """Return the overlap of each call that found its prompt stream, by ``call_id``."""
-    # A call's own decode comes after its prefills, so it need not be left out of the others'.
-    decodes = _union(
-        (call.first_token, call.ended.at)
-        for call in calls
-        if call.first_token is not None and call.ended is not None
-    )
-    computed = {call.started.call_id: _compute_overlap(call, decodes) for call in calls}
+    computed = {call.started.call_id: _compute_overlap(call) for call in calls}
     return {call_id: overlap for call_id, overlap in computed.items() if overlap is not None}
 
 
-def _compute_overlap(call: Call, decodes: _Intervals) -> Overlap | None:
+def _compute_overlap(call: Call) -> Overlap | None:
     usage, sent = call.usage, call.started.at
     stream = usage.prompt_stream if usage is not None else None
     if usage is None or stream is None or stream.status != "hit":
         return None
-    spans = _union((span.start, min(span.end, sent)) for span in stream.prefills)
     return Overlap(
-        ahead=sum(end - start for start, end in spans),
-        under_decode=sum(_within(decodes, start, end) for start, end in spans),
+        ahead=_covered((span.start, min(span.end, sent)) for span in stream.prefills),
         left=call.first_token - sent if call.first_token is not None else None,
         ahead_tokens=usage.streamed_tokens or 0,
         left_tokens=usage.late_tokens or 0,
     )
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> _Intervals:
-    """Return the same times as disjoint intervals in order, without empty ones."""
-    merged: _Intervals = []
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that are in at least one of the intervals."""
+    total, last = 0.0, -inf
     for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _within(disjoint: _Intervals, start: float, end: float) -> float:
-    """Return the seconds of ``disjoint`` between ``start`` and ``end``."""
-    total = 0.0
-    first = max(0, bisect_right(disjoint, (start, start)) - 1)
-    for left, right in disjoint[first:]:
-        if left >= end:
-            break
-        total += max(0.0, min(right, end) - max(left, start))
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
     return total
-
-
-EXPLANATION = """\
-Prefilled ahead: the time in which the engine prefilled a call's prompt stream before the call's \
-request went out, and the tokens it computed. The time is that of the stream's prefill spans, cut \
-at the request; a span includes waiting for its turn and forwards shared with others. Streams \
-that the call did not hit do not count. Under decode: the part of that time in \
-which another call was decoding, first token to last. Left: the time from the request to its \
-first token (an answer that comes as a whole has none): the rest of the prefill, the queue, \
-the network and one decode step. The time is engine prefill taken off the path between two \
-agents, added up over calls. It is not a measured comparison with a run without links; flashmoa \
-bench workflows makes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +120,6 @@ def summary(calls: Sequence[Call]) -> Summary:
         linked=len(hits),
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
-            under_decode=sum(hit.under_decode for hit in hits),
             left=sum(left) if left else None,
             ahead_tokens=sum(hit.ahead_tokens for hit in hits),
             left_tokens=sum(hit.left_tokens for hit in hits),

@@ -16,7 +16,6 @@ from flashmoa.observe.calls import Call, calls, handoffs
 from flashmoa.observe.events import CallFailed, Event
 from flashmoa.observe.summary import (
     COLUMNS,
-    EXPLANATION,
     Note,
     link_status,
     notes,
@@ -100,7 +99,6 @@ def run_data(events: Sequence[Event]) -> dict[str, Any]:
         "begin": begin,
         "seconds": _time(end, begin),
         "summary": asdict(summary(run_calls)),
-        "explanation": EXPLANATION,
         "columns": COLUMNS,
         "calls": _calls_data(events, run_calls, lanes, (begin, end)),
         "notes": [_note_data(note, lanes, begin) for note in run_notes],

@@ -61,9 +61,8 @@ function callRows(run, call, span) {
   rows.push(["prompt", told("prompt") && `${told("prompt")} tokens${parts && `: ${parts}`}`]);
   rows.push(["link", (call.link || "none") + (agents.length ? `, from ${agents.join(", ")}` : "")]);
   if (call.overlap) {
-    const { ahead, under_decode: under, left, ahead_tokens, left_tokens } = call.overlap;
-    const part = `${seconds(under)} of it under decode`;
-    rows.push(["prefilled ahead", `${ahead_tokens} tokens over ${seconds(ahead)}, ${part}`]);
+    const { ahead, left, ahead_tokens, left_tokens } = call.overlap;
+    rows.push(["prefilled ahead", `${ahead_tokens} tokens over ${seconds(ahead)}`]);
     rows.push(["left", `${left_tokens} tokens, ${seconds(left)} to the first token`]);
   }
   rows.push(["model", call.model], ["error", call.failed], ["text", call.text]);

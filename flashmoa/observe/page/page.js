@@ -1,7 +1,5 @@
 // Puts a run on the page.
 
-const MOST_BARS = 24;
-
 function summarise(run) {
   const { end_to_end: whole, calls, failed, first_token: token, linked, overlap } = run.summary;
   const ahead = `${seconds(overlap.ahead)}, added up over calls`;
@@ -18,65 +16,6 @@ function summarise(run) {
     box.append(element("dt", name), element("dd", value), element("dd", about));
     document.getElementById("summary").append(box);
   }
-}
-
-// Per call where they are few, else per agent.
-function overlapRows(run) {
-  const hits = run.calls.filter((call) => call.overlap);
-  if (hits.length <= MOST_BARS) {
-    return hits.map(({ lane, start, overlap }) => {
-      return { name: run.lanes[lane].agent, at: start, ...overlap };
-    });
-  }
-  const lanes = new Map();
-  for (const { lane, overlap } of hits) {
-    const sum = lanes.get(lane) ?? { name: run.lanes[lane].agent, calls: 0 };
-    for (const [key, value] of Object.entries(overlap)) {
-      if (value !== null) sum[key] = (sum[key] ?? 0) + value;
-    }
-    sum.calls += 1;
-    lanes.set(lane, sum);
-  }
-  return [...lanes.values()];
-}
-
-function compare(run) {
-  const box = document.getElementById("overlap");
-  const rows = overlapRows(run);
-  if (rows.length === 0) {
-    box.append(element("p", "No call of this run found a prompt stream."));
-    return;
-  }
-  const most = Math.max(...rows.map((row) => row.ahead + (row.left ?? 0)), 1e-9);
-  for (const row of rows) box.append(compared(row, most));
-  const legend = element("ul", undefined, { class: "legend" });
-  const kinds = [
-    ["under", "prefilled ahead, under another call's decode"],
-    ["otherwise", "prefilled ahead, otherwise"],
-    ["left", "left: request to first token"],
-  ];
-  for (const [kind, words] of kinds) {
-    const item = element("li");
-    item.append(element("i", undefined, { class: `key ${kind}` }), words);
-    legend.append(item);
-  }
-  box.append(legend);
-}
-
-function compared({ name, at, calls, ahead, under_decode: under, left, ...tokens }, most) {
-  const line = element("div", undefined, { class: "compare" });
-  const who = element("span", name, { class: "who", title: name });
-  who.append(element("small", calls ? `${calls} calls` : `at ${seconds(at)}`));
-  const bar = element("span", undefined, { class: "stack" });
-  for (const [kind, value] of [["under", under], ["otherwise", ahead - under], ["left", left]]) {
-    const part = element("i", undefined, { class: kind });
-    part.style.width = `${(100 * (value ?? 0)) / most}%`;
-    bar.append(part);
-  }
-  const early = `${seconds(ahead)} (${count(tokens.ahead_tokens)} tokens) ahead`;
-  const late = `${seconds(left)} (${count(tokens.left_tokens)}) left`;
-  line.append(who, bar, element("span", `${early}, ${late}`, { class: "figures" }));
-  return line;
 }
 
 // With `act`, the first cell of a row is a button.
@@ -114,8 +53,6 @@ function start() {
   const begin = new Date(run.begin * 1000).toLocaleString();
   node("when").textContent = run.calls.length ? begin : "This trace has no calls.";
   summarise(run);
-  compare(run);
-  node("explanation").textContent = run.explanation;
   const rows = run.calls.map((call) => [seconds(call.start), ...call.cells]);
   fill(node("calls"), ["at", ...run.columns], rows, (index) => {
     lanes.focus({ preventScroll: true });

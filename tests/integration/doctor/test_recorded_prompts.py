@@ -52,10 +52,10 @@ async def test_prompts_of_every_kind_of_call_are_recorded(
         assert take().messages == [sent]
     await model_client.score(ask, [" yes", " no"])
     prompt = take()
-    assert (prompt.messages, prompt.template_args) == ([sent], thinks["chat_template_kwargs"])
+    assert (prompt.messages, prompt.settings) == ([sent], thinks["chat_template_kwargs"])
     await model_client.close()
     async with Workflow(client, listener=events.append) as flow:
         await flow.ask([sent], max_tokens=4, chat_template_kwargs={"a": 1}, cache_salt="s")
     prompt = take()
     assert prompt.messages == [sent]
-    assert (prompt.template_args, prompt.namespace) == ({"a": 1}, {"cache_salt": "s"})
+    assert prompt.settings == {"a": 1, "cache_salt": "s"}

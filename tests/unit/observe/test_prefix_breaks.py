@@ -167,8 +167,8 @@ def test_answer_that_returns_without_its_thought_is_a_break() -> None:
 
 def test_settings_of_the_request_are_compared() -> None:
     prompt = [SYSTEM, TASK]
-    thinking = call(prompt, at=1.0, template_args={"enable_thinking": False})
-    salted = call(prompt, at=2.0, namespace={"cache_salt": "s"})
+    thinking = call(prompt, at=1.0, settings={"enable_thinking": False})
+    salted = call(prompt, at=2.0, settings={"cache_salt": "s"})
     places = [one.place for one in find_breaks([call(prompt), thinking, salted])]
     assert places == [
         "the request's enable_thinking",
@@ -178,32 +178,13 @@ def test_settings_of_the_request_are_compared() -> None:
 
 def test_only_settings_that_change_a_prompts_beginning_break_its_prefix() -> None:
     plain = call(LONG, at=0.0)
-    forced = call(LONG, at=1.0, options={"tool_choice": "required", "continue_final_message": True})
-    low = call(LONG, at=2.0, options={"reasoning_effort": "low"})
+    forced = call(
+        LONG, at=1.0, settings={"tool_choice": "required", "continue_final_message": True}
+    )
+    low = call(LONG, at=2.0, settings={"reasoning_effort": "low"})
     assert find_breaks([plain, forced]) == []
     (found,) = find_breaks([plain, low])
     assert found.place == "the request's reasoning_effort"
-
-
-GUIDE = user("A guide to the mountains. " * 50)
-
-
-def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_common() -> None:
-    planner = [{"role": "system", "content": "You plan."}, GUIDE]
-    reviewer = [{"role": "system", "content": "You review."}, GUIDE]
-    calls = [
-        call(planner, agent="planner"),
-        call([{"role": "system", "content": "You sing."}, TASK], agent="singer", at=1.0),
-        call(reviewer, agent="reviewer", at=2.0),
-        # It shares the guide with the reviewer, so the planner's prompt does not matter.
-        call([*reviewer, MORE], agent="critic", at=3.0),
-        # It leaves the critic's prompt behind the guide, where nothing that it could share is left.
-        call([*reviewer, TASK], agent="editor", at=4.0),
-    ]
-    (broken,) = find_breaks(calls)
-    assert (broken.call.agent, broken.earlier.agent) == ("reviewer", "planner")
-    assert broken.repeated > 0.9
-    assert "from the prompt of planner at" in broken.describe()
 
 
 def test_prompts_of_other_engines_and_models_are_not_compared() -> None:

@@ -46,19 +46,13 @@ def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
     return StreamUse(id="s", status=status, prefills=prefills)
 
 
-def test_prefill_counts_until_the_call_and_under_decode() -> None:
-    # A decodes from 2 to 8, B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
+def test_prefill_counts_until_the_call() -> None:
+    # B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
-    assert overlaps(found) == {"B": Overlap(5.5, 3.5, 0.5, 70, 10)}
+    assert overlaps(found) == {"B": Overlap(5.5, 0.5, 70, 10)}
     # Overlapping spans of one stream count once.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
-    assert overlaps(found)["B"] == Overlap(4.0, 3.0, 0.5, 70, 10)
-
-
-def test_concurrent_decodes_count_once_and_later_decodes_do_not_count() -> None:
-    events = [*call("A", 0, 1, 3), *call("C", 0, 2, 4), *call("D", 5, 5.5, 6)]
-    found = calls([*events, *call("B", 7, 8, 12, use((0, 5)))])
-    assert overlaps(found)["B"].under_decode == 3.0
+    assert overlaps(found)["B"] == Overlap(4.0, 0.5, 70, 10)
 
 
 @pytest.mark.parametrize("status", ["mispredicted", "expired"])
@@ -94,7 +88,7 @@ def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     """It has no first token: agents with tools may not ask for a stream."""
     events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
     whole = summary(calls(event for event in events if not isinstance(event, FirstToken)))
-    assert (whole.linked, whole.overlap) == (1, Overlap(4.0, 0.0, None, 70, 10))
+    assert (whole.linked, whole.overlap) == (1, Overlap(4.0, None, 70, 10))
     assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
     more = summary(calls([*events, *whole_answer("C")]))
     assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)

@@ -65,8 +65,7 @@ PROMPTS: list[Event] = [
         call_id=call.call_id,
         messages=[{"role": "user", "content": "Köln?"}],
         tools=[{"type": "function", "function": {"name": "look"}}],
-        template_args={"enable_thinking": False},
-        namespace={"cache_salt": "s"},
+        settings={"enable_thinking": False, "cache_salt": "s"},
     )
     for call in EVENTS
     if isinstance(call, CallStarted) and call.agent == "A"
@@ -122,27 +121,16 @@ def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
     assert call.prompt is not None and call.prompt.tools == ["tool"]
 
 
-def test_tools_that_the_model_is_not_shown_are_not_in_the_prompt() -> None:
+def test_a_prompt_has_every_field_that_shaped_it_and_the_tools_that_the_model_is_shown() -> None:
     events: list[Event] = []
     reporter = CallReporter(events.append, agent="A", engine="http://a", model="m")
-    tools = [{"function": {"name": name}} for name in ("walk", "fly")]
-    body = {"messages": [], "tools": tools, "chat_template_kwargs": None, "cache_salt": "s"}
+    body = {"messages": [], "tools": [{"function": {"name": "walk"}}], "temperature": 0}
+    template = {"chat_template_kwargs": {"enable_thinking": False}}
+    reporter.prompt_sent({**body, **template, "cache_salt": "s", "reasoning_effort": "low"})
     reporter.prompt_sent({**body, "tool_choice": "none"})
-    reporter.prompt_sent({**body, "tool_choice": "auto"})
-    reporter.prompt_sent({**body, "tool_choice": {"type": "function", **tools[1]}})
-    sent = [event for event in events if isinstance(event, PromptSent)]
-    assert [event.tools for event in sent] == [[], tools, tools[1:]]
-    assert sent[0].namespace == {"cache_salt": "s"} and sent[0].template_args == {}
-    assert sent[0].options == {"tool_choice": "none"}
-
-
-def test_a_prompt_has_every_field_that_shaped_it(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "run.jsonl", prompts=True)
-    reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
-    reporter.started(None, late=False)
-    reporter.prompt_sent({"messages": [], "reasoning_effort": "low", "temperature": 0})
-    (call,) = calls(read(tmp_path / "run.jsonl"))
-    assert call.prompt is not None and call.prompt.options == {"reasoning_effort": "low"}
+    sent = [(event.tools, event.settings) for event in events if isinstance(event, PromptSent)]
+    settings = {"enable_thinking": False, "reasoning_effort": "low", "cache_salt": "s"}
+    assert sent == [(body["tools"], settings), ([], {"tool_choice": "none"})]
 
 
 def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) -> None:

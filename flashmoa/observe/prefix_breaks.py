@@ -190,6 +190,7 @@ def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBre
     old, new = (_join(parts) for parts in (old_parts, new_parts))
     shared = _first_difference(was.text, now.text)
     at = len(_join([*new_parts[:first], _Part("", "", "")])) + shared
+    at += _first_difference(old[at:], new[at:])  # One part may end where the other goes on.
     if at in (len(old), len(new)):
         return None
     differs = min(now, was, key=lambda part: _ORDER[part.kind])

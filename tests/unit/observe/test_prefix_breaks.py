@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashmoa.engine import PromptUsage
@@ -86,6 +86,7 @@ PROMPTS = st.lists(MESSAGES, min_size=1, max_size=5)
 TOOLS = st.lists(st.sampled_from(["search", "read", "write"]).map(tool), max_size=3)
 
 
+@example([user(""), user("")], [], [user("\n")], [])
 @given(PROMPTS, TOOLS, PROMPTS, TOOLS)
 def test_first_difference_is_the_first(
     old: Messages, old_tools: Tools, new: Messages, new_tools: Tools

@@ -47,7 +47,6 @@ BENCHMARKS = {
     "interference": Benchmark(
         "linking.interference", "what the plugin and its streams cost other requests"
     ),
-    "client": Benchmark("linking.client", "what linking costs between two agents' calls"),
     "workflows": Benchmark(
         "workflows.benchmark",
         "chain, mapreduce and slides: what each part of FlashMoA contributes (§6.2, 6.3)",

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from flashmoa.engine import EngineClient
 from flashmoa.engine.refusals import translate_errors
 from flashmoa.errors import EngineError
 
@@ -148,6 +149,12 @@ async def read_device(url: str) -> dict[str, Any] | None:
     return states[0].get("modelled_gpu")
 
 
+async def read_devices(engines: Mapping[str, EngineClient]) -> dict[str, dict[str, Any]]:
+    """Return what those engines that have modelled GPUs say of them, by the engines' names."""
+    read = {name: await read_device(engine.url) for name, engine in engines.items()}
+    return {name: device for name, device in read.items() if device}
+
+
 def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an engine says of its modelled GPU, with counts since it was asked ``before``."""
     counts = ("forwards", "overruns", "device_seconds", "overrun_seconds", "starved_seconds")
@@ -157,6 +164,14 @@ def counted_since(before: Mapping[str, Any], device: Mapping[str, Any]) -> dict[
 def overrun_share(device: Mapping[str, Any]) -> float:
     """Return the share of a GPU's time by which forwards were computed too late."""
     return device["overrun_seconds"] / max(device["device_seconds"], 1e-9)
+
+
+def worst_overrun(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> float:
+    """Return the largest :func:`overrun_share` of a GPU from one reading to the next."""
+    during = [counted_since(before[name], device) for name, device in after.items()]
+    return max(map(overrun_share, during), default=0.0)
 
 
 def check_keeps_up(devices: Mapping[str, Mapping[str, Any]], option: str) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from flashmoa.engine import EngineClient
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines
-from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
+from flashmoa_bench.harness.modelled_gpus import read_devices, worst_overrun
 from flashmoa_bench.harness.report import progress_bar
 from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, ask_batch, random_ids
 from flashmoa_bench.harness.rounds import run_concurrently
@@ -209,8 +209,8 @@ async def play_grid(
     Yields: each workload with its rounds by way, and the share of a GPU's time by which forwards
         were computed too late, the largest of all engines.
     """
-    roles = {role for role, _way in ways.values()}
-    side_by_side = all([await read_device(engines[role].url) for role in roles])
+    used = {role: engines[role] for role, _way in ways.values()}
+    side_by_side = len(await read_devices(used)) == len(used)
 
     async def run(name: str, workload: Workload, dice: random.Random) -> PipelineRound:
         role, way = ways[name]
@@ -224,14 +224,10 @@ async def play_grid(
         for workload in grid:
             bars.update(bar, description=str(workload))
             dice = random.Random(f"{seed} {workload}")
-            before = {role: await read_device(engines[role].url) for role in roles}
+            before = await read_devices(used)
             play_once = partial(run, workload=workload, dice=dice)
             rounds = await play_cell(list(ways), play_once, repeats, side_by_side=side_by_side)
-            shares = [0.0]
-            for role, device in before.items():
-                if device and (after := await read_device(engines[role].url)):
-                    shares.append(overrun_share(counted_since(device, after)))
-            yield workload, rounds, max(shares)
+            yield workload, rounds, worst_overrun(before, await read_devices(used))
             bars.advance(bar)
 
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,7 +34,7 @@ from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Column, Report, progress_bar
 from flashmoa_bench.harness.rounds import run_concurrently
-from flashmoa_bench.moa.latency_ways import LatencyWay, make_ways
+from flashmoa_bench.moa.latency import LatencyWay, make_ways
 from flashmoa_bench.recorded import SIZES
 
 _LARGE = SIZES[-1]
@@ -63,8 +62,9 @@ _NUMBER = re.compile(r"(?<![\w.])-?[0-9][0-9,]{0,30}(?:\.[0-9]{1,30})?")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with the form that its answer should have, and the right number."""
+    """A line's question with the form that its answer should have, and the right number."""
 
+    number: int
     text: str
     known: Fraction
 
@@ -109,28 +109,55 @@ async def _measure(report: Report) -> None:
         # Without its URL it is never asked.
         EngineClient(options.embedding_url or "http://localhost") as embedding,
     ):
-        ask = _Asker(_by_size(engines, options), EngineEmbedder(embedding), options)
         texts: dict[str, list[str | None]] = {}
         with progress_bar(report.console) as bars:
             bar = bars.add_task("", total=len(ways))
             for way in ways:
                 bars.update(bar, description=way)
-                run = partial(ask, way)
-                texts[way] = await run_concurrently(run, questions, options.concurrency)
+                ask = partial(_ask, way, engines, EngineEmbedder(embedding), options)
+                texts[way] = await run_concurrently(ask, questions, options.concurrency)
                 bars.advance(bar)
     rows = summarise(questions, texts)
     report.show("Right answers", rows)
     report.save({"questions": len(questions), "rows": rows})
 
 
-def _by_size(engines: Engines, options: argparse.Namespace) -> dict[str, tuple[EngineClient, str]]:
-    """Return the engine of each size, and its model's name; a size without one has the last's."""
-    found: dict[str, tuple[EngineClient, str]] = {}
-    name = SIZES[0]
-    for size in SIZES:
-        name = size if size in engines else name
-        found[size] = engines[name], getattr(options, f"{name}_model")
-    return found
+async def _ask(
+    way: str,
+    engines: Engines,
+    embedder: EngineEmbedder,
+    options: argparse.Namespace,
+    question: Question,
+) -> str | None:
+    """Return the answer in one way; ``None`` if a mixture has none."""
+
+    def model(size: str, temperature: float = options.temperature) -> Model:
+        # A size without an engine has that of the next smaller one.
+        smaller = SIZES[: SIZES.index(size) + 1]
+        engine = engines[next(each for each in reversed(smaller) if each in engines)]
+        sampling = {"max_tokens": options.tokens, "temperature": temperature}
+        return Model(engine, getattr(options, f"{size}_model"), sampling)
+
+    if way in SIZES:
+        alone = model(way, 0)
+        async with Workflow(alone.engine, ahead="nothing") as flow:
+            messages = [{"role": "user", "content": question.text}]
+            return await flow.ask(messages, model=alone.model, **alone.sampling)
+    if way == _STAIRCASE:
+        system = Staircase([model(size) for size in SIZES], model(_LARGE, 0))
+    else:
+        mixture = _MIXTURES[way]
+        *layers, [last] = mixture.sizes
+        system = MixtureOfAgents(
+            [*([model(size) for size in each] for each in layers), [model(last, 0)]],
+            mixture.topology,
+            prompt=AggregationPrompt("question-first"),
+            early_exit=mixture.policy(EarlyExit(embedder, seed=options.seed + question.number)),
+        )
+    try:
+        return (await system.answer(question.text)).text
+    except MixtureFailed:
+        return None
 
 
 def read(file: Path) -> list[Question]:
@@ -139,21 +166,18 @@ def read(file: Path) -> list[Question]:
     Raises: ValueError if a line is not in the published form.
     """
     questions: list[Question] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(file.read_text(encoding="utf-8").strip().split("\n"), 1):
         try:
             row: dict[str, str] = json.loads(line)
-            question, (_, mark, known) = row["question"], row["answer"].rpartition("####")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}, line {number}: not a question and an answer") from error
+            text, (_, mark, known) = row["question"], row["answer"].rpartition("####")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            mark = text = known = ""
         if not mark or (value := find_number(known)) is None:
             raise ValueError(
-                f"{file}, line {number}: its answer does not end with #### and a number"
+                f"{file}, line {number}: not a question and an answer that ends with #### and a "
+                "number"
             )
-        questions.append(Question(f"{question}\n\n{_FORM}", value))
-    if not questions:
-        raise ValueError(f"{file} has no questions")
+        questions.append(Question(number, f"{text}\n\n{_FORM}", value))
     return questions
 
 
@@ -164,59 +188,6 @@ def find_number(answer: str) -> Fraction | None:
     if not numbers:
         return None
     return Fraction(numbers[0 if len(marked) > 1 else -1].replace(",", ""))
-
-
-@dataclass(frozen=True, slots=True)
-class _Asker:
-    """Asks questions, with the engine of each size and the name of its model."""
-
-    engines: Mapping[str, tuple[EngineClient, str]]
-    embedder: EngineEmbedder
-    options: argparse.Namespace
-
-    async def __call__(self, way: str, question: Question) -> str | None:
-        """Return the answer in one way; ``None`` if a mixture has none."""
-        if way in SIZES:
-            return await self._ask_model(self._model(way, 0), question.text)
-        try:
-            if way == _STAIRCASE:
-                return await self._ask_staircase(question.text)
-            return await self._ask_mixture(_MIXTURES[way], question.text)
-        except MixtureFailed:
-            return None
-
-    def _model(self, size: str, temperature: float) -> Model:
-        engine, name = self.engines[size]
-        sampling = {"max_tokens": self.options.tokens, "temperature": temperature}
-        return Model(engine, name, sampling)
-
-    async def _ask_model(self, model: Model, question: str) -> str:
-        async with Workflow(model.engine, ahead="nothing") as flow:
-            messages = [{"role": "user", "content": question}]
-            return await flow.ask(messages, model=model.model, **model.sampling)
-
-    async def _ask_staircase(self, question: str) -> str:
-        proposers = [self._model(size, self.options.temperature) for size in SIZES]
-        result = await Staircase(proposers, self._model(_LARGE, 0)).answer(question)
-        return result.text
-
-    async def _ask_mixture(self, way: LatencyWay, question: str) -> str:
-        *layers, last = way.sizes
-        # Each question draws other random numbers.
-        seed = self.options.seed + zlib.crc32(question.encode())
-        mixture = MixtureOfAgents(
-            [
-                *(
-                    [self._model(size, self.options.temperature) for size in each]
-                    for each in layers
-                ),
-                [self._model(size, 0) for size in last],
-            ],
-            way.topology,
-            prompt=AggregationPrompt("question-first"),
-            early_exit=way.policy(EarlyExit(self.embedder, seed=seed)),
-        )
-        return (await mixture.answer(question)).text
 
 
 def summarise(
@@ -231,13 +202,17 @@ def summarise(
         for way, answers in texts.items()
     }
     large = scores.get(_LARGE)
-    rows: list[WayRow] = []
-    for way, own in scores.items():
-        more = [a - b for a, b in zip(own, large, strict=True)] if large else []
-        gain = fmean(more) if more else None
-        failed = sum(text is None for text in texts[way])
-        rows.append(WayRow(way, fmean(own), _error(own), gain, _error(more), failed))
-    return rows
+    return [
+        WayRow(
+            way,
+            fmean(own),
+            _error(own),
+            fmean(own) - fmean(large) if large else None,
+            _error([a - b for a, b in zip(own, large or own, strict=True)]),
+            sum(text is None for text in texts[way]),
+        )
+        for way, own in scores.items()
+    ]
 
 
 def _error(values: Sequence[float]) -> float:

@@ -2,63 +2,250 @@
 
 Meant for modelled GPUs, whose answers mean nothing: lengths and similarities are those of recorded
 answers of real models (flashmoa_bench/recorded), and confidences are drawn. As in the paper, one
-question is asked at a time. --computed asks no engines: it adds up the GPUs' cost tables.
+question is asked at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from flashmoa.engine import EngineError
+from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, Result, Topology
+from flashmoa.observe import Event
+from flashmoa.observe.calls import calls
+from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command
-from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
+from flashmoa_bench.harness.critical_path import decoding_seconds
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE, read_devices, worst_overrun
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import Key, measure_cells, measured_cells
-from flashmoa_bench.moa.latency_ways import BASE, Asker, LatencyAnswer, LatencyWay, make_ways
-from flashmoa_bench.moa.least_times import compute, compute_answer, size_times, tabulated_times
 from flashmoa_bench.moa.rig import (
     RIG_OPTIONS,
-    SERVINGS,
+    QuestionScript,
+    ReplayedEmbedder,
+    Rig,
+    ScriptOptions,
     connect_rig,
     make_roles,
-    make_script_options,
+    write_script,
 )
-from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
-from flashmoa_bench.recorded import load_recorded, spread
+from flashmoa_bench.recorded import SIZES, load_recorded, spread
+
+# The way that others are compared with. The papers' figures (Faster-MoA, arXiv 2512.18126, §5.3)
+# are over it, too: reductions of at most some 62, 76 and 90 %, on six H200.
+BASE = "all-to-all"
+Exit = Literal["", "undecided", "ours", "published"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyWay:
+    """A way to answer.
+
+    Attributes:
+        sizes: size of each agent's model, by layer.
+        plugin: whether it runs on the engines with the plugin, and prompts overlap.
+        early_exit: its rule; ``undecided`` decides and never leaves.
+        paper: Faster-MoA's latency over all-to-all's; ``None`` if the paper does not have it.
+    """
+
+    name: str
+    topology: str
+    sizes: Sequence[Sequence[str]]
+    plugin: bool
+    early_exit: Exit = ""
+    paper: float | None = None
+
+    def policy(self, policy: EarlyExit) -> EarlyExit | None:
+        """Return this way's policy, given that of the command line; ``None`` for none."""
+        if self.early_exit == "published":
+            return EarlyExit.as_published(policy.embedder, policy.seed)
+        if self.early_exit == "undecided":  # Q stays below 1, so that this never leaves.
+            return replace(policy, rule="threshold", threshold=1.0)
+        return policy if self.early_exit else None
+
+    @property
+    def clusters(self) -> list[list[str]]:
+        """Return the names of the agents that are read together, by cluster."""
+        topology = Topology.parse(self.topology)
+        return [
+            [f"{layer}.{place + 1}" for place in reads]
+            for layer, agents in enumerate(topology.layers[1:], 1)
+            for reads in sorted(set(agents))
+        ]
+
+
+def make_ways(second: str = "mixed") -> list[LatencyWay]:
+    """Return the ways that can be measured.
+
+    Args:
+        second: models of the second layer: ``mixed`` for all sizes in turn, or one size.
+    """
+    root = SIZES[-1]
+    dense = (_in_turn("mixed", 9), _in_turn(second, 9), [root])
+    tree = (_in_turn("mixed", 9), _in_turn(second, 3), [root])
+    return [
+        LatencyWay(BASE, "9x9x1", dense, plugin=False),
+        LatencyWay("tree", "9-3-1", tree, plugin=False, paper=0.38),
+        LatencyWay("tree + overlap", "9-3-1", tree, plugin=True, paper=0.24),
+        LatencyWay("undecided", "9-3-1", tree, plugin=True, early_exit="undecided"),
+        LatencyWay("full", "9-3-1", tree, plugin=True, early_exit="ours"),
+        LatencyWay(
+            "as published",
+            "9-3-1",
+            tree,
+            plugin=True,
+            early_exit="published",
+            paper=0.10,
+        ),
+    ]
+
+
+def _in_turn(sizes: str, count: int) -> list[str]:
+    return [SIZES[place % 3] if sizes == "mixed" else sizes for place in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyAnswer:
+    """What one question took in one way; times in seconds of the modelled GPUs.
+
+    Attributes:
+        question: the question's number in its set.
+        least: what the agents on the critical path decode; no linking can be faster.
+        second: mean time of the second layer's agents, from the end of what they read to their own.
+        written: tokens of all answers, estimated for agents that were cancelled.
+        asked, left: number of agents that were asked and of those left out, by layer and size.
+        decisions: answers that were complete, Q, whether the others were left out, and seconds.
+        deciding: time by which decisions delayed the answer; ``None`` without early exit.
+        overrun: largest share of a GPU's time by which forwards were computed too late.
+    """
+
+    way: str
+    question: int
+    seconds: float
+    first_token: float
+    least: float
+    second: float
+    written: int
+    asked: Mapping[str, int]
+    left: Mapping[str, int]
+    decisions: Sequence[tuple[int, float, bool, float]]
+    deciding: float | None
+    overrun: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Asks questions on a rig.
+
+    Attributes:
+        early_exit: the command line's policy; each question has an embedder and a seed of its own.
+        embedding: seconds that the embedding model takes for so many tokens.
+        seed: of the questions' texts.
+    """
+
+    rig: Rig
+    early_exit: Mapping[str, Any]
+    embedding: Callable[[int], float]
+    seed: int
+
+    async def ask(self, way: LatencyWay, script: QuestionScript) -> LatencyAnswer:
+        """Answer a question in one way, on empty caches.
+
+        Raises: MixtureFailed if there is no answer.
+        """
+        await self.rig.flush()
+        before = await read_devices(self.rig.own)
+        events: list[Event] = []
+        embedder = ReplayedEmbedder(script, way.clusters, self.embedding)
+
+        def listen(event: Event) -> None:
+            events.append(event)
+            embedder(event)
+
+        seed = self.seed + script.question.number
+        mixture = MixtureOfAgents(
+            self.rig.models(script, way.sizes, plugin=way.plugin),
+            way.topology,
+            prompt=AggregationPrompt("question-first"),
+            early_exit=way.policy(EarlyExit(embedder, seed=seed, **self.early_exit)),
+            ahead="text" if way.plugin else "nothing",
+            listener=listen,
+        )
+        began = time.time()
+        result = await mixture.answer(self.rig.question(script, self.seed))
+        ended = time.time()
+        return LatencyAnswer(
+            **_describe(way, script, result, began, ended),
+            least=clock.seconds_of(decoding_seconds(calls(events), began)),
+            overrun=worst_overrun(before, await read_devices(self.rig.own)),
+        )
+
+
+def _describe(
+    way: LatencyWay, script: QuestionScript, result: Result, began: float, ended: float
+) -> dict[str, Any]:
+    """Return the fields of an answer that its result has."""
+    sizes = {
+        (agent.layer, agent.place): f"{agent.layer + 1} {way.sizes[agent.layer][agent.place]}"
+        for agent in result.agents
+    }
+    left = [agent for agent in result.agents if agent.status == "left out"]
+    return {
+        "way": way.name,
+        "question": script.question.number,
+        "seconds": clock.seconds_of(ended - began),
+        "first_token": clock.seconds_of((result.final.first_token or ended) - began),
+        "second": clock.seconds_of(_second_layer_seconds(way, result)),
+        "written": result.spending.completion_tokens,
+        "asked": dict(Counter(sizes.values())),
+        "left": dict(Counter(sizes[agent.layer, agent.place] for agent in left)),
+        "decisions": [
+            (each.answers, each.quality.score, each.left, clock.seconds_of(each.seconds))
+            for each in result.decisions
+        ],
+        "deciding": clock.seconds_of(result.deciding) if way.early_exit else None,
+    }
+
+
+def _second_layer_seconds(way: LatencyWay, result: Result) -> float:
+    """Return the mean time of the second layer's agents, after the end of what they read."""
+    reads = Topology.parse(way.topology).layers[1]
+    spans: list[float] = []
+    for agent in result.layers[1]:
+        read = [result.layers[0][place] for place in reads[agent.place]]
+        ready = [one.finished for one in read if one.status == "used" and one.finished is not None]
+        if agent.finished is not None and agent.status == "used" and ready:
+            spans.append(agent.finished - max(ready))
+    return fmean(spans) if spans else 0.0
+
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = ("ways", "questions", "computed")
+_FREE_OPTIONS = ("ways", "questions")
 # It has the shape of Qwen3-Embedding-4B. An embedding takes its prefill, on another GPU.
 _EMBEDDING_MODEL = "Qwen/Qwen3-VL-4B-Instruct"
-_WARM_UP = ScriptOptions(equal=4, prompt=(8, 8))
-
-
-def _check(options: argparse.Namespace) -> str | None:
-    if options.computed is not None and not options.device:
-        return "--computed needs the --device whose cost tables to take"
-    return None
+_WARM_UP = ScriptOptions(equal=4, scale=0.1)
 
 
 async def _measure(report: Report) -> None:
     options = report.options
     ways = [way for way in make_ways() if way.name in options.ways]
     questions = spread(load_recorded()[options.answers].questions, options.questions)
-    script_options = make_script_options(options)
+    script_options = ScriptOptions.parse(options)
     scripts = {
         way.name: [write_script(each, way.sizes, script_options) for each in questions]
         for way in ways
     }
-    if options.computed is not None:
-        _compute(ways, scripts, report)
-        return
     cells = measured_cells(report, LatencyAnswer, _FREE_OPTIONS)
     # An answer that overran is measured again.
-    found = {(c.way, c.question): c for c in cells if c.gpus.overrun <= TOLERATED_SHARE}
+    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
     todo = [
         (way, scripts[way.name][place])
         for place, turn in enumerate(_turns(ways, len(questions)))
@@ -67,42 +254,11 @@ async def _measure(report: Report) -> None:
     ]
     if todo:
         await _ask_all(todo, found, report)
-    times = size_times(options)
-    chosen = [(way, script) for way in ways for script in scripts[way.name]]
-    computed = {
-        (way.name, script.question.number): compute_answer(
-            way, script, times, options.serving, {}
-        ).seconds
-        for way, script in chosen
-        if times and way.early_exit not in ("ours", "published")  # These decide by chance.
-    }
-    keys = [(way.name, script.question.number) for way, script in chosen]
-    rows = summarise(ways, [found[key] for key in keys], computed)
+    keys = [(way.name, script.question.number) for way in ways for script in scripts[way.name]]
+    rows = summarise(ways, [found[key] for key in keys])
     show(rows, report)
     if todo:
         report.save({"cells": list(found.values()), "rows": rows})
-
-
-def _compute(
-    ways: Sequence[LatencyWay], scripts: Mapping[str, Sequence[QuestionScript]], report: Report
-) -> None:
-    """Compute the ways without engines, and print and save what they take."""
-    options = report.options
-    report.print_head()
-    times, policy = size_times(options), {**_policy(options), "seed": options.seed}
-    rows = [
-        row
-        for serving in options.computed or [options.serving]
-        for row in compute(ways, scripts, times, serving, policy)
-    ]
-    report.show(
-        "Seconds of a question by the GPUs' cost tables, medians",
-        rows,
-        "  Nothing was run: forwards alone, without HTTP and scheduling. Overlap is perfect, and "
-        "early exit decides in\n  no time. 2nd layer: mean of its agents, from the end of what "
-        "they read. left out: share of the agents of a\n  layer and size. paper: Faster-MoA §5.3.",
-    )
-    report.save({"computed": rows})
 
 
 async def _ask_all(
@@ -140,15 +296,18 @@ def _policy(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
-    """Return what gives the seconds of one answer's embedding; 0 without ``--device``."""
+    """Return what gives the seconds of one answer's embedding; 0 without ``--device``.
+
+    Raises: EngineError if there are no times of this GPU.
+    """
     if not arguments.device:
         return lambda _tokens: 0.0
-    times = tabulated_times(arguments.device, _EMBEDDING_MODEL)
-
-    def seconds(tokens: int) -> float:
-        return times.prefill(((0, tokens),))
-
-    return seconds
+    try:
+        gpu: Any = import_module("flashmoa_sglang.modelled_gpu.gpu")
+        times = gpu.MeasuredTables(arguments.device, _EMBEDDING_MODEL, 1)
+    except (ImportError, ValueError) as error:
+        raise EngineError(f"no times of embeddings on {arguments.device}: {error}") from error
+    return lambda tokens: times.seconds(gpu.Forward(gpu.Prefills.of([(0, tokens)])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +319,7 @@ class LatencyRow:
         relative: median of a question's seconds over those of the same question all-to-all.
         second, relative_second: mean seconds of the second layer's agents, and over all-to-all's.
         of_least: median share of a question's time in which the agents on its critical path decode.
-        of_computed: median of what cost tables add up to over a question's seconds; ``None`` where
-            they cannot (early exit), or there are none.
-        computed, relative_computed: mean tokens that engines computed, and over all-to-all's.
-        gpu_seconds: mean seconds of all GPUs' forwards.
-        prompts: mean prompt tokens by layer and kind.
         left: share of agents that were left out, by layer and size.
-        quality: mean Q of a decision.
-        decision: mean seconds of a decision.
         deciding: mean share of a question's time by which decisions delayed it.
         overran: number of answers in which a GPU's forwards were computed too late.
     """
@@ -181,93 +333,41 @@ class LatencyRow:
     second: Annotated[float, Column("2nd layer", "{:.2f}")]
     relative_second: Annotated[float | None, Column("over", "{:+.0%}", less=1)]
     of_least: Annotated[float, Column("least", "{:.0%}")]
-    of_computed: Annotated[float | None, Column("tables", "{:.0%}")]
-    computed: Annotated[float | None, Column("computed", "{:.0f}")]
-    relative_computed: Annotated[float | None, Column("over", "{:+.0%}", less=1)]
-    gpu_seconds: Annotated[float, Column("GPU s", "{:.1f}")]
-    prompts: Mapping[str, Mapping[str, float | None]]
     left: Annotated[Mapping[str, float], Column("{} left out", "{:.0%}")]
-    quality: Annotated[float | None, Column("Q", "{:.2f}")]
-    decision: Annotated[float | None, Column("decision", "{:.0f} ms", 1000)]
     deciding: Annotated[float | None, Column("deciding", "{:.2%}")]
     overran: int
 
 
-def summarise(
-    ways: Sequence[LatencyWay],
-    answers: Sequence[LatencyAnswer],
-    computed: Mapping[tuple[str, int], float],
-) -> list[LatencyRow]:
-    """Return the figures of each way that has answers.
-
-    Args:
-        computed: what cost tables add up to, in seconds, by way and question.
-    """
+def summarise(ways: Sequence[LatencyWay], answers: Sequence[LatencyAnswer]) -> list[LatencyRow]:
+    """Return the figures of each way that has answers."""
     by_way: dict[str, list[LatencyAnswer]] = {}
     for answer in answers:
         by_way.setdefault(answer.way, []).append(answer)
     base = {answer.question: answer for answer in by_way.get(BASE, ())}
-    return [
-        _summarise_way(way, by_way[way.name], base, computed) for way in ways if way.name in by_way
-    ]
+    return [_summarise_way(way, by_way[way.name], base) for way in ways if way.name in by_way]
 
 
 def _summarise_way(
-    way: LatencyWay,
-    answers: Sequence[LatencyAnswer],
-    base: Mapping[int, LatencyAnswer],
-    computed: Mapping[tuple[str, int], float],
+    way: LatencyWay, answers: Sequence[LatencyAnswer], base: Mapping[int, LatencyAnswer]
 ) -> LatencyRow:
-    def over_base(value: Callable[[LatencyAnswer], float | None]) -> float | None:
-        pairs = [(value(one), value(base[one.question])) for one in answers if one.question in base]
-        ratios = [one / other for one, other in pairs if one is not None and other]
-        return median(ratios) if ratios else None
-
-    tables = [
-        computed[key] / answer.seconds
-        for answer in answers
-        if (key := (answer.way, answer.question)) in computed
-    ]
-    decisions = [decision for answer in answers for decision in answer.decisions]
+    pairs = [(one, base[one.question]) for one in answers if one.question in base]
+    seconds = [one.seconds / other.seconds for one, other in pairs]
+    second = [one.second / other.second for one, other in pairs if other.second]
     deciding = [each.deciding / each.seconds for each in answers if each.deciding is not None]
     return LatencyRow(
         way.name,
         len(answers),
         seconds=median(answer.seconds for answer in answers),
-        first_token=median(answer.first_token for answer in answers),
-        relative=over_base(lambda answer: answer.seconds),
-        second=fmean(answer.second for answer in answers),
-        relative_second=over_base(lambda answer: answer.second),
-        of_least=median(answer.least / answer.seconds for answer in answers),
-        of_computed=median(tables) if tables else None,
-        computed=_mean([answer.computed for answer in answers]),
-        relative_computed=over_base(lambda answer: answer.computed),
-        gpu_seconds=fmean(answer.gpus.seconds for answer in answers),
-        prompts=_mean_prompts(answers),
-        left=_left_shares(answers),
-        quality=_mean([score for _, score, _, _ in decisions]),
-        decision=_mean([seconds for *_, seconds in decisions]),
-        deciding=_mean(deciding),
+        relative=median(seconds) if seconds else None,
         paper=way.paper,
-        overran=sum(answer.gpus.overrun > TOLERATED_SHARE for answer in answers),
+        first_token=median(answer.first_token for answer in answers),
+        second=fmean(answer.second for answer in answers),
+        relative_second=median(second) if second else None,
+        of_least=median(answer.least / answer.seconds for answer in answers),
+        left=_left_shares(answers),
+        deciding=fmean(deciding) if deciding else None,
+        overran=sum(answer.overrun > TOLERATED_SHARE for answer in answers),
     )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
-
-
-def _mean_prompts(answers: Sequence[LatencyAnswer]) -> dict[str, dict[str, float | None]]:
-    layers = dict.fromkeys(layer for answer in answers for layer in sorted(answer.prompts))
-    kinds = ("prompt", "streamed", "cached", "late")
-    return {
-        layer: {
-            kind: _mean([one.prompts[layer][kind] for one in answers if layer in one.prompts])
-            for kind in kinds
-        }
-        for layer in layers
-    }
 
 
 def _left_shares(answers: Sequence[LatencyAnswer]) -> dict[str, float]:
@@ -279,41 +379,19 @@ def _left_shares(answers: Sequence[LatencyAnswer]) -> dict[str, float]:
 
 
 def show(rows: Sequence[LatencyRow], report: Report) -> None:
-    """Print all tables, and explain their columns."""
+    """Print the table, and explain its columns."""
     report.show(
         "Latency on modelled GPUs",
         rows,
         "  seconds, first token: of a question, medians. over: all-to-all, question by "
         "question.\n  paper: Faster-MoA §5.3, at most. 2nd layer: mean of its agents, from the end "
         "of what they read.\n  least: share of the time in which the agents on the critical path "
-        "decode. tables: what the cost tables\n  add up to without HTTP and scheduling, over the "
-        "time. computed: tokens of prompts and answers.\n  GPU s: all GPUs' forwards. left out: "
-        "share of the agents of that layer and size. Q, decision: means.\n  deciding: share of a "
+        "decode. left out: share of the agents of\n  that layer and size. deciding: share of a "
         "question's time by which decisions delayed it.",
-    )
-    report.show(
-        "Prompts by layer, tokens per question",
-        [
-            _LayerPrompts("" if number else row.way, layer, **counts)
-            for row in rows
-            for number, (layer, counts) in enumerate(row.prompts.items())
-        ],
-        "  streamed: computed by prompt streams before the request came; cached: by others; late: "
-        "after it came.",
     )
     for row in rows:
         if row.overran:
             report.console.print(f"{row.way}: {row.overran} answers in which a GPU was too late")
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerPrompts:
-    way: Annotated[str, Column("")]
-    layer: Annotated[str, Column("layer")]
-    prompt: Annotated[float | None, Column("prompt", "{:.0f}")]
-    streamed: Annotated[float | None, Column("streamed", "{:.0f}")]
-    cached: Annotated[float | None, Column("cached", "{:.0f}")]
-    late: Annotated[float | None, Column("late", "{:.0f}")]
 
 
 _WAYS = [way.name for way in make_ways()]
@@ -325,16 +403,7 @@ main = command(
     (
         *RIG_OPTIONS,
         Option("--ways", str, _WAYS, "by default all", choices=_WAYS),
-        Option(
-            "--computed",
-            str,
-            None,
-            "ask no engines: add up the cost tables of --device, for --serving or each of these",
-            choices=tuple(SERVINGS),
-            count="*",
-        ),
         Option("--threshold", float, None, "full: leave if Q is at least this, not by chance"),
     ),
-    check=_check,
     repeats=False,
 )

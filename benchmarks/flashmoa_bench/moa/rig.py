@@ -1,7 +1,9 @@
-"""Start the engines of a Mixture-of-Agents of three models, and ask one question with them.
+"""Start the engines of a Mixture-of-Agents of three models, and write the script of a question.
 
 Each model has one engine, a PD pair, or two engines that its agents take in turns (data
-parallelism); each of them with the plugin, and as stock SGLang.
+parallelism); each of them with the plugin, and as stock SGLang. Answers of engines on modelled GPUs
+mean nothing and have no end of their own. So their lengths and similarities are those of recorded
+answers to one question, and their confidences are drawn.
 """
 
 from __future__ import annotations
@@ -12,110 +14,124 @@ import random
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import anyio
 import numpy as np
 
-from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine import EngineClient
 from flashmoa.engine.wire import Delta
 from flashmoa.moa import Limits, Model
 from flashmoa.moa.early_exit import Embedding
 from flashmoa.observe import CallFinished, Event
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import RESUME, Option, positive
-from flashmoa_bench.harness.engines import Engines, Role
-from flashmoa_bench.harness.modelled_gpus import counted_since, overrun_share, read_device
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Report
-from flashmoa_bench.moa.script import QuestionScript, ScriptOptions
-from flashmoa_bench.recorded import SIZES, load_recorded
+from flashmoa_bench.recorded import SIZES, RecordedQuestion, load_recorded
 from flashmoa_bench.workflows.agents import GUIDE, PAPER
+
+# Mean of the confidences, and how narrowly they lie around it: the sum of the parameters of a beta
+# distribution, whose standard deviation is then 0.05.
+_CONFIDENCE, _CONCENTRATION = 0.85, 50.0
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Counts prompt tokens: ``prompt = streamed + cached + late``.
+class AgentScript:
+    """One agent's answer.
 
     Attributes:
-        prompt: all prompt tokens.
-        streamed: tokens that the request's own prompt stream computed before the request came.
-        cached: tokens that other requests and streams left in the engine's radix cache.
-        late: tokens computed after the request came.
-
-    Counts that the engine does not report are ``None``.
+        size: size of its model.
+        draw: which of the recorded answers of this size it stands for.
+        tokens: its length.
+        confidence: geometric mean of its tokens' probabilities.
     """
 
-    prompt: float
-    streamed: float | None
-    cached: float | None
-    late: float | None
+    size: str
+    draw: int
+    tokens: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOptions:
+    """How scripts are made.
+
+    Attributes:
+        scale: factor of all lengths.
+        longest: most tokens of an answer, after scaling.
+        equal: tokens of every answer, in place of the recorded ones; ``None``: as recorded.
+        later_tokens: tokens of every answer after the first layer's; ``None``: as of answers of
+            their sizes.
+        last_tokens: tokens of the last agent's answer; ``None``: as ``later_tokens``.
+    """
+
+    scale: float = 1.0
+    longest: int = 1024
+    equal: int | None = None
+    later_tokens: int | None = None
+    last_tokens: int | None = None
+    seed: int = 0
 
     @classmethod
-    def from_usage(cls, usage: PromptUsage, has_cache_report: bool) -> PromptTokens:
-        """Return the counts of one request.
-
-        Args:
-            has_cache_report: whether its engine runs with ``--enable-cache-report``. With it,
-                SGLang omits counts that are 0. Without it, SGLang omits the counts of every
-                request that used no prompt stream.
-        """
-        cached, streamed = usage.cached_tokens, usage.streamed_tokens
-        if cached is None and has_cache_report:
-            cached = 0
-        if streamed is None and usage.prompt_stream is None:
-            streamed = 0
-        if cached is None or streamed is None:
-            return cls(usage.prompt_tokens, streamed, None, None)
-        late = usage.prompt_tokens - cached
-        return cls(usage.prompt_tokens, streamed, cached - streamed, late)
-
-    @classmethod
-    def total(cls, several: Sequence[PromptTokens]) -> PromptTokens:
-        """Return the sum of several counts; a count that one of them lacks becomes ``None``."""
-
-        def add(values: Sequence[float | None]) -> float | None:
-            known = [value for value in values if value is not None]
-            return sum(known) if len(known) == len(values) else None
-
-        return cls(
-            sum(each.prompt for each in several),
-            add([each.streamed for each in several]),
-            add([each.cached for each in several]),
-            add([each.late for each in several]),
-        )
+    def parse(cls, arguments: argparse.Namespace) -> ScriptOptions:
+        """Return the options of a command line that has :data:`RIG_OPTIONS`."""
+        return cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
 
 
-class PromptListener:
-    """Collects the prompt tokens of one question's calls, as a listener to their events.
+@dataclass(frozen=True, slots=True)
+class QuestionScript:
+    """A question, and how its answers are written.
+
+    Attributes:
+        question: whose recorded answers these are.
+        prompt: tokens of the question.
+        agents: the agents by name, ``LAYER.PLACE``, both counted from 1.
+    """
+
+    question: RecordedQuestion
+    prompt: int
+    agents: Mapping[str, AgentScript] = field(default_factory=dict[str, AgentScript])
+
+    def similarity(self, one: str, other: str) -> float:
+        """Return how similar the answers of two agents are, in [0, 1]."""
+        first, last = self.agents[one], self.agents[other]
+        return self.question.similarity((first.size, first.draw), (last.size, last.draw))
+
+
+def write_script(
+    question: RecordedQuestion, layers: Sequence[Sequence[str]], options: ScriptOptions
+) -> QuestionScript:
+    """Return the script of a question.
+
+    An agent's answer is as long as a recorded one of its size: the first proposer of a size stands
+    for the first model of that size, and so on. Answers of aggregators are not recorded; they are
+    taken to be as long as answers of their size. The same question has the same confidences by
+    agent, whatever the layers are.
 
     Args:
-        reporting: URLs of the engines that run with ``--enable-cache-report``.
+        layers: the size of each agent, by layer.
     """
-
-    def __init__(self, reporting: Collection[str]) -> None:
-        self._reporting = reporting
-        self._calls: dict[str, list[PromptTokens]] = {}
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, CallFinished) and event.usage is not None:
-            # The rounds of an agent on a staircase are LAYER.PLACE.ROUND.
-            agent = ".".join(event.agent.split(".")[:2])
-            tokens = PromptTokens.from_usage(event.usage, event.engine in self._reporting)
-            self._calls.setdefault(agent, []).append(tokens)
-
-    @property
-    def by_agent(self) -> Mapping[str, PromptTokens]:
-        """Return the sum over each agent's requests, by ``LAYER.PLACE``, both counted from 1."""
-        return {agent: PromptTokens.total(calls) for agent, calls in sorted(self._calls.items())}
-
-
-def group_by_layer(agents: Mapping[str, PromptTokens]) -> dict[int, list[PromptTokens]]:
-    """Return the agents' prompts by their layers, which are counted from 1."""
-    layers: dict[int, list[PromptTokens]] = {}
-    for agent, prompts in agents.items():
-        layers.setdefault(int(agent.split(".")[0]), []).append(prompts)
-    return layers
+    agents: dict[str, AgentScript] = {}
+    for layer, sizes in enumerate(layers):
+        # Each layer begins with another draw, so that it does not repeat the one before.
+        counts: dict[str, int] = dict.fromkeys(SIZES, layer)
+        for place, size in enumerate(sizes):
+            name = f"{layer + 1}.{place + 1}"
+            tokens = options.equal or round(question.length(size, counts[size]) * options.scale)
+            if layer:
+                tokens = options.later_tokens or tokens
+            if layer == len(layers) - 1:
+                tokens = options.last_tokens or tokens
+            tokens = max(1, min(tokens, options.longest))
+            dice = random.Random(f"{options.seed} {question.number} {name}")
+            confidence = dice.betavariate(
+                _CONFIDENCE * _CONCENTRATION, (1 - _CONFIDENCE) * _CONCENTRATION
+            )
+            agents[name] = AgentScript(size, counts[size], tokens, confidence)
+            counts[size] += 1
+    return QuestionScript(question, max(1, round(question.prompt * options.scale)), agents)
 
 
 # The parameter of chat completions that tells the engine's client which agent asks. Engines do
@@ -222,8 +238,6 @@ SERVINGS: dict[Serving, str] = {
     "dp": "two GPUs for each model, which its agents take in turns",
     "dp-mixed": "the same, with mixed chunks on stock SGLang, too (--enable-mixed-chunk)",
 }
-# Without it, SGLang does not report how many prompt tokens were cached.
-_CACHE_REPORT = "--enable-cache-report"
 # Hash models draw from a few words at this temperature, so that no two answers are the same.
 _TEMPERATURE = 1.0
 # Slowed down engines may take minutes.
@@ -239,12 +253,11 @@ def make_roles(serving: Serving, *, plugin: bool, stock: bool) -> list[Role]:
     roles: list[Role] = []
     for prefix in ([""] if plugin else []) + ([_STOCK] if stock else []):
         mixed = serving == "dp-mixed" and prefix == _STOCK
-        arguments = (_CACHE_REPORT, *(("--enable-mixed-chunk",) if mixed else ()))
         roles += [
             Role(
                 f"{prefix}{size}{'' if number == 1 else f'_{number}'}",
                 plugin=not prefix,
-                arguments=arguments,
+                arguments=("--enable-mixed-chunk",) if mixed else (),
                 is_pd_pair=serving == "pd",
             )
             for size in SIZES
@@ -260,13 +273,11 @@ class Rig:
     Attributes:
         engines: the engines by size: with the plugin, and stock ones by ``stock_`` and size.
         own: every engine by its name. A PD pair has two.
-        reporting: URLs of the engines that report cached tokens.
         words: words of one token each.
     """
 
     engines: Mapping[str, Sequence[RecordedEngine]]
     own: Mapping[str, EngineClient]
-    reporting: Collection[str]
     words: Sequence[str]
 
     def models(
@@ -302,39 +313,10 @@ class Rig:
         for engine in self.own.values():
             await engine.flush_cache()
 
-    async def read_devices(self) -> dict[str, dict[str, Any]]:
-        """Return what the engines say of their modelled GPUs, by the engines' names."""
-        read = {name: await read_device(engine.url) for name, engine in self.own.items()}
-        return {name: device for name, device in read.items() if device}
-
 
 def sample(tokens: int) -> dict[str, Any]:
     """Return sampling parameters of an answer of exactly so many tokens."""
     return {"max_tokens": tokens, "ignore_eos": True, "temperature": _TEMPERATURE}
-
-
-@dataclass(frozen=True, slots=True)
-class GpuUse:
-    """What modelled GPUs did during a question.
-
-    Attributes:
-        seconds: time of all forwards on all GPUs.
-        overrun: largest share of a GPU's time by which forwards were computed too late.
-    """
-
-    seconds: float = 0.0
-    overrun: float = 0.0
-
-
-def compare_devices(
-    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
-) -> GpuUse:
-    """Return what GPUs did from one reading to the next."""
-    during = [counted_since(before[name], device) for name, device in after.items()]
-    return GpuUse(
-        sum(each["device_seconds"] / each["slowdown"] for each in during),
-        max((overrun_share(each) for each in during), default=0.0),
-    )
 
 
 @asynccontextmanager
@@ -358,16 +340,7 @@ async def connect_rig(report: Report, *, plugin: bool, stock: bool) -> AsyncGene
                 by_size.setdefault(stem if last.isdigit() else name, []).append(recorded)
             if f"{name}_prefill" not in engines:
                 own[name] = client
-        yield Rig(by_size, own, _find_reporting(report, engines), _words())
-
-
-def _find_reporting(report: Report, engines: Engines) -> set[str]:
-    reports = {name for name, each in report.engines.items() if each.get("enable_cache_report")}
-    return {
-        client.url
-        for name, client in engines.clients.items()
-        if name in reports or f"{name}_prefill" in reports
-    }
+        yield Rig(by_size, own, _words())
 
 
 def _words() -> list[str]:
@@ -388,21 +361,7 @@ RIG_OPTIONS = (
     Option("--scale", float, 1.0, "factor of all lengths"),
     Option("--longest", positive, 1024, "most tokens of an answer"),
     Option("--equal", positive, None, "tokens of every answer, as a control"),
-    Option("--question-tokens", positive, None, "least and most, drawn evenly", count=2),
     Option("--later-tokens", positive, None, "of every answer after the first layer's"),
     Option("--last-tokens", positive, None, "of the last agent's answer"),
     RESUME,
 )
-
-
-def make_script_options(arguments: argparse.Namespace) -> ScriptOptions:
-    """Return how the questions' scripts are made, by the command line."""
-    return ScriptOptions(
-        scale=arguments.scale,
-        longest=arguments.longest,
-        equal=arguments.equal,
-        prompt=tuple(arguments.question_tokens) if arguments.question_tokens else None,
-        later=arguments.later_tokens,
-        last=arguments.last_tokens,
-        seed=arguments.seed,
-    )

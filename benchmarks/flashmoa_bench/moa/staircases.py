@@ -9,7 +9,6 @@ characters.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,20 +20,18 @@ from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, 
 from flashmoa.moa.settings import Order
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
-from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE, read_devices, worst_overrun
 from flashmoa_bench.harness.report import Column, Report
 from flashmoa_bench.harness.rounds import measure_cells, measured_cells
 from flashmoa_bench.moa.rig import (
     RIG_OPTIONS,
-    GpuUse,
-    PromptListener,
+    QuestionScript,
     Rig,
-    compare_devices,
+    ScriptOptions,
     connect_rig,
     make_roles,
-    make_script_options,
+    write_script,
 )
-from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
 from flashmoa_bench.recorded import SIZES, load_recorded, spread
 
 # Of a debate.
@@ -85,8 +82,7 @@ class StaircaseAnswer:
     Attributes:
         tokens: number of tokens that the aggregator wrote.
         rounds: number of requests in which it wrote them.
-        prompt, late: prompt tokens of all its requests, and those that were computed after the
-            requests came.
+        overrun: largest share of a GPU's time by which forwards were computed too late.
     """
 
     way: str
@@ -95,9 +91,7 @@ class StaircaseAnswer:
     seconds: float
     tokens: int
     rounds: int
-    prompt: float
-    late: float | None
-    gpus: GpuUse
+    overrun: float
 
 
 async def ask(rig: Rig, way: StaircaseWay, script: QuestionScript, seed: int) -> StaircaseAnswer:
@@ -106,62 +100,37 @@ async def ask(rig: Rig, way: StaircaseWay, script: QuestionScript, seed: int) ->
     Raises: MixtureFailed if there is no answer.
     """
     await rig.flush()
-    before = await rig.read_devices()
-    prompts = PromptListener(rig.reporting)
-    system = _make_system(rig, way, script, prompts)
-    first_token: float | None = None
-    began = time.time()
-    async with system.answering(rig.question(script, seed)) as run:
-        async for _ in run:
-            first_token = first_token or time.time()
-        result = await run.result()
-    ended = time.time()
-    last = max(prompts.by_agent)
-    total = prompts.by_agent[last]
-    writer = next(agent for agent in result.agents if agent.name == last)
+    before = await read_devices(rig.own)
+    result = await _make_system(rig, way, script).answer(rig.question(script, seed))
+    usage = result.final.usage
     return StaircaseAnswer(
         way.name,
         script.question.number,
-        clock.seconds_of((first_token or ended) - began),
-        clock.seconds_of(ended - began),
-        writer.usage.completion_tokens if writer.usage is not None else 0,
-        max(1, len(writer.steps)),
-        total.prompt,
-        total.late,
-        compare_devices(before, await rig.read_devices()),
+        clock.seconds_of(result.time_to_first_token),
+        clock.seconds_of(result.seconds),
+        usage.completion_tokens if usage is not None else 0,
+        max(1, len(result.final.steps)),
+        worst_overrun(before, await read_devices(rig.own)),
     )
 
 
 def _make_system(
-    rig: Rig, way: StaircaseWay, script: QuestionScript, listener: PromptListener
+    rig: Rig, way: StaircaseWay, script: QuestionScript
 ) -> MixtureOfAgents | Staircase | Debate:
     plugin = way.order is not None
     proposers, [aggregator] = rig.models(script, way.sizes, plugin=plugin)
     ahead: Ahead = "text" if plugin else "nothing"
     prompt = AggregationPrompt("question-first")
     if way.kind == "debate":
-        return Debate(
-            proposers, ROUNDS, aggregator, staircase=way.steps, ahead=ahead, listener=listener
-        )
+        return Debate(proposers, ROUNDS, aggregator, staircase=way.steps, ahead=ahead)
     if way.steps is None:
-        return MixtureOfAgents(
-            [proposers, [aggregator]], prompt=prompt, ahead=ahead, listener=listener
-        )
-    return Staircase(
-        proposers,
-        aggregator,
-        prompt=prompt,
-        steps=way.steps,
-        ahead=ahead,
-        listener=listener,
-    )
+        return MixtureOfAgents([proposers, [aggregator]], prompt=prompt, ahead=ahead)
+    return Staircase(proposers, aggregator, prompt=prompt, steps=way.steps, ahead=ahead)
 
 
 # Options that may differ between a run and the one that it resumes.
-_FREE_OPTIONS = (
-    "questions", "proposers", "first", "orders", "kinds",
-)  # fmt: skip
-_WARM_UP = ScriptOptions(equal=12, prompt=(8, 8))
+_FREE_OPTIONS = ("questions", "proposers", "first", "orders", "kinds")
+_WARM_UP = ScriptOptions(equal=12, scale=0.1)
 _ORDERS: tuple[Order, ...] = ("contiguous", "rounds")
 _KINDS = ("mixture", "debate")
 
@@ -185,8 +154,6 @@ class StaircaseRow:
     rate: Annotated[float, Column("tokens/s", "{:.1f}")]
     relative_rate: Annotated[float | None, Column("over", "{:.2f}x")]
     rounds: Annotated[float, Column("requests", "{:.1f}")]
-    prompt: Annotated[float, Column("prompt", "{:.0f}")]
-    late: Annotated[float | None, Column("late", "{:.0f}")]
     overran: int
 
 
@@ -215,11 +182,11 @@ def _check(options: argparse.Namespace) -> str | None:
 
 async def _measure(report: Report) -> None:
     options = report.options
-    ways, script_options = make_ways(options), make_script_options(options)
+    ways, script_options = make_ways(options), ScriptOptions.parse(options)
     questions = spread(load_recorded()[options.answers].questions, options.questions)
     cells = measured_cells(report, StaircaseAnswer, _FREE_OPTIONS)
     # An answer that overran is measured again.
-    found = {(c.way, c.question): c for c in cells if c.gpus.overrun <= TOLERATED_SHARE}
+    found = {(c.way, c.question): c for c in cells if c.overrun <= TOLERATED_SHARE}
     todo = {
         (way.name, question.number): (way, write_script(question, way.sizes, script_options))
         for question in questions
@@ -239,8 +206,8 @@ async def _measure(report: Report) -> None:
         "Staircases and debates on modelled GPUs",
         rows,
         "  Staircase Streaming's abstract has -93 % and 1.6x at most. tokens/s: that the "
-        "aggregator wrote, over the\n  whole question. over: whole answers. requests, prompt, "
-        "late: of the aggregator; late: computed after a\n  request came.",
+        "aggregator wrote, over the\n  whole question. over: whole answers. requests: of the "
+        "aggregator.",
     )
     for row in rows:
         if row.overran:
@@ -269,7 +236,6 @@ def _summarise_way(
     pairs = [(answers[number], base[number]) for number in answers if number in base]
     firsts = [one.first_token / other.first_token for one, other in pairs]
     rates = [_rate(one) / _rate(other) for one, other in pairs]
-    late = [answer.late for answer in answers.values() if answer.late is not None]
     return StaircaseRow(
         way.name,
         len(answers),
@@ -279,9 +245,7 @@ def _summarise_way(
         rate=median(map(_rate, answers.values())),
         relative_rate=median(rates) if rates else None,
         rounds=fmean(answer.rounds for answer in answers.values()),
-        prompt=fmean(answer.prompt for answer in answers.values()),
-        late=fmean(late) if len(late) == len(answers) else None,
-        overran=sum(answer.gpus.overrun > TOLERATED_SHARE for answer in answers.values()),
+        overran=sum(answer.overrun > TOLERATED_SHARE for answer in answers.values()),
     )
 
 

@@ -44,15 +44,9 @@ async def test_moa_latency_plays_recorded_answers_and_resumes(benches: Bench) ->
     assert len(cells) == 6
     for cell in cells.values():
         assert 0 < cell["least"] < cell["seconds"] and cell["first_token"] < cell["seconds"]
-        assert cell["layers"] == sorted(cell["layers"])
     tree, overlap, full = (cells[way] for way in ("tree", "tree + overlap", "full"))
     # Both have the lengths of the same recorded answers.
     assert tree["written"] == overlap["written"] < cells["all-to-all"]["written"]
-    assert all(layer["streamed"] == 0 for layer in tree["prompts"].values())
-    # Short prompts of one way may all be cached by others, or come too late to be streamed.
-    linked = (overlap, cells["undecided"], full, cells["as published"])
-    streamed = {way["way"]: way["prompts"] for way in linked}
-    assert any(layer["streamed"] for way in streamed.values() for layer in way.values()), streamed
     # Clusters are left at their second answer, whatever that is, and not at their first. Empty
     # answers, which tiny models give, do not count.
     assert full["left"] and full["deciding"] > 0 and tree["deciding"] is None

@@ -48,7 +48,6 @@ def test_every_benchmark_has_a_help_text(name: str, capsys: pytest.CaptureFixtur
         ("chunk --context 64", "--chunks cannot be larger than --context"),
         ("shared_engine --rows 8:1/2", "'8:1/2' is not COUNT:PROMPT/ANSWER:PROMPT/ANSWER"),
         ("asyncep --device h200_sxm", "--device knows no time of copying experts"),
-        ("moa_latency --computed", "--computed needs the --device"),
         ("moa_latency --ways tree shrub", "invalid choice: 'shrub'"),
         ("staircases --proposers 1 3", "a debate needs at least two --proposers"),
         ("moa_accuracy test.jsonl", "accuracy needs real models"),

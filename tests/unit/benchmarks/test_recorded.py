@@ -7,8 +7,13 @@ from statistics import fmean
 
 import anyio
 import pytest
-from flashmoa_bench.moa.rig import ReplayedEmbedder, make_rows
-from flashmoa_bench.moa.script import QuestionScript, ScriptOptions, write_script
+from flashmoa_bench.moa.rig import (
+    QuestionScript,
+    ReplayedEmbedder,
+    ScriptOptions,
+    make_rows,
+    write_script,
+)
 from flashmoa_bench.recorded import (
     FILE,
     SIZES,
@@ -74,22 +79,21 @@ def test_agents_have_the_lengths_of_their_sizes_answers() -> None:
     first = {"1.1": 5, "1.2": 50, "1.3": 100, "1.4": 10, "1.5": 50, "1.6": 100}
     assert tokens == first | {"2.1": 10, "2.2": 100, "3.1": 100}
     assert script.prompt == 15
-    equal = write_script(QUESTION, TREE, ScriptOptions(equal=64, last=1, prompt=(5, 5)))
+    equal = write_script(QUESTION, TREE, ScriptOptions(equal=64, last_tokens=1))
     assert [agent.tokens for agent in equal.agents.values()] == [64] * 8 + [1]
-    assert equal.prompt == 5
-    later = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100, later=7))
+    later = write_script(QUESTION, TREE, ScriptOptions(scale=0.5, longest=100, later_tokens=7))
     assert {name: agent.tokens for name, agent in later.agents.items()} == first | dict.fromkeys(
         ("2.1", "2.2", "3.1"), 7
     )
 
 
 def test_confidences_are_drawn_anew_for_each_question_and_agent_by_the_seed() -> None:
-    options = ScriptOptions(confidence=0.8, seed=3)
+    options = ScriptOptions(seed=3)
     drawn = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
     again = [each.confidence for each in write_script(QUESTION, TREE, options).agents.values()]
     assert drawn == again and len(set(drawn)) == len(drawn)
-    assert fmean(drawn) == pytest.approx(0.8, abs=0.1) and all(0 < value < 1 for value in drawn)
-    other = write_script(QUESTION, TREE, ScriptOptions(confidence=0.8, seed=4)).agents
+    assert fmean(drawn) == pytest.approx(0.85, abs=0.1) and all(0 < value < 1 for value in drawn)
+    other = write_script(QUESTION, TREE, ScriptOptions(seed=4)).agents
     assert other["1.1"].confidence != drawn[0]
 
 

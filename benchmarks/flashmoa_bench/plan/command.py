@@ -83,7 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
         ("--gpu", str, "GPU", "once, or once for each engine: h200_sxm (the default), a100_sxm"),
         ("--model", str, "NAME", "the same: whose times are taken (default: Qwen/Qwen3-32B)"),
         ("--tp", positive, "N", "the same: GPUs that a model is divided among (default: 1)"),
-        ("--place", _of_agent, "AGENT=N", "its engine, from 1 (default: by address, or in turn)"),
         ("--output-tokens", _by_agent, "[AGENT=]N", "of answers (default: clients' max_tokens)"),
     )
     for option, kind, metavar, text in repeated:
@@ -96,12 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
 def _by_agent(text: str) -> tuple[str | None, int]:
     agent, _, number = text.rpartition("=")
     return agent or None, positive(number)
-
-
-def _of_agent(text: str) -> tuple[str | None, int]:
-    if "=" not in text[1:]:
-        raise argparse.ArgumentTypeError(f"{text}: give AGENT=N")
-    return _by_agent(text)
 
 
 def _folder(text: str) -> Path:
@@ -120,6 +113,6 @@ def _write(result: PlanResult, options: argparse.Namespace, command: Sequence[st
         options.html.parent.mkdir(parents=True, exist_ok=True)
         unlinked = options.html.with_name(f"{options.html.stem}-unlinked{options.html.suffix}")
         for way, file in (("linked", options.html), ("unlinked", unlinked)):
-            title = f"{options.file.name}, {way}, {result.describe_gpus()}"
+            title = f"{options.file.name}, {way}, {result.gpus}"
             file.write_text(page(result.typical[way].events, title), encoding="utf-8")
         print(f"For a browser: {options.html} and {unlinked}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from rich.console import Console
 
 from flashmoa.observe import LinkDeclined, LinkWaits
 from flashmoa.observe.calls import Call
-from flashmoa.observe.timeline import draw, lanes
 from flashmoa_bench.harness.critical_path import critical_path, end_of
 from flashmoa_bench.harness.report import Column, make_table
 from flashmoa_bench.plan.runs import WAYS, Round, TeamRun
@@ -27,7 +26,7 @@ from flashmoa_bench.plan.runs import WAYS, Round, TeamRun
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Says how long a run waited for one call; times in seconds.
+    """Says how long a run waited for one call; times in seconds of the GPU.
 
     Attributes:
         turn: number of the agent's call, from 1.
@@ -50,13 +49,10 @@ class Wait:
     linked: Wait | None = None
 
     @property
-    def name(self) -> Annotated[str, Column("agent")]:
-        return self.agent if self.turn == 1 else f"{self.agent} ({self.turn})"
-
-    @property
-    def figures(self) -> Annotated[Mapping[str, str | None], Column("{}")]:
-        """Return the texts of the table's other columns, by their titles."""
+    def cells(self) -> Annotated[Mapping[str, str | None], Column("{}")]:
+        """Return the texts of the table's columns, by their titles."""
         return {
+            "agent": self.agent if self.turn == 1 else f"{self.agent} ({self.turn})",
             "engine": self.engine,
             "prompt": str(self.prompt_tokens),
             "TTFT": self._first_token,
@@ -71,12 +67,16 @@ class Wait:
 
 
 def waits(
-    calls: Sequence[Call], steps: Mapping[str, float], path: Sequence[Call] | None = None
+    calls: Sequence[Call],
+    steps: Mapping[str, float],
+    slowdown: float = 1.0,
+    path: Sequence[Call] | None = None,
 ) -> list[Wait]:
     """Return what a run waited for in each call of its critical path.
 
     Args:
         steps: seconds of a decode step of one request on each engine.
+        slowdown: by which the calls' times are divided.
         path: other calls, which have ended, in the path's place.
     """
     turns, turn_of = Counter[str](), dict[str, int]()
@@ -87,15 +87,18 @@ def waits(
     # Calls that are sent together come moments after one another; none of them can be helped.
     begin = path[0].started.at if path else 0.0
     return [
-        _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine])
+        _wait(call, turn_of[call.started.call_id], begin, steps[call.started.engine], slowdown)
         for call in path
     ]
 
 
-def _wait(call: Call, turn: int, begin: float, step: float) -> Wait:
-    usage, sent, end = call.usage, call.started.at, end_of(call)
+def _wait(call: Call, turn: int, begin: float, step: float, slowdown: float) -> Wait:
+    usage, ended = call.usage, end_of(call)
+    sent, first, end = (
+        (at - begin) / slowdown for at in (call.started.at, call.first_token or ended, ended)
+    )
     steps = max(0, usage.completion_tokens - 1) if usage is not None else 0
-    decode = end - (call.first_token or end)
+    decode = end - first
     # A step is never much faster than one of a single request.
     is_estimated = decode < steps * step / 2
     if is_estimated:
@@ -107,7 +110,7 @@ def _wait(call: Call, turn: int, begin: float, step: float) -> Wait:
         engine=call.started.engine,
         prompt_tokens=usage.prompt_tokens if usage is not None else 0,
         prefill=prefill,
-        avoidable=max(0.0, min(prefill - step, sent - begin)),
+        avoidable=max(0.0, min(prefill - step, sent)),
         decode=decode,
         is_estimated=is_estimated,
     )
@@ -129,14 +132,16 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The answers of a plan; times in seconds, for one copy of the team.
+    """The answers of a plan; times in seconds of the GPUs, for one copy of the team.
 
     Attributes:
         seconds: median time of a copy, unlinked and linked.
         spread: shortest and longest time of a copy.
+        bound_seconds: what links could have saved at most.
+        busiest_engine: the one that computes for the largest share of the time, unlinked.
+        calls: what ``typical`` waited for unlinked, call by call.
         typical: for each way, the run that has the median, or is next below it; what is said of
             calls is theirs.
-        waits: what ``typical`` waited for unlinked, call by call.
     """
 
     rounds: int
@@ -144,63 +149,37 @@ class PlanResult:
     slowdown: float
     seconds: Mapping[str, float]
     spread: Mapping[str, tuple[float, float]]
-    typical: Mapping[str, TeamRun]
-    waits: Sequence[Wait]
+    saved_seconds: float
+    bound_seconds: float
+    busiest_engine: str
     engines: Sequence[EngineShare]
+    calls: Sequence[Wait]
+    typical: Mapping[str, TeamRun] = field(repr=False)
 
     @property
-    def saved(self) -> float:
-        """Seconds that links saved."""
-        return self.seconds["unlinked"] - self.seconds["linked"]
-
-    @property
-    def bound(self) -> float:
-        """Seconds that they could have saved at most."""
-        return sum(wait.avoidable for wait in self.waits)
-
-    @property
-    def busiest(self) -> EngineShare:
-        """Engine that computes for the largest share of the time, unlinked."""
-        return max(self.engines, key=lambda engine: engine.busy["unlinked"])
-
-    def describe_gpus(self) -> str:
-        """Return how many engines there are, and what they call their modelled GPUs."""
-        names = {engine.gpu for engine in self.engines}
-        if len(names) == 1:
-            return f"{len(self.engines)} x {names.pop()}"
-        return "; ".join(f"{engine.name}: {engine.gpu}" for engine in self.engines)
+    def gpus(self) -> str:
+        """Return what the engines call their modelled GPUs, each name once."""
+        return "; ".join(dict.fromkeys(engine.gpu for engine in self.engines))
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        return {
-            "rounds": self.rounds,
-            "copies": self.copies,
-            "slowdown": self.slowdown,
-            "seconds": dict(self.seconds),
-            "spread": dict(self.spread),
-            "saved_seconds": self.saved,
-            "bound_seconds": self.bound,
-            "busiest_engine": self.busiest.name,
-            "engines": [asdict(engine) for engine in self.engines],
-            "calls": [
-                {**asdict(wait), "prefill_linked": wait.linked and wait.linked.prefill}
-                for wait in self.waits
-            ],
-        }
+        figures = asdict(replace(self, typical={}))
+        del figures["typical"]
+        return figures
 
 
 def summarise(
     rounds: Sequence[Round],
-    gpus: Mapping[str, str],
     steps: Mapping[str, float],
     placement: Mapping[str, str],
+    slowdown: float = 1.0,
 ) -> PlanResult:
     """Compute the answers from rounds of both ways.
 
     Args:
-        gpus: the engines' names, and what they call their modelled GPUs, in order.
         steps: seconds of a decode step of one request on each engine.
         placement: the name of each agent's engine.
+        slowdown: of the GPUs in these rounds.
     """
     by_way = {way: [played for played in rounds if played.way == way] for way in WAYS}
     runs = {
@@ -209,29 +188,34 @@ def summarise(
     }
     # Of an even number, the shorter one of the two in the middle.
     typical = {way: own[(len(own) - 1) // 2] for way, own in runs.items()}
-    times = {way: [run.seconds for run in own] for way, own in runs.items()}
-    unlinked = waits(typical["unlinked"].calls, steps)
+    times = {way: [run.seconds / slowdown for run in own] for way, own in runs.items()}
+    seconds = {way: median(values) for way, values in times.items()}
+    unlinked = waits(typical["unlinked"].calls, steps, slowdown)
     # Another call may hold up the end of the linked run.
     calls = typical["linked"].calls
     ended = [call for call in calls if call.finished is not None]
-    linked = {(wait.agent, wait.turn): wait for wait in waits(calls, steps, ended)}
+    linked = {(wait.agent, wait.turn): wait for wait in waits(calls, steps, slowdown, ended)}
+    engines = [
+        EngineShare(
+            name,
+            device["name"],
+            tuple(agent for agent, engine in placement.items() if engine == name),
+            {way: _busy_share(played, name) for way, played in by_way.items()},
+        )
+        for name, device in rounds[0].devices.items()
+    ]
     return PlanResult(
         rounds=len(by_way["linked"]),
         copies=len(rounds[0].runs),
-        slowdown=max(device["slowdown"] for device in rounds[0].devices.values()),
-        seconds={way: median(values) for way, values in times.items()},
+        slowdown=slowdown,
+        seconds=seconds,
         spread={way: (values[0], values[-1]) for way, values in times.items()},
+        saved_seconds=seconds["unlinked"] - seconds["linked"],
+        bound_seconds=sum(wait.avoidable for wait in unlinked),
+        busiest_engine=max(engines, key=lambda engine: engine.busy["unlinked"]).name,
+        engines=engines,
+        calls=[replace(wait, linked=linked.get((wait.agent, wait.turn))) for wait in unlinked],
         typical=typical,
-        waits=[replace(wait, linked=linked.get((wait.agent, wait.turn))) for wait in unlinked],
-        engines=[
-            EngineShare(
-                name,
-                gpu,
-                tuple(agent for agent, engine in placement.items() if engine == name),
-                {way: _busy_share(played, name) for way, played in by_way.items()},
-            )
-            for name, gpu in gpus.items()
-        ],
     )
 
 
@@ -240,66 +224,40 @@ def _busy_share(rounds: Sequence[Round], engine: str) -> float:
     return computed / sum(played.seconds for played in rounds)
 
 
-# A smaller share of the bound may be this machine's doing.
-_MOSTLY_REACHED = 0.8
-
-
 def show(result: PlanResult, console: Console) -> None:
-    """Print the answers, tables of calls and engines, and a timeline of each way."""
-    console.print(f"\n{result.describe_gpus()}", markup=False)
+    """Print the answers, tables of calls and engines, and why agents were not fully linked."""
+    console.print(f"\n{len(result.engines)} engines, {result.gpus}", markup=False, soft_wrap=True)
     console.print(
         f"Modelled, not measured on GPUs. Medians (ranges); rounds: {result.rounds}, "
-        f"copies at once: {result.copies}.\n"
+        f"copies at once: {result.copies}."
     )
-    _print_answers(result, console)
+    if result.slowdown != 1:
+        console.print(f"Times are the GPUs'; the runs took {result.slowdown:g} times as long.")
+    unlinked, saved, most = result.seconds["unlinked"], result.saved_seconds, result.bound_seconds
+    decode = sum(wait.decode for wait in result.calls)
+    reached = f", links reach {saved / most:.0%} of that" if most > 0 else ""
+    spread = {way: f"{low:.2f} to {high:.2f}" for way, (low, high) in result.spread.items()}
+    busy = {engine.name: engine.busy["unlinked"] for engine in result.engines}
+    for line in (
+        f"\nunlinked    {unlinked:7.2f} s   ({spread['unlinked']})",
+        f"linked      {unlinked - saved:7.2f} s   ({spread['linked']}), saves {saved:.2f} s, "
+        f"{saved / unlinked:.0%}",
+        f"the bound   {unlinked - most:7.2f} s   would save {most:.2f} s{reached}",
+        f"decoding    {decode:7.2f} s   of the unlinked time; links do not change it",
+        f"busiest     {busy[result.busiest_engine]:7.0%}     {result.busiest_engine} computes; "
+        "near 100% it is the bottleneck\n",
+    ):
+        console.print(line, markup=False)
     title = "Calls that the end of the unlinked run waits for"
-    console.print(make_table(title, result.waits, left=("agent", "engine")))
+    console.print(make_table(title, result.calls, left=("agent", "engine")))
     console.print(
         "TTFT: from the request to the first token, ~ where the answer comes in one piece; "
         "hideable: what of it links could hide at most\n"
     )
     title = "Share of the time in which the GPU computes"
     console.print(make_table(title, result.engines, left=("engine", "agents")))
-    for way, run in result.typical.items():
-        console.print(f"\n{way} ({run.seconds:.2f} s)")
-        console.print(
-            draw(lanes(run.events), min(console.width, 110)), markup=False, highlight=False
-        )
     for line in _notes(result.typical["linked"]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_answers(result: PlanResult, console: Console) -> None:
-    unlinked, saved, most = result.seconds["unlinked"], result.saved, result.bound
-    decode = sum(wait.decode for wait in result.waits)
-    reached = f", links reach {saved / most:.0%} of that" if most > 0 else ""
-    spread = {way: f"{low:.2f} to {high:.2f}" for way, (low, high) in result.spread.items()}
-    console.print(f"unlinked    {unlinked:7.2f} s   ({spread['unlinked']})")
-    console.print(
-        f"linked      {result.seconds['linked']:7.2f} s   ({spread['linked']}), saves "
-        f"{saved:.2f} s, {saved / unlinked:.0%}"
-    )
-    console.print(f"the bound   {unlinked - most:7.2f} s   would save {most:.2f} s{reached}")
-    console.print(f"decoding    {decode:7.2f} s   of the unlinked time; links do not change it")
-    busiest = result.busiest
-    console.print(
-        f"busiest     {busiest.busy['unlinked']:7.0%}     {busiest.name} computes; near 100% it is "
-        "the bottleneck",
-        markup=False,
-    )
-    if saved < _MOSTLY_REACHED * most:
-        console.print(
-            "If a larger --slowdown brings linked nearer to the bound, this machine's clients and "
-            "HTTP take the time that is missing, and not the GPUs."
-        )
-    if result.slowdown != 1:
-        scale = result.slowdown
-        console.print(
-            f"These times are those of GPUs {scale:g} times slower. At their own speed: unlinked "
-            f"{unlinked / scale:.2f} s, linked {result.seconds['linked'] / scale:.2f} s, saved "
-            f"{saved / scale:.2f} s, at most {most / scale:.2f} s."
-        )
-    console.print()
 
 
 def _notes(linked: TeamRun) -> list[str]:

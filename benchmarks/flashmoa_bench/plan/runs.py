@@ -16,11 +16,11 @@ from autogen_core.models import ChatCompletionClient
 
 from flashmoa._concurrency import all_of
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
 from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import Call, calls
-from flashmoa_bench.harness.modelled_gpus import counted_since, read_device
-from flashmoa_bench.plan.team import Caller, PlanError, TeamFile, check_plannable, find_callers
+from flashmoa_bench.harness.modelled_gpus import counted_since, read_devices
+from flashmoa_bench.plan.team import Caller, PlanError, TeamFile, find_callers, limit_turns
 
 Way = Literal["unlinked", "linked"]
 WAYS: tuple[Way, Way] = ("unlinked", "linked")
@@ -82,7 +82,7 @@ class TeamRunner:
         """
         async with AsyncExitStack() as stack:
             teams = [await stack.enter_async_context(self._build()) for _ in range(copies)]
-            before = await self.read_devices()
+            before = await read_devices(self.engines)
             for engine in self.engines.values():
                 await engine.flush_cache()
             started = time.perf_counter()
@@ -93,22 +93,9 @@ class TeamRunner:
                 ]
             )
             seconds = time.perf_counter() - started
-        after = await self.read_devices()
+        after = await read_devices(self.engines)
         counted = {name: counted_since(before[name], after[name]) for name in before}
         return Round(way, seconds, runs, counted)
-
-    async def read_devices(self) -> dict[str, dict[str, Any]]:
-        """Return what each engine says of its modelled GPU, by the engine's name.
-
-        Raises: EngineError if one does not answer, or has none.
-        """
-        devices: dict[str, dict[str, Any]] = {}
-        for name, engine in self.engines.items():
-            device = await read_device(engine.url)
-            if device is None:
-                raise EngineError(f"{name} ({engine.url}) does not say how its GPU was modelled")
-            devices[name] = device
-        return devices
 
     @asynccontextmanager
     async def _build(self) -> AsyncGenerator[BaseGroupChat]:
@@ -167,16 +154,6 @@ class TeamRunner:
             raise PlanError(f"the team cannot be linked: {error}") from error
 
 
-def limit_turns(team: BaseGroupChat, turns: int | None) -> None:
-    """Let a team end after this many turns; ``None`` leaves it as it is.
-
-    Raises: PlanError if its course depends on what its agents say.
-    """
-    if turns is not None:
-        team._max_turns = turns
-    check_plannable(team)
-
-
 def modelled_client(caller: Caller, url: str, tokens: int) -> FlashMoAChatCompletionClient:
     """Return a client of a modelled engine for an agent; its answers have ``tokens`` tokens.
 
@@ -206,35 +183,29 @@ def find_difference(rounds: Sequence[Round]) -> str | None:
     Agents that write side by side end in any order, and their readers' prompts have that order. So
     answers are compared between runs in which the same calls had ended before.
     """
-    known: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    known: dict[tuple[Any, ...], str] = {}
     for played in rounds:
         for run in played.runs:
-            for key, (text, prompt) in _answers(run).items():
-                other_text, other_prompt = known.setdefault((run.copy, *key), (text, prompt))
-                if text != other_text and prompt != other_prompt:
+            for key, text in _answers(run).items():
+                if known.setdefault((run.copy, *key), text) != text:
                     return (
-                        f"the prompt of {key[0]} differed between runs, which cannot be compared "
-                        "then; let the file build the same team and prompts whenever it is loaded"
-                    )
-                if text != other_text:
-                    return (
-                        f"{key[0]} did not always answer the same prompt with the same text, which "
-                        "is an error in FlashMoA; please report it"
+                        f"{key[0]} did not write the same text in all runs: either the file does "
+                        "not build the same team and prompts whenever it is loaded, which has to "
+                        "be changed, or this is an error in FlashMoA; please report it"
                     )
     return None
 
 
-def _answers(run: TeamRun) -> dict[tuple[Any, ...], tuple[str, Any]]:
-    """Return the text of each answer with its prompt."""
+def _answers(run: TeamRun) -> dict[tuple[Any, ...], str]:
+    """Return each answer by its agent, its turn and the agents that had ended before it began."""
     ended = sorted(
         ((call, call.finished) for call in run.calls if call.finished is not None),
         key=lambda pair: pair[1].at,
     )
     turns = Counter[str]()
-    answers: dict[tuple[Any, ...], tuple[str, Any]] = {}
+    answers: dict[tuple[Any, ...], str] = {}
     for call, answer in ended:
         turns[call.agent] += 1
         before = tuple(other.agent for other, end in ended if end.at <= call.started.at)
-        prompt = call.prompt and (call.prompt.messages, call.prompt.tools)
-        answers[call.agent, turns[call.agent], before] = answer.text, prompt
+        answers[call.agent, turns[call.agent], before] = answer.text
     return answers

@@ -9,19 +9,12 @@ import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from autogen_agentchat.agents import MessageFilterAgent, SocietyOfMindAgent, UserProxyAgent
-from autogen_agentchat.base import (
-    AndTerminationCondition,
-    OrTerminationCondition,
-    TerminationCondition,
-)
-from autogen_agentchat.conditions import MaxMessageTermination, TokenUsageTermination
 from autogen_agentchat.teams import BaseGroupChat, GraphFlow, RoundRobinGroupChat
 from autogen_core.models import ChatCompletionClient, ModelFamily, ModelInfo
 from autogen_core.tools import BaseTool, Workbench
@@ -138,22 +131,19 @@ def _import_file(path: Path) -> Generator[ModuleType]:
     finally:
         sys.path.remove(str(folder))
         for other in set(sys.modules) - loaded_before:
-            if _is_neighbour(sys.modules[other], folder):
+            if _is_beside(sys.modules[other], folder):
                 del sys.modules[other]
 
 
-def _is_neighbour(module: ModuleType, folder: Path) -> bool:
-    """Return whether a module was found in ``folder`` itself.
+def _is_beside(module: ModuleType, folder: Path) -> bool:
+    """Return whether a module is one of the user's below ``folder``.
 
-    One of an environment below the folder was not: some packages cannot be imported twice.
+    Those of an environment there are not: some packages cannot be imported twice.
     """
-    spec = getattr(module, "__spec__", None)
-    if not isinstance(spec, ModuleSpec):
-        return False
-    top = folder / spec.name.partition(".")[0]
-    # A package without __init__.py has folders only.
-    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return any(place == f"{top}.py" or Path(place).is_relative_to(top) for place in places)
+    # A package without __init__.py has a path only.
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    paths = [Path(place) for place in places if place]
+    return any(path.is_relative_to(folder) and "site-packages" not in path.parts for path in paths)
 
 
 def _clients_for(build: Any) -> dict[str, FlashMoAChatCompletionClient]:
@@ -270,6 +260,16 @@ def _contents(owner: Any) -> list[Any]:
     return list(getattr(owner, "__dict__", {}).values())
 
 
+def limit_turns(team: BaseGroupChat, turns: int | None) -> None:
+    """Let a team end after this many turns; ``None`` leaves it as it is.
+
+    Raises: PlanError if its course depends on what its agents say.
+    """
+    if turns is not None:
+        team._max_turns = turns
+    check_plannable(team)
+
+
 def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
     """Check that a team's course does not depend on what its agents say.
 
@@ -292,8 +292,8 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
         name = f"team {team.name}" if within is None else f"inner team of {within}"
         remedy = "give --max-turns N" if within is None else "give it max_turns in the file"
         raise PlanError(
-            f"the {name} might never end, since no agent says what its termination condition waits "
-            f"for; {remedy}"
+            f"the {name} might never end, since modelled engines do not say what a termination "
+            f"condition waits for; {remedy}"
         )
     for member in team._participants:
         agent = _unwrap(member)
@@ -310,15 +310,6 @@ def check_plannable(team: BaseGroupChat, within: str | None = None) -> None:
 
 
 def _ends(team: BaseGroupChat) -> bool:
-    if team._max_turns is not None or _is_met(team._termination_condition):
+    if team._max_turns is not None:
         return True
     return isinstance(team, GraphFlow) and not team._graph.get_has_cycles()
-
-
-def _is_met(condition: TerminationCondition | None) -> bool:
-    """Return whether a condition is met after enough messages, whatever they say."""
-    if isinstance(condition, AndTerminationCondition):
-        return all(map(_is_met, condition._conditions))
-    if isinstance(condition, OrTerminationCondition):
-        return any(map(_is_met, condition._conditions))
-    return isinstance(condition, MaxMessageTermination | TokenUsageTermination)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TEAM = """
 from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
+from autogen_agentchat.conditions import TextMentionTermination
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
@@ -17,14 +17,6 @@ approved = TextMentionTermination("APPROVED")
 """
 ENDLESS = f"{TEAM}team = RoundRobinGroupChat([writer, critic], termination_condition=approved)\n"
 ENDING = f"{TEAM}team = RoundRobinGroupChat([writer, critic], max_turns=3)\n"
-BY_MESSAGES = f"""{TEAM}
-either = approved | MaxMessageTermination(4)
-team = RoundRobinGroupChat([writer, critic], termination_condition=either)
-"""
-BY_BOTH = f"""{TEAM}
-both = approved & MaxMessageTermination(4)
-team = RoundRobinGroupChat([writer, critic], termination_condition=both)
-"""
 SELECTED = f"{TEAM}team = SelectorGroupChat([writer, critic], large, max_turns=3)\n"
 STRUCTURED = f"""{TEAM}
 from pydantic import BaseModel

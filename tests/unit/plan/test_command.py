@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from urllib.request import proxy_bypass
 
 import pytest
@@ -34,7 +32,6 @@ async def run(*arguments: str) -> int:
         ([CHAIN, *SHORT, "--model", "Qwen/Qwen3-235B-A22B"], "give a larger --tp or another GPU"),
         ([CHAIN, *SHORT, "--tp", "1", "--tp", "2", "--tp", "4"], "--tp is given 3 times, for 2"),
         ([CHAIN, *SHORT, "--include", "nobody"], "--include names 'nobody'"),
-        ([CHAIN, *SHORT, "--place", "local=9"], "the engines are 1 to 2"),
     ],
 )
 async def test_a_plan_that_cannot_be_made_is_refused_with_the_reason(
@@ -42,18 +39,6 @@ async def test_a_plan_that_cannot_be_made_is_refused_with_the_reason(
 ) -> None:
     assert await run(*arguments) == 1
     assert problem in capsys.readouterr().err
-
-
-async def test_without_the_package_of_times_its_installation_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Python imports this module when it starts.
-    hide = "import sys\nsys.modules['aiconfigurator_core'] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(hide)
-    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    assert await run(CHAIN, *SHORT) == 1
-    assert "pip install './server_patches[device]'" in capsys.readouterr().err
 
 
 async def test_the_engines_of_a_plan_are_not_asked_through_a_proxy(
@@ -73,8 +58,6 @@ async def test_the_engines_of_a_plan_are_not_asked_through_a_proxy(
     [
         ("--rounds", "0", "must be above 0"),
         ("--output-tokens", "planner=0", "must be above 0"),
-        ("--place", "2", "2: give AGENT=N"),
-        ("--place", "planner", "planner: give AGENT=N"),
         ("--tokenizer", "missing", "missing is not a folder"),
         ("--slowdown", "0.5", "must be at least 1"),
     ],

@@ -7,18 +7,10 @@ from flashmoa_bench.plan.planning import answer_lengths, place
 ADDRESSES = {"a": ("one", "m"), "b": ("one", "m"), "c": ("two", "m"), "d": ("one", "n")}
 
 
-def test_each_address_and_model_is_an_engine_by_default() -> None:
-    assert place(ADDRESSES, None, {}) == {"a": 0, "b": 0, "c": 1, "d": 2}
-    assert place(ADDRESSES, 3, {}) == {"a": 0, "b": 0, "c": 1, "d": 2}
-
-
-def test_agents_are_spread_in_turn_over_another_number_of_engines() -> None:
-    assert place(ADDRESSES, 2, {}) == {"a": 0, "b": 1, "c": 0, "d": 1}
-    assert place(ADDRESSES, 5, {}) == {"a": 0, "b": 1, "c": 2, "d": 3}
-
-
-def test_a_user_places_single_agents() -> None:
-    assert place(ADDRESSES, 2, {"a": 2}) == {"a": 1, "b": 1, "c": 0, "d": 1}
+def test_each_address_is_an_engine_or_agents_are_spread_over_another_number() -> None:
+    assert place(ADDRESSES, 3) == {"a": 0, "b": 0, "c": 1, "d": 2}
+    assert place(ADDRESSES, 2) == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert place(ADDRESSES, 5) == {"a": 0, "b": 1, "c": 2, "d": 3}
 
 
 def test_a_length_by_name_comes_before_one_for_all_and_that_before_the_clients() -> None:

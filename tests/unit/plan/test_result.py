@@ -10,9 +10,9 @@ from flashmoa_bench.plan.runs import WAYS, Round, TeamRun, Way, find_difference
 from rich.console import Console
 
 from flashmoa.engine import PromptUsage
-from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined, PromptSent
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken, LinkDeclined
 
-GPUS = {"engine 1": "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"}
+GPU = "modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)"
 STEPS = {"engine 1": 0.01}
 PLACEMENT = {"writer": "engine 1", "reader": "engine 1"}
 
@@ -28,69 +28,70 @@ def make_events(agent: str, sent: float, token: float, end: float, text: str) ->
 
 
 def make_round(way: Way, wait: float, text: str = "words", copy: int = 1) -> Round:
-    """One run, whose reader waits for its first token."""
-    events = make_events("writer", 0, 1, 2, "draft")
-    events += make_events("reader", 2, 2 + wait, 3 + wait, text)
+    """One run, whose reader waits for its first token; times are those of GPUs half as fast."""
+    end = 2 * (3 + wait)
+    events = make_events("writer", 0, 2, 4, "draft")
+    events += make_events("reader", 4, end - 2, end, text)
     events.append(LinkDeclined(agent="reader", engine="", reason="of a test"))
-    device = {"device_seconds": (3 + wait) / 2, "slowdown": 2.0}
-    run = TeamRun(copy, 3 + wait, tuple(events))
-    return Round(way, 3 + wait, [run], {"engine 1": device})
+    device = {"device_seconds": end / 2, "name": GPU}
+    return Round(way, end, [TeamRun(copy, end, tuple(events))], {"engine 1": device})
 
 
 @pytest.fixture
 def result() -> PlanResult:
     rounds = [make_round("unlinked", wait) for wait in (0.6, 0.5, 0.4)]
     rounds += [make_round("linked", wait) for wait in (0.1, 0.2, 0.3)]
-    return summarise(rounds, GPUS, STEPS, PLACEMENT)
+    return summarise(rounds, STEPS, PLACEMENT, slowdown=2.0)
 
 
 def test_medians_are_compared_with_the_bound_of_the_unlinked_run(result: PlanResult) -> None:
-    assert result.seconds == {"unlinked": 3.5, "linked": 3.2}
-    assert result.spread["unlinked"] == (3.4, 3.6)
-    assert result.saved == pytest.approx(0.3)
-    assert result.bound == pytest.approx(0.5 - 0.01)
-    assert [wait.agent for wait in result.waits] == ["writer", "reader"]
-    prefills = [wait.linked.prefill for wait in result.waits if wait.linked is not None]
+    assert result.seconds == {"unlinked": 3.5, "linked": pytest.approx(3.2)}
+    assert result.spread["unlinked"] == pytest.approx((3.4, 3.6))
+    assert result.saved_seconds == pytest.approx(0.3)
+    assert result.bound_seconds == pytest.approx(0.5 - 0.01)
+    assert [wait.agent for wait in result.calls] == ["writer", "reader"]
+    prefills = [wait.linked.prefill for wait in result.calls if wait.linked is not None]
     assert prefills == pytest.approx([1, 0.2])
     assert (result.rounds, result.copies, result.slowdown) == (3, 1, 2)
 
 
 def test_of_an_even_number_of_runs_the_median_lies_between_two() -> None:
     rounds = [make_round(way, wait) for way in WAYS for wait in (0.25, 0.75)]
-    result = summarise(rounds, GPUS, STEPS, PLACEMENT)
+    result = summarise(rounds, STEPS, PLACEMENT, slowdown=2.0)
     assert result.seconds == {"unlinked": 3.5, "linked": 3.5}
-    assert result.typical["linked"].seconds == 3.25
+    assert result.typical["linked"].seconds == 6.5
 
 
 def test_the_engine_that_computes_longest_is_the_busiest(result: PlanResult) -> None:
-    assert result.busiest.agents == ("writer", "reader")
-    assert result.busiest.busy == {"unlinked": 0.5, "linked": 0.5}
+    (engine,) = result.engines
+    assert engine.agents == ("writer", "reader")
+    assert engine.busy == {"unlinked": 0.5, "linked": 0.5}
     assert result.as_json()["busiest_engine"] == "engine 1"
 
 
 def test_a_call_that_holds_up_the_unlinked_run_only_is_found_in_the_linked_one() -> None:
     """Its answer came in one piece there, of which an estimate is marked."""
     unlinked = make_round("unlinked", 1)
-    events = make_events("writer", 0, 1, 2, "draft") + make_events("reader", 2, 2.5, 2.5, "words")
-    events += make_events("other", 2, 3, 3.5, "more")
-    run = TeamRun(1, 3.5, tuple(events))
-    linked = Round("linked", 3.5, [run], unlinked.devices)
-    result = summarise([unlinked, linked], GPUS, STEPS, PLACEMENT)
-    reader = result.waits[1].linked
+    events = make_events("writer", 0, 2, 4, "draft") + make_events("reader", 4, 5, 5, "words")
+    events += make_events("other", 4, 6, 7, "more")
+    run = TeamRun(1, 7, tuple(events))
+    linked = Round("linked", 7, [run], unlinked.devices)
+    result = summarise([unlinked, linked], STEPS, PLACEMENT, slowdown=2.0)
+    reader = result.calls[1].linked
     assert reader is not None
     assert (reader.prefill, reader.is_estimated) == (pytest.approx(0.4), True)
-    console = Console(record=True, width=100, quiet=False)
+    console = Console(record=True, width=120, quiet=False)
     show(result, console)
     assert "~400 ms" in console.export_text()
 
 
 def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None:
-    console = Console(record=True, width=100, quiet=False)
+    console = Console(record=True, width=120, quiet=False)
     show(result, console)
     printed = console.export_text()
-    assert "1 x modelled h200_sxm (Qwen/Qwen3-32B, TP1, 2 times slower)" in printed
-    assert "Modelled, not measured on GPUs" in printed
-    assert "unlinked 1.75 s, linked 1.60 s" in printed
+    assert GPU in printed and "Modelled, not measured on GPUs" in printed
+    assert "3.20 s   (3.10 to 3.30), saves 0.30 s, 9%" in printed
+    assert "the runs took 2 times as long" in printed
     assert "reader is not linked: of a test" in printed
 
 
@@ -99,24 +100,7 @@ def test_an_answer_that_changed_is_found() -> None:
     assert find_difference(rounds) is None
     problem = find_difference([*rounds, make_round("linked", 0.1, "other")])
     assert problem is not None
-    assert "reader did not always answer the same prompt with the same text" in problem
-
-
-def test_a_prompt_that_changed_is_not_blamed_on_the_answer() -> None:
-    rounds: list[Round] = []
-    for text in ("words", "other"):
-        (run,) = make_round("unlinked", 0.5, text).runs
-        prompt = PromptSent(
-            agent="reader",
-            engine="engine 1",
-            call_id="reader 2",
-            messages=[{"role": "user", "content": f"Not {text}."}],
-        )
-        run = TeamRun(1, run.seconds, (*run.events, prompt))
-        rounds.append(Round("unlinked", run.seconds, [run], {}))
-    problem = find_difference(rounds)
-    assert problem is not None
-    assert problem.startswith("the prompt of reader differed between runs")
+    assert "reader did not write the same text in all runs" in problem
 
 
 def test_answers_after_other_calls_and_of_other_copies_are_not_compared() -> None:

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashmoa_bench.plan.runs import limit_turns, modelled_client
+from flashmoa_bench.plan.runs import modelled_client
 from flashmoa_bench.plan.team import (
     LoadedTeam,
     PlanError,
     TeamFile,
     check_plannable,
     find_callers,
+    limit_turns,
 )
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, watch
@@ -125,7 +126,6 @@ async def test_a_file_without_a_team_is_refused(tmp_path: Path, text: str, probl
     ("text", "problem"),
     [
         (teams.ENDLESS, "might never end.*--max-turns N"),
-        (teams.BY_BOTH, "might never end"),
         (
             teams.NESTED.replace("max_turns=2", "termination_condition=approved"),
             "the inner team of society might never end.*give it max_turns in the file",
@@ -143,7 +143,6 @@ async def test_a_team_whose_course_depends_on_answers_is_refused(
 
 async def test_a_team_that_ends_by_itself_or_by_a_limit_is_planned(tmp_path: Path) -> None:
     check_plannable((await load(tmp_path, teams.ENDING)).team)
-    check_plannable((await load(tmp_path, teams.BY_MESSAGES)).team)
     endless = (await load(tmp_path, teams.ENDLESS)).team
     limit_turns(endless, 2)
     assert endless._max_turns == 2

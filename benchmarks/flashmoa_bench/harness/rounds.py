@@ -95,13 +95,22 @@ class RoundPlayer:
         self._bars.stop()
 
     async def play(
-        self, ways: Sequence[Way], run: Callable[[Way], Awaitable[Result]], label: str = ""
+        self,
+        ways: Sequence[Way],
+        run: Callable[[Way], Awaitable[Result]],
+        label: str = "",
+        *,
+        warm_up: bool = True,
     ) -> dict[Way, list[Result]]:
         """Call ``run`` for each way in turn, round after round; return its results by way.
 
         Args:
             label: shown in front of the way that is running.
+            warm_up: whether to play a round before that is not counted. The first requests of an
+                engine take longer than others.
         """
+        for way in ways if warm_up else ():
+            await run(way)
         results: dict[Way, list[Result]] = {way: [] for way in ways}
         for way in alternate(self._repeats, ways):
             self._bars.update(self._bar, description=f"{label} {way}".strip())

@@ -86,59 +86,20 @@ async def start_router(
 
     Raises: EngineError, with the end of the router's log, if it does not answer in time.
     """
-    async with AsyncExitStack() as stack:
-        if name == OURS:
-            flags = [part for url in engines for part in ("--engine", url)]
-            if model_config is not None:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flashmoa-model-"))
-                file = Path(folder) / "config.json"
-                file.write_text(json.dumps(model_config))
-                flags += ["--model-config", str(file)]
-            [url] = await stack.enter_async_context(_start_flashmoa(flags, 1))
-        else:
-            package = "smg" if name == SMG else "sglang_router"
-            started = _start_rust_router(package, worker_urls=list(engines), policy="cache_aware")
-            url = await stack.enter_async_context(started)
-        yield url
-
-
-@asynccontextmanager
-async def start_pd_router(prefill: str, bootstrap_port: int, decode: str) -> AsyncGenerator[str]:
-    """Start a PD pair's own router, and yield its URL once both engines answer through it.
-
-    Args:
-        prefill, decode: URLs of the engines.
-        bootstrap_port: port at which the prefill engine is told about requests.
-
-    Raises: EngineError as :func:`start_router`.
-    """
-    async with _start_rust_router(
-        "sglang_router",
-        pd_disaggregation=True,
-        prefill_urls=[(prefill, bootstrap_port)],
-        decode_urls=[decode],
-    ) as url:
-        yield url
-
-
-@asynccontextmanager
-async def start_shell_routers(
-    pairs: Sequence[tuple[str, str]],
-) -> AsyncGenerator[list[str]]:
-    """Start the shell routers of PD pairs, which share agents' answers. Yield their URLs.
-
-    Args:
-        pairs: URLs of each pair's prefill engine and of its own router.
-
-    Raises: EngineError as :func:`start_router`.
-    """
-    flags = [
-        part
-        for prefill, pd_router in pairs
-        for part in ("--prefill", prefill, "--pd-router", pd_router)
-    ]
-    async with _start_flashmoa(flags, len(pairs)) as urls:
-        yield urls
+    if name != OURS:
+        package = "smg" if name == SMG else "sglang_router"
+        urls = list(engines)
+        async with _start_rust_router(package, worker_urls=urls, policy="cache_aware") as url:
+            yield url
+        return
+    flags = [part for url in engines for part in ("--engine", url)]
+    with tempfile.TemporaryDirectory(prefix="flashmoa-model-") as folder:
+        if model_config is not None:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(model_config))
+            flags += ["--model-config", str(file)]
+        async with _start_flashmoa(flags, 1) as [url]:
+            yield url
 
 
 @asynccontextmanager
@@ -190,11 +151,8 @@ async def _wait_until_ready(process: Process, url: str, log: Path) -> None:
                 except httpx.TransportError:
                     pass
                 await anyio.sleep(0.1)
-    raise EngineError(f"a router does not start:\n{_tail(log)}")
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-1500:]
+    tail = await anyio.Path(log).read_text(errors="replace")
+    raise EngineError(f"a router does not start:\n{tail[-1500:]}")
 
 
 async def _stop(process: Process) -> None:
@@ -254,8 +212,14 @@ async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[
         for name, pair in pairs.items():
             started[name] = await _start_pair(pair, stack)
         shells = [name for name, pair in pairs.items() if pair.shell]
-        routed = [(started[name].prefill.url, started[name].url) for name in shells]
-        urls = await stack.enter_async_context(start_shell_routers(routed)) if routed else []
+        flags = [
+            part
+            for name in shells
+            for part in ("--prefill", started[name].prefill.url, "--pd-router", started[name].url)
+        ]
+        urls = []
+        if flags:
+            urls = await stack.enter_async_context(_start_flashmoa(flags, len(shells)))
         for name, url in zip(shells, urls, strict=True):
             started[name] = PdPair(url, started[name].prefill, started[name].decode)
         yield started
@@ -267,5 +231,10 @@ async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
     transport = ("--disaggregation-transfer-backend", pair.transport)
     prefill = await pair.start_engine([*_PREFILL, str(bootstrap), *transport])
     decode = await pair.start_engine([*_DECODE, *transport])
-    router = start_pd_router(prefill.url, bootstrap, decode.url)
+    router = _start_rust_router(
+        "sglang_router",
+        pd_disaggregation=True,
+        prefill_urls=[(prefill.url, bootstrap)],
+        decode_urls=[decode.url],
+    )
     return PdPair(await stack.enter_async_context(router), prefill, decode)

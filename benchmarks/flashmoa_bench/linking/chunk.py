@@ -69,8 +69,6 @@ async def _measure(report: Report) -> None:
             return await _prefill(engine, random_ids(dice, options.context), chunk)
 
         with RoundPlayer(report.console, options.repeats, len(sizes)) as player:
-            for chunk in sizes:
-                await run(chunk)
             rounds = await player.play(sizes, run, "chunks of")
     rows = summarise(rounds, options.context)
     report.show(

@@ -27,9 +27,9 @@ from flashmoa_bench.harness.command_line import (
 )
 from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
-from flashmoa_bench.harness.requests import Feeder, TimedAnswer, ask, random_ids
+from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import RoundPlayer, gaps, percentile, run_concurrently
-from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline
+from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, ask_downstream
 
 # Of the stranger's 99th percentile between tokens, and of the pipelines' latency, both over stock
 # SGLang's.
@@ -137,8 +137,6 @@ async def _measure(report: Report) -> None:
             return await _play(engines[role], load, dice, busy=busy, linked=linked)
 
         with RoundPlayer(report.console, options.repeats, len(ways)) as player:
-            for way in ("alone", "linked", *stock):  # This round is not counted.
-                await run(way)
             rounds = await player.play(list(ways), run, "pipelines")
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     figures = summarise(rounds)
@@ -184,13 +182,8 @@ async def _play(
 async def _run_pipeline(engine: EngineClient, pipeline: Pipeline, *, linked: bool) -> float:
     """Return the seconds from the pipeline's start to B's last token."""
     await clock.sleep_until(pipeline.started)
-    if not linked:
-        await clock.sleep_until(pipeline.end)
-        return (await ask(engine, pipeline.prompt, _OUTPUT_TOKENS)).last - pipeline.started
-    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-        await clock.sleep_until(pipeline.end)
-        answer = await ask(engine, pipeline.prompt, _OUTPUT_TOKENS, feeder.claim())
-        return answer.last - pipeline.started
+    answer = await ask_downstream(engine, pipeline, _OUTPUT_TOKENS, linked=linked)
+    return answer.last - pipeline.started
 
 
 def summarise(rounds: Mapping[str, Sequence[LoadRound]]) -> list[Neighbours]:

@@ -125,7 +125,12 @@ async def play(
     ]
     started = clock.now()
     pipelines = [Pipeline(prefix, text, end, workload.tps, started) for text, end in parts]
-    answers = await _RUNNERS[way](engine, pipelines)
+    if way == "batch":
+        await clock.sleep_until(pipelines[0].end)
+        answers = await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
+    else:
+        run = partial(ask_downstream, engine, tokens=1, linked=way == "linked")
+        answers = await run_concurrently(run, pipelines)
     return PipelineRound(
         seconds=mean(answer.first for answer in answers) - started,
         late_tokens=mean(answer.late_tokens for answer in answers),
@@ -134,33 +139,20 @@ async def play(
     )
 
 
-async def _run_sequentially(
-    engine: EngineClient, pipelines: Sequence[Pipeline]
-) -> list[TimedAnswer]:
-    async def run(pipeline: Pipeline) -> TimedAnswer:
+async def ask_downstream(
+    engine: EngineClient, pipeline: Pipeline, tokens: int, *, linked: bool
+) -> TimedAnswer:
+    """Return B's answer, which is asked for when A has written its last token.
+
+    Args:
+        linked: whether A's tokens are fed into B's prompt stream as they come (Algorithm 1).
+    """
+    if not linked:
         await clock.sleep_until(pipeline.end)
-        return await ask(engine, pipeline.prompt, 1)
-
-    return await run_concurrently(run, pipelines)
-
-
-async def _run_as_batch(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
-    await clock.sleep_until(max(pipeline.end for pipeline in pipelines))
-    return await ask_batch(engine, [pipeline.prompt for pipeline in pipelines])
-
-
-async def _run_linked(engine: EngineClient, pipelines: Sequence[Pipeline]) -> list[TimedAnswer]:
-    """Feed each upstream agent's tokens into a prompt stream as they come (Algorithm 1)."""
-
-    async def run(pipeline: Pipeline) -> TimedAnswer:
-        async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
-            await clock.sleep_until(pipeline.end)
-            return await ask(engine, pipeline.prompt, 1, feeder.claim())
-
-    return await run_concurrently(run, pipelines)
-
-
-_RUNNERS = {"sequential": _run_sequentially, "batch": _run_as_batch, "linked": _run_linked}
+        return await ask(engine, pipeline.prompt, tokens)
+    async with Feeder(engine, pipeline.prefix, pipeline.written) as feeder:
+        await clock.sleep_until(pipeline.end)
+        return await ask(engine, pipeline.prompt, tokens, feeder.claim())
 
 
 async def _measure_floor(

@@ -242,7 +242,9 @@ async def _play_all(
         for way in ways:
             await run(way, max(counts))
         return {
-            count: await player.play(list(ways), partial(run, count=count), f"C={count}")
+            count: await player.play(
+                list(ways), partial(run, count=count), f"C={count}", warm_up=False
+            )
             for count in counts
         }
 

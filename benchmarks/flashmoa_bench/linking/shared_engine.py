@@ -148,7 +148,9 @@ async def _play_all(
         for way in ways:
             await run(way, Chains(2, (64, 64), (8, 8)))
         for chains in all_chains:
-            rounds = await player.play(list(ways), partial(run, chains=chains), str(chains))
+            rounds = await player.play(
+                list(ways), partial(run, chains=chains), str(chains), warm_up=False
+            )
             rows += summarise(chains, rounds)
     return rows
 

@@ -250,7 +250,7 @@ async def _play_all(
         for way in WAYS:
             await run(way, replace(next(iter(loads.values())), agents=1, calls=1))
         for name, load in loads.items():
-            rounds = await player.play(list(WAYS), partial(run, load=load), name)
+            rounds = await player.play(list(WAYS), partial(run, load=load), name, warm_up=False)
             bound = await alone(load, load.tools[-1].tokens)
             # Stock SGLang has what was said before parallel tools; nothing evicts that.
             computed = await alone(load, load.result if len(load.tools) > 1 else load.context)

@@ -99,9 +99,6 @@ async def _play_all(engines: Mapping[str, EngineClient], report: Report) -> list
                     writer = engines["writer"] if number == 2 else reader
                     return await _play(writer, reader, task, known, options.written)
 
-                # The first requests of an engine take longer than others.
-                for way in WAYS:
-                    await run(way)
                 rounds = await player.play(WAYS, run, f"{number} engines:")
                 base = median(one.handoff for one in rounds["unlinked"])
                 rows += [_summarise(way, number, rounds[way], base) for way in WAYS]

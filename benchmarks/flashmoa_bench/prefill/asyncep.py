@@ -158,8 +158,6 @@ async def _play_all(engines: Engines, report: Report) -> Seconds:
 
     with RoundPlayer(report.console, options.repeats, len(ways) * len(sizes)) as player:
         for size in sizes:
-            for way in ways:
-                await run(way, size)
             rounds = await player.play(ways, partial(run, size=size), f"{size} tokens")
             for way, each in rounds.items():
                 seconds[way][size] = each

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import httpx
-
-from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report
@@ -41,7 +38,6 @@ ROLES = (
 )
 # Throughput over the better stock policy.
 GOAL = 1.35
-_TIMEOUT_SECONDS = 600.0
 # Tokens of a prompt at most, a model's context; and the part of the mix in which siblings come.
 _LONGEST, _SPREAD = 32_000, 0.05
 
@@ -50,17 +46,14 @@ async def _measure(report: Report) -> None:
     options = report.options
     requests = make_requests(options)
     roles = [replace(role, arguments=_arguments(role, options)) for role in ROLES]
-    async with (
-        report.connect(roles, options.kv_tokens) as engines,
-        httpx.AsyncClient(timeout=clock.machine_seconds(_TIMEOUT_SECONDS)) as http,
-    ):
+    async with report.connect(roles, options.kv_tokens) as engines:
         send = partial(_play, engines, requests, options.concurrency)
         # With log-probabilities, to compare the others with.
-        stock = TokenSender(http, engines[FCFS].url, logprobs=True)
+        stock = TokenSender(engines[FCFS], logprobs=True)
         expected = (await send(FCFS, stock)).answers
         likeliest = {name: answer.token for name, answer in expected.items()}
         senders: dict[str, SendFunction] = {
-            name: TokenSender(http, engines[name].url) for name in (FCFS, LPM) if name in engines
+            name: TokenSender(engines[name]) for name in (FCFS, LPM) if name in engines
         }
         senders[OURS] = ScoreSender(engines[OURS], likeliest)
 
@@ -68,8 +61,6 @@ async def _measure(report: Report) -> None:
             return await send(way, senders[way])
 
         with RoundPlayer(report.console, options.repeats, len(senders)) as player:
-            for way in senders:
-                await run(way)
             passes = await player.play(list(senders), run)
     unique, tokens = unique_tokens(requests), sum(len(request.ids) for request in requests)
     report.console.print(f"{len(requests):,} requests, {tokens:,} tokens, {unique:,} unique\n")

@@ -179,8 +179,6 @@ async def _play_all(engines: Engines, http: httpx.AsyncClient, report: Report) -
                 asked[way] += 1
                 return await ask_list(http, engine.url, way, body)
 
-            for way in ways:
-                await run(way)
             answers = await player.play(ways, run, f"{count} items")
             unique = options.query + count * options.item
             rows += summarise(

@@ -11,16 +11,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
 
-import httpx
 from pydantic import BaseModel
 
-from flashmoa.engine import BadAnswer, EngineClient
+from flashmoa.engine import EngineClient
 from flashmoa.scoring import Scorer
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.report import Column
 from flashmoa_bench.harness.rounds import percentile, run_concurrently
-
-_ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +48,34 @@ class PrefillAnswer:
 SendFunction = Callable[[PrefillRequest], Awaitable[PrefillAnswer]]
 
 
+class _Generated(BaseModel):
+    meta_info: dict[str, Any]
+    output_ids: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSender:
     """Asks SGLang for one greedy token, as it is asked without FlashMoA.
 
-    Args:
-        http: a client with the limits of an :class:`~flashmoa.engine.EngineClient`. With more
-            connections, looking through them would take longer than a small model's forwards.
-        logprobs: whether to ask for the token's log-probability, too.
+    Args: logprobs: whether to ask for the token's log-probability, too.
     """
 
-    def __init__(self, http: httpx.AsyncClient, url: str, *, logprobs: bool = False) -> None:
-        self._http = http
-        self._url = f"{url}/generate"
-        self._more = {"return_logprob": True} if logprobs else {}
+    engine: EngineClient
+    logprobs: bool = False
 
     async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        """Ask for one token.
-
-        Raises: BadAnswer if the engine answers with anything else.
-        """
-        body = {"input_ids": request.ids, "sampling_params": _ONE_TOKEN, **self._more}
-        answer = await self._http.post(self._url, json=body)
-        try:
-            content = answer.raise_for_status().json()
-            meta: Mapping[str, Any] = content["meta_info"]
-            logprob = meta["output_token_logprobs"][0][0] if self._more else None
-            prompt, cached = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
-            return PrefillAnswer(int(content["output_ids"][0]), logprob, prompt, cached)
-        except (httpx.HTTPStatusError, ValueError, LookupError) as error:
-            raise BadAnswer(f"{self._url} answered {answer.text[:200]!r}") from error
+        sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+        body = {
+            "input_ids": request.ids,
+            "sampling_params": sampling,
+            "return_logprob": self.logprobs,
+        }
+        answer = await self.engine.ask("POST", "/generate", _Generated, body)
+        meta = answer.meta_info
+        logprob = meta["output_token_logprobs"][0][0] if self.logprobs else None
+        return PrefillAnswer(
+            answer.output_ids[0], logprob, meta["prompt_tokens"], meta["cached_tokens"]
+        )
 
 
 async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Mapping[str, Any]:
@@ -93,23 +89,19 @@ async def prefill(engine: EngineClient, ids: Sequence[int], **fields: Any) -> Ma
     return (await engine.ask("POST", "/generate", _Generated, body)).meta_info
 
 
-class _Generated(BaseModel):
-    meta_info: dict[str, Any]
-
-
+@dataclass(frozen=True, slots=True)
 class PrefillSender:
     """Asks any SGLang, or a router before it, for the likelier of two candidates.
 
     Args: likeliest: as for :class:`ScoreSender`.
     """
 
-    def __init__(self, engine: EngineClient, likeliest: Mapping[str, int]) -> None:
-        self._engine = engine
-        self._likeliest = likeliest
+    engine: EngineClient
+    likeliest: Mapping[str, int]
 
     async def __call__(self, request: PrefillRequest) -> PrefillAnswer:
-        candidates = _candidates(self._likeliest[request.name])
-        meta = await prefill(self._engine, request.ids, token_ids_logprob=candidates)
+        candidates = _candidates(self.likeliest[request.name])
+        meta = await prefill(self.engine, request.ids, token_ids_logprob=candidates)
         found = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         best = max(candidates, key=lambda token: found[token])
         prompt, cached = meta["prompt_tokens"], meta["cached_tokens"]

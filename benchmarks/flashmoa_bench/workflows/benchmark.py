@@ -293,8 +293,6 @@ async def _play_all(clients: Mapping[bool, Clients], report: Report) -> list[Wor
     with RoundPlayer(report.console, options.repeats, total) as player:
         for workflow, copies, ways in grid:
             play_once = partial(run, workflow=workflow, copies=copies)
-            for way in ways:  # This round is not counted.
-                await play_once(way)
             label = f"{workflow.name}, {copies} at once:"
             rows.append(_make_row(workflow, copies, await player.play(ways, play_once, label)))
     return rows

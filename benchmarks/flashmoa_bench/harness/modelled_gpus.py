@@ -131,10 +131,8 @@ def environment_of(
     }
 
 
-async def read_device(url: str) -> dict[str, Any] | None:
-    """Return what an engine says of its modelled GPU: name, forwards, overruns and times.
-
-    Return ``None`` if it has none.
+async def read_server(url: str) -> dict[str, Any]:
+    """Return an SGLang server's settings and states; nothing of a server that reports none.
 
     Raises: EngineUnreachable or EngineTimeout if it does not answer.
     """
@@ -143,10 +141,20 @@ async def read_device(url: str) -> dict[str, Any] | None:
         with translate_errors(url):
             answer = await http.get(f"{url}/server_info")
         try:
-            states: list[dict[str, Any]] = answer.json().get("internal_states") or [{}]
+            return answer.json() if answer.is_success else {}
         except ValueError:
-            return None
+            return {}
+
+
+def device_of(server: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a server says of its modelled GPU (name, counts, times); ``None`` without one."""
+    states: list[dict[str, Any]] = server.get("internal_states") or [{}]
     return states[0].get("modelled_gpu")
+
+
+async def read_device(url: str) -> dict[str, Any] | None:
+    """Return :func:`device_of` an engine. Raises: EngineError as :func:`read_server`."""
+    return device_of(await read_server(url))
 
 
 async def read_devices(engines: Mapping[str, EngineClient]) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import httpx
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
@@ -38,7 +37,9 @@ from flashmoa_bench.harness.modelled_gpus import (
     check_keeps_up,
     common_slowdown,
     counted_since,
-    read_device,
+    device_of,
+    read_devices,
+    read_server,
 )
 
 # The settings of SGLang that explain a result.
@@ -95,22 +96,15 @@ class Report:
         """
         async with connect_engines(roles, self.options, tokens, self.console, documents) as engines:
             self._document["engines"] = {
-                name: {
-                    "url": client.url,
-                    "is": engines.notes[name],
-                    "plugin": await _fetch_plugin_version(client),
-                    "modelled_gpu": await read_device(client.url),
-                    **await _fetch_settings(client.url),
-                }
+                name: await _describe(client, engines.notes[name])
                 for name, client in engines.clients.items()
             }
             self.print_head()
             with clock.slowed_down(common_slowdown(self._devices)):
                 yield engines
+            after = await read_devices(engines.clients)
             for name, before in self._devices.items():
-                if after := await read_device(engines[name].url):
-                    described = self._document["engines"][name]
-                    described["modelled_gpu"] = counted_since(before, after)
+                self._document["engines"][name]["modelled_gpu"] = counted_since(before, after[name])
 
     @property
     def _devices(self) -> dict[str, dict[str, Any]]:
@@ -299,22 +293,20 @@ def _gpus() -> list[str]:
     return result.stdout.strip().splitlines() if result.returncode == 0 else []
 
 
-async def _fetch_plugin_version(client: EngineClient) -> str | None:
+async def _describe(client: EngineClient, note: str) -> dict[str, Any]:
+    """Return what an engine is, and those of its settings that explain a result."""
     try:
-        return (await client.info()).plugin.get("version")
+        plugin = (await client.info()).plugin.get("version")
     except PluginMissing:
-        return None
-
-
-async def _fetch_settings(url: str) -> dict[str, Any]:
-    """Return those of an engine's settings that explain a result; none if it reports none."""
-    async with httpx.AsyncClient(timeout=60) as http:
-        try:
-            answer = await http.get(f"{url}/server_info")
-            settings: dict[str, Any] = answer.json() if answer.is_success else {}
-        except (httpx.TransportError, ValueError):
-            settings = {}
-    return {name: _to_json(settings[name]) for name in _SETTINGS if name in settings}
+        plugin = None
+    server = await read_server(client.url)
+    return {
+        "url": client.url,
+        "is": note,
+        "plugin": plugin,
+        "modelled_gpu": device_of(server),
+        **{name: _to_json(server[name]) for name in _SETTINGS if name in server},
+    }
 
 
 def _to_json(value: Any) -> Any:

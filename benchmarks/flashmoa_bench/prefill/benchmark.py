@@ -17,7 +17,7 @@ from flashmoa_bench.harness.engines import Engines, Role
 from flashmoa_bench.harness.report import Report
 from flashmoa_bench.harness.requests import FIRST_ID, ID_COUNT
 from flashmoa_bench.harness.rounds import RoundPlayer
-from flashmoa_bench.prefill.mix import TABLE_2, Dataset, prompts
+from flashmoa_bench.prefill.mix import TABLE_2, prompts
 from flashmoa_bench.prefill.passes import (
     PrefillPass,
     PrefillRequest,
@@ -38,8 +38,8 @@ ROLES = (
 )
 # Throughput over the better stock policy.
 GOAL = 1.35
-# Tokens of a prompt at most, a model's context; and the part of the mix in which siblings come.
-_LONGEST, _SPREAD = 32_000, 0.05
+# The part of the mix in which siblings come.
+_SPREAD = 0.05
 
 
 async def _measure(report: Report) -> None:
@@ -91,25 +91,11 @@ async def _play(
 
 def make_requests(options: argparse.Namespace) -> list[PrefillRequest]:
     """Return the mix at the scale of this run."""
-    table = tuple(_scale(dataset, options.lengths) for dataset in TABLE_2)
+    table = tuple(dataset.scaled(options.lengths) for dataset in TABLE_2)
     return [
         PrefillRequest(prompt.name, [FIRST_ID + token % ID_COUNT for token in prompt.tokens])
         for prompt in prompts(options.scale, _SPREAD, options.seed, table)
     ]
-
-
-def _scale(dataset: Dataset, lengths: float) -> Dataset:
-    def tokens(count: int) -> int:
-        return round(count * lengths)
-
-    return replace(
-        dataset,
-        tokens=min(tokens(dataset.tokens), _LONGEST * dataset.requests),
-        shortest=min(max(1, tokens(dataset.shortest)), _LONGEST - 1),
-        longest=min(tokens(dataset.longest), _LONGEST),
-        instruction=tokens(dataset.instruction),
-        own=tokens(dataset.own),
-    )
 
 
 main = command(

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+# The longest prompt that Qwen3-30B-A3B takes as it was trained, with some room.
+LONGEST = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,21 @@ class Dataset:
         mean = self.tokens / self.requests
         power = (self.longest - self.shortest) / (mean - self.shortest) - 1
         return round(self.shortest + (self.longest - self.shortest) * dice.random() ** power)
+
+    def scaled(self, factor: float) -> Dataset:
+        """Return the dataset with all lengths times ``factor``, and at most :data:`LONGEST`."""
+
+        def tokens(count: int) -> int:
+            return round(count * factor)
+
+        return replace(
+            self,
+            tokens=min(tokens(self.tokens), LONGEST * self.requests),
+            shortest=min(max(1, tokens(self.shortest)), LONGEST - 1),
+            longest=min(tokens(self.longest), LONGEST),
+            instruction=tokens(self.instruction),
+            own=tokens(self.own),
+        )
 
 
 TABLE_2 = (
@@ -106,10 +124,6 @@ def _random_tokens(count: int, dice: random.Random) -> array[int]:
     return tokens
 
 
-# The longest prompt that Qwen3-30B-A3B takes as it was trained, with some room.
-LONGEST = 32_000
-
-
 @dataclass(frozen=True, slots=True)
 class Mix:
     """A mix of prefill-only requests, all of which are there from the start.
@@ -135,19 +149,6 @@ class Mix:
         return prompts(self.scale * share, self.spread, seed, self.datasets)
 
 
-def limit_lengths(datasets: Sequence[Dataset], longest: int) -> tuple[Dataset, ...]:
-    """Return the datasets with prompts of at most ``longest`` tokens."""
-    return tuple(
-        replace(
-            dataset,
-            tokens=min(dataset.tokens, longest * dataset.requests),
-            shortest=min(dataset.shortest, longest - 1),
-            longest=min(dataset.longest, longest),
-        )
-        for dataset in datasets
-    )
-
-
 MIXES = {
     mix.name: mix
     for mix in (
@@ -155,7 +156,7 @@ MIXES = {
             "table-2",
             "MoE-Prefill's Table 2, of which 0.15: a seventh of the requests' tokens are short "
             "questions, half are about 55 long documents",
-            limit_lengths(TABLE_2, LONGEST),
+            tuple(dataset.scaled(1) for dataset in TABLE_2),
             scale=0.15,
         ),
         Mix(

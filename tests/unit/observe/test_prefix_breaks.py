@@ -166,26 +166,21 @@ def test_answer_that_returns_without_its_thought_is_a_break() -> None:
     assert broken.new[broken.at :].startswith("First, walk.")
 
 
-def test_settings_of_the_request_are_compared() -> None:
-    prompt = [SYSTEM, TASK]
-    thinking = call(prompt, at=1.0, settings={"enable_thinking": False})
-    salted = call(prompt, at=2.0, settings={"cache_salt": "s"})
-    places = [one.place for one in find_breaks([call(prompt), thinking, salted])]
-    assert places == [
-        "the request's enable_thinking",
-        "the request's cache_salt",
-    ]
-
-
-def test_only_settings_that_change_a_prompts_beginning_break_its_prefix() -> None:
-    plain = call(LONG, at=0.0)
-    forced = call(
-        LONG, at=1.0, settings={"tool_choice": "required", "continue_final_message": True}
-    )
-    low = call(LONG, at=2.0, settings={"reasoning_effort": "low"})
-    assert find_breaks([plain, forced]) == []
-    (found,) = find_breaks([plain, low])
-    assert found.place == "the request's reasoning_effort"
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ({"enable_thinking": False}, "the request's enable_thinking"),
+        ({"cache_salt": "s"}, "the request's cache_salt"),
+        ({"reasoning_effort": "low"}, "the request's reasoning_effort"),
+        # These change the end of a prompt only.
+        ({"tool_choice": "required", "continue_final_message": True}, None),
+    ],
+)
+def test_settings_that_change_a_prompts_beginning_break_its_prefix(
+    settings: dict[str, Any], place: str | None
+) -> None:
+    found = find_breaks([call(LONG), call(LONG, at=1.0, settings=settings)])
+    assert [one.place for one in found] == ([place] if place else [])
 
 
 def test_prompts_of_other_engines_and_models_are_not_compared() -> None:

@@ -18,7 +18,7 @@ from flashmoa.observe import (
     LinkWaits,
     UpstreamFailed,
 )
-from flashmoa.observe.calls import Handoff, calls, handoffs
+from flashmoa.observe.calls import calls, handoffs
 from flashmoa.observe.summary import Overlap, notes, overlaps, row, seconds, summary
 
 
@@ -99,47 +99,34 @@ def whole_answer(agent: str) -> list[Event]:
     return [event for event in made if not isinstance(event, FirstToken)]
 
 
-def test_handoffs_follow_the_order_of_the_prompt() -> None:
-    # B wrote while A did; its text could flow only once that of A was complete.
-    events: list[Event] = [
-        LinkOpened(
-            agent="M", engine="http://e", at=0.5, upstream=("user", "A", "B"), stream_id="s"
-        ),
-        *call("A", 0, 1, 4),
-        *call("B", 0, 2, 6),
-        *call("M", 7, 8, 9, use((1, 2))),
-    ]
-    assert handoffs(events) == {"M": [Handoff("A", 1, 4), Handoff("B", 4, 6)]}
+def written(name: str, at: float, end: float) -> list[Event]:
+    """Return a call of agent A with an id of its own; its first text comes half a second later."""
+    who = {"agent": "A", "engine": "http://e", "call_id": name}
+    token = FirstToken(**who, at=at + 0.5)
+    return [CallStarted(**who, at=at), token, CallFinished(**who, at=end)]
 
 
-def test_a_handoff_starts_at_the_writers_last_call_before_the_readers() -> None:
-    events = [*call("A", 0, 1, 2), *call("M", 5, 6, 7, use((1, 2)))]
-    opened = LinkOpened(agent="M", engine="http://e", at=3, upstream=("A",), stream_id="s")
-    # A had ended when the link was opened, so that no text of it flowed.
-    assert handoffs([opened, *events]) == {"M": []}
-    again = {"agent": "A", "engine": "http://e", "call_id": "A2"}
-    events += [CallStarted(**again, at=3), FirstToken(**again, at=3.5), CallFinished(**again, at=4)]
-    assert handoffs([opened, *events]) == {"M": [Handoff("A2", 3.5, 4)]}
-
-
-@pytest.mark.parametrize(("other", "end"), [(3, 30), (3, 8)])
-def test_a_handoff_is_not_from_another_run_that_has_the_same_agents(other: int, end: int) -> None:
-    named = {"agent": "A", "engine": "http://e"}
-    events: list[Event] = []
-    for name, start, stop in (("mine", 1, 10), ("other", other, end)):
-        who = {**named, "call_id": name}
-        started, token = CallStarted(**who, at=start), FirstToken(**who, at=start + 0.5)
-        events += [started, token, CallFinished(**who, at=stop)]
-    events += call("B", 10.1, 11, 12, use((5, 6)))
-    opened = LinkOpened(agent="B", engine="http://e", at=4, upstream=("A",), stream_id="s")
-    assert handoffs([opened, *events]) == {"B": [Handoff("mine", 1.5, 10)]}
-
-
-def test_a_handoff_ends_when_the_reader_is_sent() -> None:
-    """A reader may be sent while a writer still writes."""
-    opened = LinkOpened(agent="B", engine="http://e", at=0, upstream=("A",), stream_id="s")
-    events = [opened, *call("A", 0, 1, 9), *call("B", 5, 6, 7, use((1, 2)))]
-    assert handoffs(events) == {"B": [Handoff("A", 1, 5)]}
+@pytest.mark.parametrize(
+    ("opened", "upstream", "events", "expected"),
+    [
+        # B wrote while A did; its text could flow only once that of A was complete.
+        (0.5, ("user", "A", "B"), [*call("A", 0, 1, 4), *call("B", 0, 2, 6)], "A 1 4, B 4 6"),
+        # A had ended when the link was opened, so that no text of it flowed; then it wrote again.
+        (3, ("A",), call("A", 0, 1, 2), ""),
+        (3, ("A",), [*call("A", 0, 1, 2), *written("again", 3, 4)], "again 3.5 4"),
+        # Another run that has the same agents goes on, or ends before.
+        (2, ("A",), [*written("mine", 1, 6.5), *written("other", 1.5, 30)], "mine 1.5 6.5"),
+        (2, ("A",), [*written("mine", 1, 6.5), *written("other", 1.5, 5)], "mine 1.5 6.5"),
+        # A reader may be sent while a writer still writes.
+        (0, ("A",), call("A", 0, 1, 9), "A 1 7"),
+    ],
+)
+def test_handoffs_are_from_the_writers_in_the_prompts_order_until_the_reader_is_sent(
+    opened: float, upstream: tuple[str, ...], events: list[Event], expected: str
+) -> None:
+    link = LinkOpened(agent="M", engine="http://e", at=opened, upstream=upstream, stream_id="s")
+    found = handoffs([link, *events, *call("M", 7, 8, 9, use((1, 2)))])["M"]
+    assert ", ".join(f"{one.writer} {one.start:g} {one.end:g}" for one in found) == expected
 
 
 def test_notes_name_failures_lateness_and_declined_links() -> None:

@@ -1,19 +1,26 @@
-"""Traces are written, read again, shown and converted."""
+"""Traces are written, read again and shown, with a timeline in the terminal."""
 
 from __future__ import annotations
 
 import gc
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from flashmoa.cli import trace as command
-from flashmoa.engine import PromptUsage
+from flashmoa.cli.trace import show
+from flashmoa.engine import PromptUsage, Span, StreamUse
 from flashmoa.observe import (
     CallFailed,
+    CallFinished,
     CallStarted,
     Event,
+    FirstToken,
     LinkAdvanced,
     LinkClosed,
     LinkDeclined,
@@ -23,10 +30,63 @@ from flashmoa.observe import (
     ignore,
 )
 from flashmoa.observe.calls import CallReporter, calls
+from flashmoa.observe.timeline import LEGEND, draw, lanes
 from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
-from tests.unit.observe.test_timeline import EVENTS
 
+A = {"agent": "A", "engine": "http://a", "call_id": "a"}
 B = {"agent": "B", "engine": "http://b"}
+USE = StreamUse(id="s", status="hit", prefills=[Span(start=1.0, end=6.0, tokens=500)])
+USAGE = PromptUsage(prompt_tokens=510, completion_tokens=3, prompt_stream=USE)
+EVENTS: list[Event] = [
+    CallStarted(**A, at=0.0),
+    FirstToken(**A, at=2.0),
+    CallFinished(**A, at=8.0, text="x"),
+    CallStarted(**B, call_id="b", at=8.0),
+    FirstToken(**B, call_id="b", at=8.5),
+    CallFinished(**B, call_id="b", at=10.0, text="y", usage=USAGE),
+]
+
+
+def test_prefill_is_drawn_under_the_upstreams_decode() -> None:
+    rows = draw(lanes(EVENTS), columns=44).splitlines()
+    assert rows[0].startswith("A |") and rows[1].startswith("B |")
+    assert all(len(row) <= 44 for row in rows[:3])
+    ahead = [i for i, mark in enumerate(rows[1]) if mark == "░"]
+    decode = [i for i, mark in enumerate(rows[0]) if mark == "█"]
+    assert set(ahead[5:]) <= set(decode) | set(range(12))
+    assert min(ahead) < min(decode) < max(ahead) < max(decode)
+    assert "10.00 s" in rows[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["an agent with a long name " * 9, "旅行計画を書くエージェント" * 9]
+)
+def test_long_and_wide_names_are_shortened(name: str) -> None:
+    events = [replace(event, agent=name) if event.agent == "A" else event for event in EVENTS]
+    first, second, *_ = draw(lanes(events), columns=60).splitlines()
+    assert cell_len(first) == cell_len(second) <= 60
+    assert cell_len(first.partition("|")[0]) == cell_len(second.partition("|")[0]) <= 21
+    assert first.lstrip().startswith(name[:5]) and "…" in first
+
+
+def test_lines_of_the_timeline_are_not_wrapped() -> None:
+    out = io.StringIO()
+    events = [replace(event, agent="the planner of trips") for event in EVENTS]
+    show(events, Console(file=out, width=40, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert next(line for line in lines if "█" in line and "|" in line).endswith("|")
+    assert any(LEGEND in line for line in lines)
+
+
+def test_an_agent_on_two_engines_has_two_lanes() -> None:
+    moved = [replace(event, engine="http://c", call_id="c") for event in EVENTS[3:]]  # type: ignore[call-arg]
+    assert len(lanes([*EVENTS, *moved])) == 3
+
+
+def test_unfinished_call_has_no_bar() -> None:
+    assert lanes(EVENTS[:2])[0].bars == []
+    assert draw(lanes(EVENTS[:1])) == "(nothing happened)"
+
 
 LINK: list[Event] = [
     LinkOpened(**B, at=0.5, upstream=("A",), stream_id="s"),
@@ -133,19 +193,6 @@ def test_a_prompt_has_every_field_that_shaped_it_and_the_tools_that_the_model_is
     assert sent == [(body["tools"], settings), ([], {"tool_choice": "none"})]
 
 
-def test_trace_of_an_earlier_release_can_be_read(tmp_path: Path, capsys: Any) -> None:
-    """It has no prompts; the command says how they are recorded."""
-    file = tmp_path / "run.jsonl"
-    who = '"agent": "A", "engine": "http://a", "call_id": "1"'
-    file.write_text(
-        f'{{"event": "CallStarted", {who}, "at": 1.0, "model": "m", "stream_id": null, "late": '
-        f'false}}\n{{"event": "CallFinished", {who}, "at": 2.0, "text": "Hi.", "usage": null, '
-        '"finish_reason": "stop"}\n'
-    )
-    assert command.main([str(file)]) == 0
-    assert "link(team, trace=FILE, trace_prompts=True) records them" in capsys.readouterr().out
-
-
 def test_only_the_costliest_breaks_are_shown(tmp_path: Path, capsys: Any) -> None:
     trace = Trace(tmp_path / "run.jsonl", prompts=True)
     for number in range(24):
@@ -208,6 +255,7 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
     assert "A |" in shown and "█" in shown and "░" in shown
     assert "500 ms" in shown and "hit" in shown
     assert "links, by why they ended: 1 used" in shown
+    assert "link(team, trace=FILE, trace_prompts=True) records them" in " ".join(shown.split())
     file.write_text("")
     assert command.main([str(file)]) == 0
     assert "No call in this trace has finished" in capsys.readouterr().out

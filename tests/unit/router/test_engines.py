@@ -234,9 +234,7 @@ SEARCH: dict[str, Any] = {"text": B, "prompt_stream_id": "s"}
 @pytest.mark.parametrize(
     ("ranks", "requests", "expected"),
     [
-        # Prefixes are spread over ranks, and siblings name the rank of theirs.
-        (2, [("", {"text": text}) for text in (A, B, B + "c", A + "d")], ["0", "1", "1", "0"]),
-        # A stream and all about it name one rank.
+        # A stream and all about it name one rank, and another prefix names another one.
         (
             2,
             [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from flashmoa.router.policy import (
 )
 from tests.unit.router.support import MEASURES, SIZE, blocks, load, place, policy
 
+DOCUMENT = [7] * 16
 CANDIDATES = st.lists(
     st.builds(
         EngineCandidate,
@@ -155,68 +157,59 @@ def test_requests_that_wait_for_an_engine_delay_those_behind_them() -> None:
 
 def test_request_waits_if_that_saves_work_and_is_overtaken() -> None:
     routing = policy(2, TOKENS, 10, patience=2.0)
-    document = [7] * 16
-    queue = [WaitingRequest("first", blocks(document)), WaitingRequest("other", blocks([1] * 4))]
+    queue = [WaitingRequest("first", blocks(DOCUMENT)), WaitingRequest("other", blocks([1] * 4))]
     assert routing.route(queue) == {"first": "e0", "other": "e1"}
     # The sibling saves 16 of 17 tokens, so it waits for e0, and the stranger overtakes it.
     queue = [
-        WaitingRequest("sibling", blocks([*document, 1])),
+        WaitingRequest("sibling", blocks([*DOCUMENT, 1])),
         WaitingRequest("stranger", blocks([2] * 4)),
     ]
     assert routing.route(queue) == {"stranger": "e1"}
     # The cousin saves 4 of 8 tokens; twice that is not more than the 8 that e0 has more to do.
     routing.finish_prefill("other")
-    assert place(routing, "cousin", blocks([*document[:4], 3, 3, 3, 3])) == "e1"
-    routing.add_blocks("e0", blocks(document).hashes[:2])
+    assert place(routing, "cousin", blocks([*DOCUMENT[:4], 3, 3, 3, 3])) == "e1"
+    routing.add_blocks("e0", blocks(DOCUMENT).hashes[:2])
     assert load(routing, "e0") == 8
     assert routing.route(queue[:1]) == {"sibling": "e0"}
 
 
 def test_short_siblings_do_not_wait_for_a_full_engine_that_has_their_prefix() -> None:
     routing = policy(2, TOKENS, 18, patience=8.0, short=3)
-    document = [7] * 16
-    assert place(routing, "first", blocks([*document, 1, 1])) == "e0"
+    assert place(routing, "first", blocks([*DOCUMENT, 1, 1])) == "e0"
     routing.admit(WaitingRequest("stranger", blocks([1] * 20)), "e1")
     assert not routing.takes_requests()
     # A long sibling waits, and so does a short prompt that shares nothing.
-    assert place(routing, "long", blocks([*document, *[5] * 8])) is None
+    assert place(routing, "long", blocks([*DOCUMENT, *[5] * 8])) is None
     assert place(routing, "other", blocks([3] * 4)) is None
-    siblings = [WaitingRequest(str(number), blocks([*document, 2, number])) for number in range(12)]
+    siblings = [WaitingRequest(str(number), blocks([*DOCUMENT, 2, number])) for number in range(12)]
     # Each is 2 tokens more, until e0 has twice as many as it should have; the last three wait.
     assert routing.route(siblings) == {str(number): "e0" for number in range(9)}
     assert routing.engines["e0"].load.tokens == 36
 
 
-def test_idle_engine_gets_requests_that_would_be_done_later_elsewhere() -> None:
-    routing = policy(2, TOKENS, 10, patience=9.0)
-    document = [7] * 16
-    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.add_blocks("e0", blocks(document).hashes)
-    routing.admit(WaitingRequest("long", blocks([1] * 20)), "e0")
-    # Computing 16 tokens again takes less than waiting for 20, so the first request is sent to e1.
-    # The others wait for either engine.
-    assert routing.route(queue) == {"0": "e1"}
+@pytest.mark.parametrize(
+    ("limit", "busy", "first", "engine"),
+    [
+        # Computing 16 tokens again takes less than waiting for 20; the others wait for either.
+        (10, 20, "0", "e1"),
+        # A prefix that is being computed is not computed again: e1 would not finish them sooner.
+        (10, 0, "0", "e0"),
+        # An engine with room for them attracts all once it has the prefix.
+        (30, 40, "012", "e1"),
+    ],
+)
+def test_siblings_go_where_they_are_finished_first_and_the_others_follow(
+    limit: int, busy: int, first: str, engine: str
+) -> None:
+    routing = policy(2, TOKENS, limit, patience=9.0)
+    queue = [WaitingRequest(str(number), blocks([*DOCUMENT, number])) for number in range(3)]
+    if busy:
+        routing.add_blocks("e0", blocks(DOCUMENT).hashes)
+        routing.admit(WaitingRequest("long", blocks([1] * busy)), "e0")
+    assert routing.route(queue) == dict.fromkeys(first, engine)
     routing.finish_prefill("0")
-    assert routing.route(queue[1:]) == {"1": "e1", "2": "e1"}
-
-
-def test_prefix_that_is_being_computed_is_not_computed_again() -> None:
-    routing = policy(2, TOKENS, 10, patience=9.0)
-    document = [7] * 16
-    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    # The others wait although e1 is idle, because e1 would not finish them sooner.
-    assert routing.route(queue) == {"0": "e0"}
-    routing.finish_prefill("0")
-    assert routing.route(queue[1:]) == {"1": "e0", "2": "e0"}
-
-
-def test_siblings_follow_a_prefix_to_an_idle_engine() -> None:
-    routing = policy(2, TOKENS, 30, patience=9.0)
-    document = [7] * 16
-    queue = [WaitingRequest(str(number), blocks([*document, number])) for number in range(3)]
-    routing.add_blocks("e0", blocks(document).hashes)
-    routing.admit(WaitingRequest("long", blocks([1] * 40)), "e0")
-    assert routing.route(queue) == {"0": "e1", "1": "e1", "2": "e1"}
+    left = queue[len(first) :]
+    assert routing.route(left) == {one.request: engine for one in left}
 
 
 @settings(max_examples=60)
@@ -231,60 +224,36 @@ def test_loads_are_always_those_of_the_work_left(
     """Requests arrive, are computed and end; engines report blocks, leave and join again."""
     dice = random.Random(seed)
     routing = policy(3, measure, limit)
-    alive = {"e0", "e1", "e2"}
-    open_requests: dict[str, str] = {}
+    names, placed = list(routing.engines), list[str]()
     for number in range(80):
-        step = dice.random()
-        if step < 0.5:
+        engine = dice.choice(names)
+        step = dice.choices(["arrive", "end", "report", "leave", "join"], [10, 5, 3, 1, 1])[0]
+        if step == "arrive":
             prompt = blocks(dice.choices([0, 1], k=dice.randrange(1, 24)))
-            matched = {engine: routing.matched_tokens(engine, prompt) for engine in alive}
-            free = [engine for engine in alive if not routing.engines[engine].is_saturated]
-            best = max((matched[engine] for engine in free), default=None)
-            placed = place(routing, str(number), prompt)
-            assert (placed is None) == (best is None)
-            if placed is not None:
-                assert matched[placed] == best
-                open_requests[str(number)] = placed
-        elif step < 0.75 and open_requests:
-            name = dice.choice(list(open_requests))
+            if place(routing, str(number), prompt) is not None:
+                placed.append(str(number))
+        elif step == "end" and placed:
+            name = placed.pop(dice.randrange(len(placed)))
             if dice.random() < 0.6:
                 routing.finish_prefill(name)
             routing.end(name)
-            del open_requests[name]
-        elif step < 0.9:
+        elif step == "report":
             part = blocks(dice.choices([0, 1], k=12)).hashes
-            engine = dice.choice(["e0", "e1", "e2"])
             dice.choice([routing.add_blocks, routing.remove_blocks])(engine, part)
-        elif alive and step < 0.95:
-            lost = dice.choice(sorted(alive))
-            alive.discard(lost)
-            routing.leave(lost)
-            open_requests = {name: at for name, at in open_requests.items() if at != lost}
-        else:
-            joining = dice.choice(["e0", "e1", "e2"])
-            if joining not in alive:
-                routing.join(joining, EngineTraits(measure, limit))
-                alive.add(joining)
-        for engine in alive:
-            unanswered = routing.engines[engine].unanswered.total
-            assert (
-                0
-                <= routing.engines[engine].load.total
-                <= routing.engines[engine].backlog
-                <= unanswered
-            )
-    for name in open_requests:
+        elif step == "leave":
+            routing.leave(engine)
+        elif step == "join" and engine not in routing.engines:
+            routing.join(engine, EngineTraits(measure, limit))
+        for tables in routing.engines.values():
+            assert 0 <= tables.load.total <= tables.backlog <= tables.unanswered.total
+    for name in placed:
         routing.end(name)
-    assert all(
-        routing.engines[engine].load.total == routing.engines[engine].backlog == 0
-        for engine in alive
-    )
+    assert all(one.load.total == one.backlog == 0 for one in routing.engines.values())
 
 
 def test_burst_of_siblings_follows_the_first_and_spills_when_its_engine_is_full() -> None:
     routing = policy(2, TOKENS, 30)
-    document = [7] * 16
-    siblings = [blocks([*document, number, number]) for number in range(14)]
+    siblings = [blocks([*DOCUMENT, number, number]) for number in range(14)]
     places = [place(routing, str(number), one) for number, one in enumerate(siblings)]
     # The first costs 18 tokens and each other one 2, until 30 are reached; then e1 does the same.
     assert places == ["e0"] * 7 + ["e1"] * 7
@@ -362,9 +331,6 @@ def test_answers_that_take_long_count_as_two_forwards_at_most() -> None:
     for number in range(len(prompts)):
         routing.end(str(number))
     assert routing.engines["e0"].backlog == 0
-
-
-DOCUMENT = [7] * 16
 
 
 def keep_busy(routing: PrefixAware, limit: int, long: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -283,25 +282,6 @@ async def test_unusable_response_fails_its_answer(
     recorder.end(ending)
     with pytest.raises(AgentFailed, match=message):
         await answer.complete()
-
-
-async def test_agents_of_two_pairs_that_wait_for_each_other_are_refused() -> None:
-    def reading(read: str, agent: str) -> bytes:
-        return json.dumps({"prompt": [{"agent": read}], "workflow": "w", "agent": agent}).encode()
-
-    answers = AgentPromptCache()
-    async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(serve(FakeEngine().app()))
-        apps = [shell_application(ShellOptions(url, url), answers) for _ in range(2)]
-        first, second = [await stack.enter_async_context(running(app)) for app in apps]
-        group = await stack.enter_async_context(anyio.create_task_group())
-        group.start_soon(partial(first, "POST", "/generate", reading("b", agent="a"), KEY))
-        with anyio.fail_after(10):
-            while not len(answers):  # noqa: ASYNC110 - it sends no event
-                await anyio.sleep(0.01)
-        status, body = await second("POST", "/generate", reading("a", agent="b"), KEY)
-        group.cancel_scope.cancel()
-    assert status == 400 and b"would wait" in body
 
 
 async def test_each_pair_is_behind_its_own_port() -> None:

@@ -1,21 +1,31 @@
-"""Make short prompts of small blocks, policies and fake engines, for the tests of the router."""
+"""Make short prompts of small blocks and policies; run routers in front of fake engines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import anyio
 from hypothesis import settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
+from flashmoa.router.application import application
 from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
+from flashmoa.router.client_requests import STREAMS, make_json_response
+from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import Connections
+from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policy import PrefixAware, WaitingRequest
+from flashmoa.router.shell.application import ShellOptions, shell_application
+from tests.integration.router.serving import serve
 
 SIZE = 4
 STEPS = settings(max_examples=50, stateful_step_count=30)
@@ -82,3 +92,142 @@ class FakeConnections(Connections):
             return None
         status, content = answer if isinstance(answer, tuple) else (200, answer)
         return Response(json.dumps(content), status)
+
+
+KEY = {"authorization": "Bearer right"}
+# What an engine refuses while it drains; it takes other requests.
+DRAINING = {("GET", "/health/ready"), ("POST", STREAMS), ("POST", "/prefill_only")}
+
+
+class FakeEngine:
+    """Answers every request that has the right API key.
+
+    Args:
+        streams: the ids of its prompt streams.
+        needs_key: whether it refuses requests without the right API key.
+        ranks: the number of data-parallel ranks that it tells.
+
+    Attributes:
+        requests: the requests that it accepted, except the router's own.
+        named_ranks: the rank that each of these requests named, if any.
+        ranks: the number of data-parallel ranks that it tells.
+        refuses: methods and paths that it answers as while it drains.
+    """
+
+    def __init__(self, *streams: str, needs_key: bool = True, ranks: int = 1) -> None:
+        self._streams = streams
+        self._needs_key = needs_key
+        self.ranks = ranks
+        self._settings: dict[str, Any] = {}
+        self.requests: list[str] = []
+        self.named_ranks: list[str | None] = []
+        self.refuses: set[tuple[str, str]] = set()
+
+    def advertise(self, source: EventSource) -> None:
+        """Tell routers where KV events are published; the ports of further ranks follow."""
+        self._settings["kv_events_config"] = json.dumps(
+            {
+                "publisher": "zmq",
+                "endpoint": source.address,
+                "replay_endpoint": source.replay,
+                "topic": source.topic,
+            }
+        )
+
+    def app(self) -> Starlette:
+        methods = ["GET", "POST", "PUT", "DELETE"]
+        return Starlette(routes=[Route("/{path:path}", self._answer, methods=methods)])
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.url.path
+        await request.body()
+        if (request.method, path) in self.refuses:
+            return make_json_response({"error": {"code": "draining", "message": "No."}}, 503)
+        if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
+            return make_json_response({"error": "Unauthorized"}, 401)
+        if path == "/flashmoa/info":
+            return make_json_response({"data_parallel_ranks": self.ranks})
+        if path == "/server_info":
+            return make_json_response({**self._settings, "dp_size": self.ranks})
+        if path != "/health/ready":
+            self.requests.append(f"{request.method} {path}")
+            self.named_ranks.append(request.headers.get("x-data-parallel-rank"))
+        if path == STREAMS:
+            count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}
+            return make_json_response(count if request.method == "GET" else opened)
+        if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
+            return make_json_response({"error": {"code": "unknown_stream"}}, 404)
+        return make_json_response(
+            {"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}}
+        )
+
+
+class RouterClient:
+    """Calls an application as a web server would."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        query: bytes = b"",
+    ) -> tuple[int, bytes]:
+        """Return the answer's status and body. Raises: what the application raises.
+
+        ``path`` is percent-encoded.
+        """
+        bodies: Iterator[bytes] = iter([body])
+        status, pieces = 0, list[bytes]()
+
+        async def receive() -> dict[str, Any]:
+            if (piece := next(bodies, None)) is None:
+                await anyio.sleep_forever()
+            return {"type": "http.request", "body": piece, "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            pieces.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": query,
+            "headers": [
+                (name.lower().encode("latin-1"), value.encode("latin-1"))
+                for name, value in ({"host": "router"} | dict(headers or {})).items()
+            ],
+        }
+        await self._app(scope, receive, send)
+        return status, b"".join(pieces)
+
+
+@asynccontextmanager
+async def running(app: Starlette) -> AsyncGenerator[RouterClient]:
+    async with app.router.lifespan_context(app):
+        yield RouterClient(app)
+
+
+@asynccontextmanager
+async def routing(*engines: FakeEngine, **options: Any) -> AsyncGenerator[RouterClient]:
+    """Run a router in front of fake engines."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
+        all_options = RouterOptions(urls, api_key="right", watch_seconds=60, **options)
+        yield await stack.enter_async_context(running(application(all_options)))
+
+
+@asynccontextmanager
+async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
+    """Run a shell router; the engine is both its prefill engine and its pair's router."""
+    async with (
+        serve(engine.app()) as url,
+        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
+    ):
+        yield client

@@ -17,8 +17,7 @@ from flashmoa.router.errors import EngineLost
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policy import PrefixAware
-from tests.unit.router.fake_engines import KEY, FakeEngine, routing
-from tests.unit.router.support import FakeConnections
+from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
 
 pytestmark = pytest.mark.anyio
 SHAPE = {

@@ -31,8 +31,7 @@ from flashmoa.router.kv_events import (
 )
 from flashmoa.router.policy import PrefixAware
 from tests.integration.router.serving import serve
-from tests.unit.router.fake_engines import FakeEngine, running
-from tests.unit.router.support import PROMPTS, SIZE, blocks
+from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
 
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
@@ -262,7 +261,7 @@ async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins
     engine, refused = FakeEngine(needs_key=False), ("GET", "/health/ready")
     async with (
         publisher_of(STORED) as (publisher, before),
-        publisher_of(stored(3, 3)) as (_, after),
+        publisher_of(stored(3, 3)) as (other, after),
         serve(engine.app()) as url,
     ):
         engine.advertise(before)
@@ -288,5 +287,9 @@ async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins
             engine.advertise(after if moves else before)
             engine.refuses.discard(refused)
             await until(*(line("blocks", value, rank) for rank, value in expected.items()))
+            if moves:  # What is published at the old port is another engine's.
+                await publisher.publish(1, batch(stored(20, 4)))
+                await other.publish(1, batch(stored(30, 1)))
+                await until(line("blocks", 4))
     # What one that comes back as it was has cached is asked for again.
     assert publisher.replays == [0] * (1 if moves else 2)

@@ -17,7 +17,7 @@ from flashmoa.router.client_requests import CHAT, GENERATE, POLICY_ROUTES, STREA
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.kv_events import EventSource
 from tests.integration.router.serving import InTurn
-from tests.unit.router.fake_engines import (
+from tests.unit.router.support import (
     DRAINING,
     KEY,
     FakeEngine,

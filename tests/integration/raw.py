@@ -76,10 +76,7 @@ class RawConnection:
         while len(self._received) < length:
             self._received += await self._stream.receive()
         body, self._received = self._received[:length], self._received[length:]
-        try:
-            return status, json.loads(body)
-        except json.JSONDecodeError:  # A request that is not HTTP is refused in plain text.
-            return status, body.decode()
+        return status, json.loads(body)
 
     async def wait_until_closed(self) -> bool:
         """Read until the engine closes the connection, and return ``True``."""

@@ -9,6 +9,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from tests.integration.baseline import Baseline
 from tests.integration.support import wait_until_idle
 
 
@@ -24,3 +25,11 @@ async def client(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
 async def http(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as connected:
         yield connected
+
+
+@pytest.fixture(scope="module")
+async def base(engine: LocalEngine) -> AsyncGenerator[Baseline]:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
+        baseline = Baseline(engine, http)
+        await baseline.take()
+        yield baseline

@@ -10,7 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import nightly, start_special_engine, wait_until_idle
+from tests.integration.support import start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
@@ -18,12 +18,9 @@ CHUNK = 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [nightly(1), 16])
-async def test_measuring_during_requests_loses_no_kv(
-    engines: LocalEngines, model: Path, page: int
-) -> None:
+async def test_measuring_during_requests_loses_no_kv(engines: LocalEngines, model: Path) -> None:
     """A request that arrives can force a prefill that is measured to be cut into chunks."""
-    arguments = ["--page-size", str(page), "--chunked-prefill-size", str(CHUNK)]
+    arguments = ["--page-size", "16", "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
         start_special_engine(engines, model, *arguments, measures=True, has_costs=False) as engine,

@@ -208,3 +208,12 @@ async def test_requests_that_keep_no_kv_share_none_in_their_batch(
     plain = await http.post("/generate", json=body)
     answers = [[one["text"] for one in answer.json()] for answer in (marked, plain)]
     assert answers[0] == answers[1] and engine.is_running()
+
+
+async def test_a_refused_request_does_not_count_as_running(http: httpx.AsyncClient) -> None:
+    """If it did, costs would never be measured, because that waits for other requests."""
+    before = (await http.get("/flashmoa/info")).json()["in_flight"]["requests"]
+    answer = await http.post("/generate", json={"input_ids": [5] * 40_000})
+    assert answer.status_code == 400
+    after = (await http.get("/flashmoa/info")).json()["in_flight"]["requests"]
+    assert after == before

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
 from flashmoa.errors import RequestRefused
 from tests.integration.support import start_special_engine
@@ -78,14 +78,3 @@ async def check_that_requests_for_kv_are_refused(client: EngineClient) -> None:
         await client.prefill_only(input_ids=[1, 2])
     with pytest.raises(RequestRefused, match="keeps no KV"):
         await client.open_stream(input_ids=[1, 2])
-
-
-async def test_an_engine_that_would_cut_prompts_does_not_start(
-    engines: LocalEngines, model: Path
-) -> None:
-    """If no chunk size is given, SGLang chooses one."""
-    flags = ["--flashmoa-kv-cache", "off", "--disable-radix-cache", *MEMORY]
-    engine = await engines.start(model, core=1, arguments=flags, wait=False)
-    with pytest.raises(EngineError, match="ended at start"):
-        await engine.wait_until_ready()
-    assert "needs --chunked-prefill-size -1." in engine.log.read_text()

@@ -104,21 +104,6 @@ async def test_generation_is_paused_and_continued_while_streams_are_open(
     await check_final_request(client, opened.id, words(200, 7012) + " of")
 
 
-async def test_aborts_of_all_requests_leave_streams_that_grow(
-    client: EngineClient, http: httpx.AsyncClient, words: Words
-) -> None:
-    texts = [words(1500, 7020 + number) for number in range(4)]
-    streams = [await client.open_stream(text=text, ttl_seconds=TTL) for text in texts]
-    for _ in range(5):
-        await post(http, "/abort_request", abort_all=True)
-        states = [await client.stream_state(stream.id) for stream in streams]
-        assert all(state.received_tokens >= 1499 for state in states)
-    for text, stream in zip(texts, streams, strict=True):
-        await client.append(stream.id, 0, text=" of", end=True)
-        await wait_until_prefilled(client, stream.id, 1500)
-        await check_final_request(client, stream.id, f"{text} of it")
-
-
 async def test_an_adapter_is_unloaded_while_streams_are_open(
     client: EngineClient, http: httpx.AsyncClient, words: Words
 ) -> None:

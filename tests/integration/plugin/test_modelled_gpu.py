@@ -43,23 +43,14 @@ async def device_of(engine: LocalEngine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [(), pytest.param(("--disable-overlap-schedule",), marks=pytest.mark.nightly)],
-    ids=["overlap", "no overlap"],
-)
 async def test_time_changes_no_answer(
-    engines: LocalEngines,
-    client: EngineClient,
-    model: Path,
-    words: Words,
-    arguments: tuple[str, ...],
+    engines: LocalEngines, client: EngineClient, model: Path, words: Words
 ) -> None:
     prompt = words(300, 5000)
     expected, _ = await generate(client, prompt, 30)
     slow = {**GPU, "FLASHMOA_DEVICE_SLOWDOWN": "3"}
     async with (
-        start_special_engine(engines, model, *arguments, environment=slow) as engine,
+        start_special_engine(engines, model, environment=slow) as engine,
         EngineClient(engine.url) as modelled,
     ):
         async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:

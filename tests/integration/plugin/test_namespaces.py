@@ -72,6 +72,20 @@ async def test_a_stream_serves_only_requests_with_its_salt(
         assert answer["output_ids"] == alone["output_ids"]
 
 
+async def test_the_kv_of_a_salt_serves_chats_with_this_salt_only(
+    http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    await client.flush_cache()
+    messages = [{"role": "user", "content": words(200, 401)}]
+    done = await client.prefill_only(messages=messages, cache_salt="one")
+    cached: list[int] = []
+    for salt in ("two", "one"):
+        body = {"model": "m", "messages": messages, "max_tokens": 1, "cache_salt": salt}
+        usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
+        cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+    assert cached == [0, done.prompt_tokens - 1]
+
+
 @pytest.mark.parametrize(
     ("body", "namespace"),
     [

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +26,17 @@ from tests.integration.support import (
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 _Answer = dict[str, Any]
-
-MATRIX = [
-    pytest.param(
-        overlap,
-        page,
-        id=f"overlap {'on' if overlap else 'off'}, pages of {page}",
-        marks=[] if (overlap, page) == (True, 16) else [pytest.mark.nightly],
-    )
-    for overlap, page in product((True, False), (1, 16))
-]
+ARGUMENTS = ["--page-size", "16", "--decode-log-interval", "1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overlap", "page"), MATRIX)
 async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
-    engines: LocalEngines,
-    engine: LocalEngine,
-    model: Path,
-    words: Words,
-    overlap: bool,
-    page: int,
+    engines: LocalEngines, engine: LocalEngine, model: Path, words: Words
 ) -> None:
     """Of those that decode, SGLang knows all tokens then, because they were not in that prefill."""
-    arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
-    arguments += [] if overlap else ["--disable-overlap-schedule"]
     newcomers = [_ask_for(words(200, 71 + number), 3) for number in range(5)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=RIDING) as modelled,
+        start_special_engine(engines, model, *ARGUMENTS, environment=RIDING) as modelled,
         EngineClient(modelled.url, timeout=60) as client,
         httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):
@@ -74,32 +57,21 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
         assert _log_probabilities(answer) == pytest.approx(_log_probabilities(expected), abs=1e-3)
     new = {meta["prompt_tokens"] - meta["cached_tokens"] for meta in map(_meta, answers)}
     # Up to 0.5.18, the log counts whole pages.
-    prefilled = {*new, *(-(-tokens // page) * page for tokens in new)}
+    prefilled = {*new, *(-(-tokens // 16) * 16 for tokens in new)}
     # A step without prefill would be ``None``.
     assert any(step in prefilled and after is not None for step, after in pairwise(steps))
 
 
-@pytest.mark.parametrize(
-    ("overlap", "page"),
-    [(True, 16), pytest.param(False, 1, marks=pytest.mark.nightly)],
-)
 async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
-    engines: LocalEngines,
-    engine: LocalEngine,
-    model: Path,
-    words: Words,
-    overlap: bool,
-    page: int,
+    engines: LocalEngines, engine: LocalEngine, model: Path, words: Words
 ) -> None:
     """While there is a stream, prompts that are too long for one step take several."""
-    arguments = ["--page-size", str(page), "--decode-log-interval", "1"]
-    arguments += [] if overlap else ["--disable-overlap-schedule"]
     # All of these answers, in full, fit the pool beside a newcomer: SGLang 0.5.23 keeps that much
     # for answers that do not end early.
     prompts = [words(60, 60 + number) for number in range(6)]
     newcomers = [_ask_for(words(480, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
-        start_special_engine(engines, model, *arguments, environment=RIDING) as modelled,
+        start_special_engine(engines, model, *ARGUMENTS, environment=RIDING) as modelled,
         EngineClient(modelled.url, timeout=60) as client,
         httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):

@@ -10,17 +10,10 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
-    LAG,
-    RIDING,
-    fetch_kv_state,
-    generate,
     start_special_engine,
-    wait_until_idle,
-    wait_until_prefilled,
 )
 
 pytestmark = pytest.mark.anyio
@@ -92,63 +85,3 @@ async def test_priorities_come_before_sizes(one_at_a_time: LocalEngine, words: W
         },
     )
     assert order == ["urgent", "short"]
-
-
-# With this, SGLang expects short answers from the start.
-EXPECTED_SHORT = ["--schedule-conservativeness", "0.1"]
-
-
-async def decode(client: EngineClient, text: str, tokens: int, begun: anyio.Event) -> PromptUsage:
-    """Decode exactly ``tokens`` tokens, a number that SGLang does not expect."""
-    lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    sampling: dict[str, Any] = {"temperature": 0, "stream_interval": 1, **lengths}
-    usage: PromptUsage | None = None
-    async with client.generate(text=text, sampling=sampling) as deltas:
-        async for delta in deltas:
-            begun.set()
-            usage = delta.usage or usage
-    assert usage is not None
-    return usage
-
-
-def retractions(engine: LocalEngine) -> list[str]:
-    lines = engine.log.read_text().splitlines()
-    return [line for line in lines if "Retract requests" in line or "retract_decode" in line]
-
-
-@pytest.mark.nightly
-async def test_streams_fill_next_to_answers_that_may_become_long(
-    engines: LocalEngines, model: Path, words: Words
-) -> None:
-    """There is room for a stream only because SGLang expects short answers. When they become long,
-    the stream gives way, and no request is retracted."""
-    args = [*EXPECTED_SHORT, "--chunked-prefill-size", "1024"]
-    done: list[int] = []
-
-    async def chat(number: int, begun: anyio.Event) -> None:
-        usage = await decode(client, words(20, 500 + number), 850, begun)
-        done.append(usage.completion_tokens)
-
-    async with (
-        start_special_engine(engines, model, *args, pool=4000, environment=RIDING) as engine,
-        EngineClient(engine.url, timeout=120) as client,
-    ):
-        async with anyio.create_task_group() as group:
-            for number in range(4):
-                begun = anyio.Event()
-                group.start_soon(chat, number, begun)
-                await begun.wait()
-            stream = await client.open_stream(text=words(600, 510), ttl_seconds=300)
-            await client.append(stream.id, 0, text=words(200, 512)[3:], end=True)
-            state = await wait_until_prefilled(client, stream.id, 799 - LAG)
-            await generate(client, words(20, 511), 8)
-            kv = await fetch_kv_state(client)
-            assert not done
-            assert (kv.pinned_streams, kv.gave_way) == (1, 0)
-        assert done == [850] * 4
-        assert (await fetch_kv_state(client)).gave_way >= 1
-        # Room that may be needed again is not filled over and over.
-        assert (await client.stream_state(stream.id)).computed_tokens < 2 * state.received_tokens
-        assert not retractions(engine)
-        await client.delete_stream(stream.id)
-        await wait_until_idle(client)

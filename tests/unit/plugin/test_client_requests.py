@@ -110,6 +110,12 @@ def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object)
         client_requests.read_hints(HttpRequest(expected_output_tokens=number))
 
 
+@pytest.mark.parametrize("stream", [7, [], {}, True, ["x"]])
+def test_an_id_of_a_stream_that_is_no_string_is_refused(stream: object) -> None:
+    with pytest.raises(ValueError, match="prompt_stream_id must be a string"):
+        client_requests.read_hints(HttpRequest(prompt_stream_id=stream))
+
+
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
     engine: Any = SimpleNamespace(max_prompt_tokens=10, tokenizer=SimpleNamespace(prefix=[]))
     renderer: Any = None

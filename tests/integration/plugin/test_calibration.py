@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -33,7 +34,7 @@ async def test_measuring_during_requests_loses_no_kv(engines: LocalEngines, mode
                     for _ in range(3):
                         sent += 1
                         ids = [1000 + sent % 2000] * (CHUNK - 8)
-                        group.start_soon(_prefill, client, ids)
+                        group.start_soon(partial(client.prefill_only, input_ids=ids))
         assert sent > 3
         info = await client.info()
         assert info.costs is not None and info.costs.decode_step > 0
@@ -57,7 +58,3 @@ async def test_an_engine_takes_the_costs_of_another_one(
         # What is measured stays in the cache.
         state = (await reader.info()).kv[0]
         assert state.free == state.total
-
-
-async def _prefill(client: EngineClient, ids: list[int]) -> None:
-    await client.prefill_only(input_ids=ids)

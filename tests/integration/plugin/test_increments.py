@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -51,7 +52,7 @@ async def test_one_forward_computes_increments_of_many_streams(
     texts = [words(50, 8000 + number) + words(30, 8100 + number)[3:] for number in range(STREAMS)]
     streams = [await client.open_stream(text=words(50, 8000 + n)) for n in range(STREAMS)]
     async with anyio.create_task_group() as group:
-        group.start_soon(occupy, client, words(5000, 8200))
+        group.start_soon(partial(client.prefill_only, text=words(5000, 8200)))
         for number, stream in enumerate(streams):
             piece = words(30, 8100 + number)[3:]
             await client.append(stream.id, 0, text=piece, end=True)
@@ -66,11 +67,6 @@ async def test_one_forward_computes_increments_of_many_streams(
     assert len(set(increments)) < STREAMS
     await client.flush_cache()
     assert linked == [(await generate(client, text, 8))[0] for text in texts]
-
-
-async def occupy(client: EngineClient, text: str) -> None:
-    """Keep the engine busy with one request."""
-    await client.prefill_only(text=text)
 
 
 @pytest.mark.parametrize("length", [100, 4000])

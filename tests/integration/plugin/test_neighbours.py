@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.integration.support import (
     GREEDY,
     LAG,
     RIDING,
+    decoding,
     fetch_kv_state,
     generate,
     nightly_except,
@@ -70,45 +71,14 @@ async def plain(engine: LocalEngine) -> AsyncGenerator[EngineClient]:
         yield connected
 
 
-class Decodes:
-    """Requests that decode until they are told to end."""
-
-    def __init__(self, http: httpx.AsyncClient, prompts: list[str]) -> None:
-        self._http = http
-        self._prompts = prompts
-        self.answers: dict[str, tuple[str, int]] = {}
-        self._may_end = False
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
-        """Run the requests during the body, from their first tokens on."""
-        async with anyio.create_task_group() as group:
-            for prompt in self._prompts:
-                group.start_soon(self._ask, prompt)
-            await self.wait_for_tokens(1)
-            yield
-            self._may_end = True
-
-    async def wait_for_tokens(self, more: int) -> None:
-        """Wait until each request has decoded so many more tokens."""
-        counts = {prompt: self.answers.get(prompt, ("", 0))[1] for prompt in self._prompts}
-        with anyio.fail_after(60):
-            while any(  # noqa: ASYNC110 - there is no event for it
-                self.answers.get(prompt, ("", 0))[1] < count + more
-                for prompt, count in counts.items()
-            ):
-                await anyio.sleep(0.005)
-
-    async def _ask(self, prompt: str) -> None:
-        sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
-        body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        async with self._http.stream("POST", "/generate", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    self.answers[prompt] = event["text"], event["meta_info"]["completion_tokens"]
-                    if self._may_end:
-                        return
+async def wait_for_tokens(answers: Iterable[dict[str, Any]], more: int) -> None:
+    """Wait until each request has decoded so many more tokens."""
+    wanted = [(answer, answer["meta_info"]["completion_tokens"] + more) for answer in answers]
+    with anyio.fail_after(60):
+        while any(  # noqa: ASYNC110 - there is no event for it
+            answer["meta_info"]["completion_tokens"] < tokens for answer, tokens in wanted
+        ):
+            await anyio.sleep(0.005)
 
 
 async def test_streams_and_decodes_change_no_answers(
@@ -118,23 +88,29 @@ async def test_streams_and_decodes_change_no_answers(
     prompts = [words(40, number) for number in range(2)]
     texts = [words(700, 50 + number) + words(30, 70)[3:] for number in range(4)]
     rode_before = (await fetch_kv_state(client)).rode_along
-    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
-        decodes = Decodes(http, prompts)
-        async with decodes.running():
-            streams = [
-                await client.open_stream(text=words(700, 50 + number), ttl_seconds=300)
-                for number in range(4)
-            ]
+    sampling: dict[str, Any] = {**GREEDY, "max_new_tokens": 3000, "stream_interval": 1}
+    async with (
+        httpx.AsyncClient(base_url=client.url, timeout=120) as http,
+        AsyncExitStack() as stack,
+    ):
+        decodes: dict[str, dict[str, Any]] = {}
+        for prompt in prompts:
+            body = {"text": prompt, "sampling_params": sampling}
+            decodes[prompt] = await stack.enter_async_context(decoding(http, body))
+        streams = [
+            await client.open_stream(text=words(700, 50 + number), ttl_seconds=300)
+            for number in range(4)
+        ]
+        for stream in streams:
+            await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
+        if WAYS[way][1] and way != "after decodes":
             for stream in streams:
-                await client.append(stream.id, 0, text=words(30, 70)[3:], end=True)
-            if WAYS[way][1] and way != "after decodes":
-                for stream in streams:
-                    await wait_until_prefilled(client, stream.id, 729 - LAG)
-            else:
-                await decodes.wait_for_tokens(30)
-            states = [await client.stream_state(stream.id) for stream in streams]
-            rode = (await fetch_kv_state(client)).rode_along - rode_before
-            await decodes.wait_for_tokens(10)
+                await wait_until_prefilled(client, stream.id, 729 - LAG)
+        else:
+            await wait_for_tokens(decodes.values(), 30)
+        states = [await client.stream_state(stream.id) for stream in streams]
+        rode = (await fetch_kv_state(client)).rode_along - rode_before
+        await wait_for_tokens(decodes.values(), 10)
     # Without a forward for streams alone, all that is computed beside decodes has ridden along.
     computed = sum(state.computed_tokens for state in states)
     assert computed <= rode
@@ -142,10 +118,11 @@ async def test_streams_and_decodes_change_no_answers(
         assert rode == 0
     elif WAYS[way][1]:
         assert rode >= 4 * (729 - LAG)
-    for prompt, (text, tokens) in decodes.answers.items():
+    for prompt, answer in decodes.items():
+        tokens = answer["meta_info"]["completion_tokens"]
         assert 20 <= tokens < 3000
         alone, _ = await generate(plain, prompt, tokens + 8)
-        assert alone.startswith(text)
+        assert alone.startswith(answer["text"])
     linked: list[str] = []
     for text, stream in zip(texts, streams, strict=True):
         await wait_until_prefilled(client, stream.id, 729)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
@@ -19,6 +17,7 @@ from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
     RIDING,
+    decoding,
     start_special_engine,
     wait_until_idle,
 )
@@ -41,7 +40,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
         httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):
         before = len(_steps(modelled))
-        async with _decoding(http, _ask_for(words(60, 70), 2000)) as long:
+        async with decoding(http, _ask_for(words(60, 70), 2000)) as long:
             stream = await client.open_stream(text="The", ttl_seconds=300)
             # So many tokens that some wait in each step.
             await client.append(stream.id, 0, text=words(6000, 80)[3:])
@@ -78,7 +77,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
         before = len(_steps(modelled))
         async with AsyncExitStack() as stack:
             decoding = [
-                await stack.enter_async_context(_decoding(http, _ask_for(prompt, 1500, wanted={})))
+                await stack.enter_async_context(decoding(http, _ask_for(prompt, 1500, wanted={})))
                 for prompt in prompts
             ]
             stream = await client.open_stream(text="The", ttl_seconds=300)
@@ -116,29 +115,6 @@ async def _ask_alone(engine: LocalEngine, bodies: list[dict[str, Any]]) -> list[
     """Ask one after the other, an engine in which nothing rides and that is not slowed down."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=60) as http:
         return [await _ask(http, body) for body in bodies]
-
-
-@asynccontextmanager
-async def _decoding(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[_Answer]:
-    """Let an answer be written from its first token on; it is what was written in the end."""
-    answer: _Answer = {}
-    begun, ends = anyio.Event(), anyio.Event()
-
-    async def read() -> None:
-        async with http.stream("POST", "/generate", json={**body, "stream": True}) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    answer.update(json.loads(line.removeprefix("data: ")))
-                    begun.set()
-                    if ends.is_set():
-                        return
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(read)
-        await begun.wait()
-        yield answer
-        assert _meta(answer)["finish_reason"] is None, "the answer ended before the body"
-        ends.set()
 
 
 def _meta(answer: _Answer) -> dict[str, Any]:

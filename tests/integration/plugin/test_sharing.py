@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -68,11 +69,6 @@ async def answers(client: EngineClient, texts: list[str]) -> tuple[list[str], in
     return [done[text] for text in texts], computed
 
 
-async def occupy(client: EngineClient, text: str) -> None:
-    """Keep the engine busy with one forward."""
-    await client.prefill_only(text=text)
-
-
 async def answers_one_by_one(client: EngineClient, texts: list[str]) -> list[str]:
     answers: list[str] = []
     for text in texts:
@@ -92,7 +88,7 @@ async def test_sixteen_requests_compute_shared_tokens_once(
     spread, computed_spread = await answers(client, texts)
     await client.flush_cache()
     async with anyio.create_task_group() as group:
-        group.start_soon(occupy, client, words(1500, 2))
+        group.start_soon(partial(client.prefill_only, text=words(1500, 2)))
         together, computed_together = await answers(client, texts)
     await client.flush_cache()
     await client.prefill_only(text=words(SHARED, 1)[:3000])
@@ -118,7 +114,7 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
         httpx.AsyncClient(base_url=client.url, timeout=60) as http,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(occupy, client, words(6000, 3))
+        group.start_soon(partial(client.prefill_only, text=words(6000, 3)))
         sent = await http.post("/generate", json={"text": texts, "sampling_params": sampling})
     metas = [answer["meta_info"] for answer in sent.raise_for_status().json()]
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)

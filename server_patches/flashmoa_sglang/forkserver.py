@@ -79,9 +79,12 @@ def run_engine(order: dict[str, Any]) -> None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))
-    if order.get("cores"):
-        os.sched_setaffinity(0, order["cores"])
-        _use_threads(len(order["cores"]))
+    if cores := order.get("cores"):
+        import torch
+
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -103,13 +106,6 @@ def run_engine(order: dict[str, Any]) -> None:
 
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(code)
-
-
-def _use_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)
-    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def main() -> None:

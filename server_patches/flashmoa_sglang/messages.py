@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
@@ -114,14 +115,12 @@ class StreamProgress:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Tells every scheduler the costs of this engine's forwards, as in ``costs.Costs``.
+    """Tells every scheduler the costs of this engine's forwards.
 
     ``waits_for``: the number of tokens in a forward for which prefills wait; ``None``: they do not.
     """
 
-    points: tuple[tuple[int, float], ...]
-    decode_step: float
-    mixed: tuple[tuple[int, int, float], ...] = ()
+    costs: Costs
     waits_for: int | None = None
 
 

@@ -76,7 +76,6 @@ def attach_api(_result: None, manager: Any) -> None:
     from flashmoa_sglang.http.api import Api
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
-    http_server.app.state.flashmoa_hooks = [hook.target for hook in HTTP_HOOKS + SCHEDULER_HOOKS]
     Api(engine, table, renderer).add_to(http_server.app)
     _run_with(http_server.app, lambda: calibrate(engine))
 

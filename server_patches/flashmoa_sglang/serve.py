@@ -91,16 +91,12 @@ def _serve_hash_model(argv: list[str]) -> list[str]:
         folder = hash_model.write_hash_model(known.model_path, _HASH_CONTEXT)
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model-path {known.model_path}: {error}") from error
-    _add_models(*hash_model.MODEL_PACKAGE)
-    return ["--served-model-name", "hash", *rest, "--model-path", str(folder)]
-
-
-def _add_models(variable: str, package: str) -> None:
-    """Let SGLang find a package's models, in this process and in those that it starts."""
+    variable, package = hash_model.MODEL_PACKAGE
     os.environ[variable] = package
     # A forkserver has read the variable before.
     if registry := sys.modules.get("sglang.srt.models.registry"):
         registry.ModelRegistry.register(package, overwrite=True)
+    return ["--served-model-name", "hash", *rest, "--model-path", str(folder)]
 
 
 def is_stock() -> bool:

@@ -49,7 +49,6 @@ class CudaDevice:
                 piece.copy_(part, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Wait until everything has been done that was enqueued."""
         torch.cuda.synchronize(self._device)
 
     def pinned_memory(self, size: int) -> torch.Tensor:

@@ -76,7 +76,6 @@ class Packing:
         return {name: place.view(memory) for name, place in self.places.items()}
 
     def fill(self, memory: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors into a piece of memory."""
         for name, view in self.views(memory).items():
             view.copy_(tensors[name])
 

@@ -41,8 +41,6 @@ class SlotRotation:
     """
 
     def __init__(self, layers: int, slots: int) -> None:
-        if layers < 1 or slots < 1:
-            raise ValueError(f"{layers} layers in {slots} slots: at least one of each is needed")
         self._layers = layers
         self.slots: list[int] = list(range(min(layers, slots)))
         self.misses = 0

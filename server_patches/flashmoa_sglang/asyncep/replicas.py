@@ -333,7 +333,6 @@ class HostSegment:
             file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
 
     def finish(self) -> torch.Tensor:
-        """Seal and map the segment."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _seals(self._gpu))
         return map_segment(self.descriptor, self._size, self._gpu)
 

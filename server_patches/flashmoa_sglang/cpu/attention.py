@@ -211,7 +211,6 @@ def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
 
 
 def read_slots(buffer: torch.Tensor, runs: list[slice] | torch.Tensor) -> torch.Tensor:
-    """Return the rows of a pool's buffer at these slots."""
     if isinstance(runs, torch.Tensor):
         return buffer.index_select(0, runs)
     if len(runs) == 1:

@@ -33,14 +33,10 @@ ATTENTION_BACKEND = "torch_native"
 DEFAULT_KV_TOKENS = 65536
 # Arguments of SGLang that need a GPU, and why.
 _NEEDS_GPU = {
-    "speculative_algorithm": (
-        "--speculative-algorithm",
-        "SGLang verifies draft tokens with sgl_kernel, which has no build for this platform",
+    "--speculative-algorithm": (
+        "SGLang verifies draft tokens with sgl_kernel, which has no build for this platform"
     ),
-    "enable_hierarchical_cache": (
-        "--enable-hierarchical-cache",
-        "SGLang registers the host memory with CUDA",
-    ),
+    "--enable-hierarchical-cache": "SGLang registers the host memory with CUDA",
 }
 
 
@@ -76,8 +72,8 @@ class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
         Raises: SystemExit if the user has given one that needs a GPU, or the modelled GPU's are
             wrong.
         """
-        for name, (argument, reason) in _NEEDS_GPU.items():
-            if getattr(server_args, name):
+        for argument, reason in _NEEDS_GPU.items():
+            if getattr(server_args, argument[2:].replace("-", "_")):
                 raise SystemExit(f"flashmoa serve: {argument} needs a GPU: {reason}. Leave it out.")
         # SGLang's default is its AMX backend. That needs a build of the kernels that no registry
         # has, so it is not the user's choice.

@@ -102,7 +102,7 @@ class Api:
             raise EngineBusy("The server is warming up; ask again in a few seconds.")
         return {"status": "ready"}
 
-    async def info(self, request: Request) -> dict[str, Any]:
+    async def info(self, _request: Request) -> dict[str, Any]:
         tokenizer = self._engine.tokenizer
         ranks = await self._engine.kv()
         return {
@@ -110,7 +110,6 @@ class Api:
             "sglang": {"version": releases.installed()},
             "capabilities": self._capabilities(),
             "role": self._engine.role,
-            "hooks": request.app.state.flashmoa_hooks,
             "model": self._engine.model,
             "modelled_gpu": modelled.name if (modelled := modelled_gpu()) else None,
             "tokenizer": {

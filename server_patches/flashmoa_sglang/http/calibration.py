@@ -343,31 +343,24 @@ def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int
     options = Options.from_environment()
     if not options.saturation_wait or not (options.saturation or measured is not None):
         return None
-    if together:
-        logger.warning(
-            "Prefills are not held back to fill forwards, because ranks step together with "
-            "--pp-size, data-parallel attention, --moe-a2a-backend or --moe-dense-tp-size: ranks "
-            "with other requests would have to wait, too."
-        )
-        return None
     tokens = options.saturation or (measured.tokens if measured is not None else None)
-    if tokens is None:
-        logger.warning(
-            "No forward is long enough to hide the transfers of experts, so prefills are not held "
-            "back."
+    if together:
+        reason = (
+            "ranks step together with --pp-size, data-parallel attention, --moe-a2a-backend or "
+            "--moe-dense-tp-size, and those with other requests would have to wait, too"
         )
-        return None
-    if tokens > most:
-        logger.warning(
-            "Prefills are not held back: they would wait for a forward of %d tokens, as measured "
-            "or given by --flashmoa-saturation, but the largest one here has %d. Larger "
+    elif tokens is None:
+        reason = "no forward is long enough to hide the transfers of experts"
+    elif tokens > most:
+        reason = (
+            f"they would wait for a forward of {tokens} tokens, as measured or given by "
+            f"--flashmoa-saturation, but the largest one here has {most}. Larger "
             "--chunked-prefill-size, --max-prefill-tokens and --max-total-tokens allow for larger "
-            "forwards.",
-            tokens,
-            most,
+            "forwards"
         )
-        return None
-    logger.info(
-        "Prefills wait up to %g s for a forward of %d tokens", options.saturation_wait, tokens
-    )
-    return tokens
+    else:
+        text = "Prefills wait up to %g s for a forward of %d tokens"
+        logger.info(text, options.saturation_wait, tokens)
+        return tokens
+    logger.warning("Prefills are not held back to fill forwards: %s.", reason)
+    return None

@@ -138,7 +138,6 @@ def put_mark(obj: Any, mark: RequestMark) -> None:
 
 
 def decodes(obj: Any) -> bool:
-    """Return whether the request samples any token."""
     sampling_params = _list_params(obj.sampling_params or {})
     return any(params.get("max_new_tokens") != 0 for params in sampling_params)
 

@@ -111,7 +111,7 @@ class Engine:
     @property
     def packs_items(self) -> bool:
         """Return whether SGLang's /v1/score packs the items of a list into one prompt."""
-        return RELEASE.packs_items(self._arguments)
+        return self._arguments.enable_mis
 
     @property
     def steps_together(self) -> bool:
@@ -145,7 +145,6 @@ class Engine:
         return self._arguments.disaggregation_mode
 
     def require_prefills(self) -> None:
-        """Raise DecodesOnly if this is the decode engine of a PD pair."""
         if self.role == "decode":
             raise DecodesOnly(
                 "This engine decodes for a PD pair and prefills nothing; send the request to the "
@@ -287,8 +286,7 @@ class Engine:
             not wait.
         """
         self.costs, self.waits_for = costs, waits_for
-        message = MeasuredCosts(costs.points, costs.decode_step, costs.mixed, waits_for)
-        RELEASE.to_scheduler(self._manager, message)
+        RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
 
     def release(self, stream: str) -> None:
         """Release a stream's KV in every scheduler, so that it can be evicted."""

@@ -98,8 +98,8 @@ class StreamedText:
 class StreamTable:
     """All open prompt streams of a server."""
 
-    def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, engine: Engine) -> None:
+        self.limits = Limits()
         self._engine = engine
         self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}

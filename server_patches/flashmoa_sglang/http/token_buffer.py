@@ -31,13 +31,6 @@ class TokenizedPrefix(NamedTuple):
     tokens: int
 
 
-class Checkpoint(NamedTuple):
-    """A state of a :class:`TokenBuffer` that can be restored."""
-
-    chars: int
-    prefixes: int
-
-
 # Text after the last boundary is tokenised ahead once there is this much of it, in characters.
 _LONG = 32
 # The last of these characters stay back: the tokens at a text's end often change with the next.
@@ -288,13 +281,15 @@ class TokenBuffer:
         while self._ahead and self._ahead[-1].tokens > tokens:
             self._ahead.pop()
 
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(len(self.text), len(self._prefixes))
+    def checkpoint(self) -> tuple[int, int]:
+        """Return a state that can be restored."""
+        return len(self.text), len(self._prefixes)
 
-    def restore(self, state: Checkpoint) -> None:
+    def restore(self, state: tuple[int, int]) -> None:
         """Undo every append since ``state`` was taken, and take back what is not certain."""
-        self.text = self.text[: state.chars]
-        del self._prefixes[state.prefixes :]
+        chars, prefixes = state
+        self.text = self.text[:chars]
+        del self._prefixes[prefixes:]
         self._take_back(self.certain_tokens)
         self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
         self._look_at = self._prefixes[-1].chars + _LONG

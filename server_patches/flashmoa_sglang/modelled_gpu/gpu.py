@@ -15,7 +15,7 @@ from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flashmoa_sglang.options import Options
 
@@ -267,12 +267,6 @@ class Forward:
     context: int = 0
 
 
-class StepTimes(Protocol):
-    def seconds(self, forward: Forward) -> float:
-        """Return the seconds that the GPU computes a forward."""
-        ...
-
-
 class Roofline:
     """Times forwards by the roofline model: no kernel is faster than its arithmetic or its reads.
 
@@ -439,7 +433,7 @@ class ModelledGpu:
     gpu: Gpu
     model: Model
     tensor_parallel: int
-    times: StepTimes
+    times: Roofline | MeasuredTables
     slowdown: float = 1.0
 
     @property
@@ -491,7 +485,7 @@ def modelled_gpu() -> ModelledGpu | None:
         raise ValueError("--flashmoa-device needs --flashmoa-device-model, such as Qwen/Qwen3-32B.")
     model = Model.load(options.device_model, options.device_weights)
     gpu = Gpu.load(options.device)
-    times: StepTimes
+    times: Roofline | MeasuredTables
     if options.device_times == "roofline" or options.device.endswith(".json"):
         times = Roofline(gpu, model, options.device_tp)
     else:

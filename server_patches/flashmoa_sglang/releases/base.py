@@ -260,10 +260,6 @@ class Release:
 
         return wrap_as_pickle(message)
 
-    def packs_items(self, arguments: Any) -> bool:
-        """Return whether /v1/score packs the items of a list into one prompt."""
-        return arguments.enable_mis
-
     # The scheduler and its batches.
 
     def running_batch(self, scheduler: Any, arguments: dict[str, Any]) -> Any:
@@ -328,7 +324,6 @@ class Release:
         maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
 
     def dp_rank(self, scheduler: Any) -> int:
-        """Return the scheduler's data-parallel rank, from 0."""
         return scheduler.ps.dp_rank or 0
 
     def pipeline_stages(self, scheduler: Any) -> int:
@@ -445,10 +440,6 @@ class Release:
 
     def matched_length(self, prefix_match: Any) -> int:
         return len(prefix_match.device_indices)
-
-    def may_go_on(self, node: Any) -> bool:
-        """Return whether the radix tree may hold more behind a node; some trees do not show it."""
-        return bool(getattr(node, "children", True))
 
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""

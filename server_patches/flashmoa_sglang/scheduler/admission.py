@@ -70,7 +70,8 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
             continue
         # SGLang may count how often a request found no room. So streams give way until it will find
         # some, before it is admitted again.
-        needs = _asked_of_pool(req, adder.page_size)
+        uncached = total_tokens(req) - RELEASE.cached_tokens(req)
+        needs = uncached + output_left(req) + adder.page_size
         while adder.rem_total_tokens <= needs and state.pins.give_way():
             pass
         result = ask()
@@ -186,10 +187,6 @@ def _need(scheduler: Any, req: Any) -> int:
         return uncached_tokens(scheduler.tree_cache, req) + more
     # The request's cached prefix may be evictable now, but is not any more once the request runs.
     return total_tokens(req) + more
-
-
-def _asked_of_pool(req: Any, page: int) -> int:
-    return total_tokens(req) - RELEASE.cached_tokens(req) + output_left(req) + page
 
 
 def check_decode_memory(

@@ -184,7 +184,9 @@ class SharedPrefill:
         shared = self._tree.match(_anchor(req, start), tokens)
         count = shared.take(self._within_forward)
         if count is None and self._may_wait(req, start):
-            return _continue_result()
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.CONTINUE
         if count is None:
             count = shared.now if self._within_forward else 0
         return self._take(original, adder, req, _Follower(start, start + count, shared.owner))
@@ -302,12 +304,6 @@ def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
     tree.dec_lock_ref(req.last_node)
     tree.inc_lock_ref(match.last_device_node)
     req.last_node = match.last_device_node
-
-
-def _continue_result() -> Any:
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    return AddReqResult.CONTINUE
 
 
 def _anchor(req: Any, start: int) -> Hashable:

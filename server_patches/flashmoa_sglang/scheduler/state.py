@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from flashmoa_sglang import asyncep, kv_free
-from flashmoa_sglang.costs import UNMEASURED, Costs
+from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.messages import (
     MEASURED_STEPS,
     CountUpdate,
@@ -248,7 +248,7 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwa
 
 def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     state: SchedulerState = scheduler.flashmoa
-    state.costs = Costs(message.points, message.decode_step, message.mixed)
+    state.costs = message.costs
     # If ranks step together, no rank may hold back a step on its own.
     together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
     if message.waits_for is not None and not together:

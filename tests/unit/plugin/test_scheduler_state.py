@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang import asyncep
+from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import (
     CountUpdate,
     ForwardTime,
@@ -277,7 +278,7 @@ def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeSchedul
 
 def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> None:
     mixed = ((1, 0, 0.01), (1, 64, 0.02))
-    receive(attached, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, mixed))
+    receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)))
     assert attached.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
     assert attached.flashmoa.saturation_gate is None
 
@@ -287,7 +288,7 @@ def test_no_rank_of_those_that_step_together_waits_for_saturation(
     attached: FakeScheduler, together: bool
 ) -> None:
     attached.require_mlp_sync = together
-    receive(attached, MeasuredCosts(((1, 0.01), (1001, 0.11)), 0.01, waits_for=500))
+    receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01), waits_for=500))
     gate = attached.flashmoa.saturation_gate
     assert (gate is None) == together
     assert gate is None or gate.tokens == 500

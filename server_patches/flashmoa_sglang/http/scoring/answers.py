@@ -1,4 +1,8 @@
-"""The answers of the scoring routes, in the forms of SGLang, Cohere and Jina."""
+"""The answers of the scoring routes, in the forms of SGLang, Cohere and Jina.
+
+Of a form, ``item`` is the part of the answer that is about one item, ``whole`` what is about all
+items, in the order of the request, and ``rest`` what is about none, without the usage.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from flashmoa_sglang.http.client_requests import StreamRequest
 from flashmoa_sglang.http.scoring.forwards import ScoredPrompt, ScoringUsage
-
-
-class Form(Protocol):
-    """The form of a route's answer."""
-
-    def item(self, prompt: ScoredPrompt) -> dict[str, Any]:
-        """Return the part of the answer that is about one item."""
-        ...
-
-    def rest(self) -> dict[str, Any]:
-        """Return the parts that are about no item, without the usage."""
-        ...
-
-    def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the parts that are about all items; ``items`` are in the order of the request."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +101,9 @@ class ClassifyForm:
 
     def whole(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"data": list(items)}
+
+
+Form = ScoreForm | RerankForm | ClassifyForm
 
 
 def usage_fields(usage: ScoringUsage, stream: StreamRequest | None = None) -> dict[str, Any]:

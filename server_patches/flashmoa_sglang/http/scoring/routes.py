@@ -88,7 +88,6 @@ class ScoringApi:
         self._shares: bool | None = None
 
     async def score(self, request: Request) -> Any:
-        """Answer how likely candidates are after each of several prompts."""
         self._engine.require_prefills()
         body = await bodies.parse(request, questions.ScoreBody)
         body.check()
@@ -104,7 +103,6 @@ class ScoringApi:
         return await self._answer(request, body, form, question, stream)
 
     async def rerank(self, request: Request) -> Any:
-        """Answer how relevant documents are to a query."""
         self._engine.require_prefills()
         body = await bodies.parse(request, questions.RerankBody)
         self._reader.require_tokenizer()
@@ -121,7 +119,6 @@ class ScoringApi:
         return await self._answer(request, body, form, question)
 
     async def classify(self, request: Request) -> Any:
-        """Answer which of some labels fits each text."""
         self._engine.require_prefills()
         body = await bodies.parse(request, questions.ClassifyBody)
         self._reader.require_tokenizer()

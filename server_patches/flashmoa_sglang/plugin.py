@@ -159,8 +159,8 @@ def update_weights(*result: Any) -> Callable[..., Any]:
     """
 
     async def update(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if (refusal := asyncep.update_refusal()) is not None:
-            return False, refusal, *result
+        if options.Options.from_environment().asyncep != "off":
+            return False, asyncep.WEIGHTS_REFUSED, *result
         return await without_streams(original, manager, *args, **kwargs)
 
     return update

@@ -85,7 +85,7 @@ def _serve_hash_model(argv: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", default="")
     known, rest = parser.parse_known_args(argv)
-    if not hash_model.is_hash(known.model_path):
+    if not known.model_path.startswith(hash_model.PREFIX):
         return argv
     try:
         folder = hash_model.write_hash_model(known.model_path, _HASH_CONTEXT)

@@ -50,19 +50,12 @@ _EXCLUDED = {
 # copied experts, is not called.
 _EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
 
-_WEIGHTS_REFUSED = (
+# A layer's parameters point to a slot, or to the memory that is copied there. With the next
+# forward an update would be lost for some layers and incomplete for others.
+WEIGHTS_REFUSED = (
     "With --flashmoa-asyncep the experts are in other memory, and weights cannot be updated in "
     "place. Restart the engine with the new weights, or run it without --flashmoa-asyncep."
 )
-
-
-def update_refusal() -> str | None:
-    """Return why this engine's weights cannot be updated; ``None`` if they can.
-
-    A layer's parameters point to a slot, or to the memory that is copied there. With the next
-    forward an update would be lost for some layers and incomplete for others.
-    """
-    return None if Options.from_environment().asyncep == "off" else _WEIGHTS_REFUSED
 
 
 def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,8 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         out = q.new_empty((queries.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         for rows in self._rows:
             query = queries[rows.start : rows.end]
-            attend = _attend_in_place if _in_place(rows) else _attend_fused
+            in_place = isinstance(rows.runs, list) and rows.end - rows.start <= _FEW_ROWS
+            attend = _attend_in_place if in_place else _attend_fused
             out[rows.start : rows.end] = attend(query, keys, values, rows, layer.scaling)
         return out.view(queries.shape[0], -1)
 
@@ -145,10 +146,6 @@ class HashAttentionBackend(CpuAttentionBackend):
         out = torch.zeros(q.shape[0], WIDTH)
         out[[rows.end - 1 for rows in self._rows], 0] = (torch.stack(sums) % PRIME).float()
         return out
-
-
-def _in_place(rows: _Rows) -> bool:
-    return isinstance(rows.runs, list) and rows.end - rows.start <= _FEW_ROWS
 
 
 def _attend_in_place(

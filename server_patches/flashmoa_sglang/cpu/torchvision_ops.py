@@ -32,16 +32,12 @@ class _DeclareOnImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname == "torchvision._meta_registrations":
             sys.meta_path.remove(self)
-            _declare_missing_operators()
+            import torch
+
+            for name, schema in _SCHEMAS.items():
+                if not hasattr(torch.ops.torchvision, name):
+                    torch.library.define(f"torchvision::{name}", schema)
         return None
-
-
-def _declare_missing_operators() -> None:
-    import torch
-
-    for name, schema in _SCHEMAS.items():
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", schema)
 
 
 def allow_mismatched_build() -> None:

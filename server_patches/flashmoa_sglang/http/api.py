@@ -234,7 +234,9 @@ class Api:
             return kv_free.KEEPS_NONE
         if not self._engine.has_radix_cache:
             return "This engine keeps no KV of prompts (--disable-radix-cache)"
-        if self._engine.prefills_in_stages:
+        # SGLang's loop lets the stages agree on the requests that may start, and increments have no
+        # part in that.
+        if self._engine.role == "prefill" and self._engine.pipeline_stages > 1:
             return "This engine prefills for a PD pair in stages (--pp-size)"
         return None
 

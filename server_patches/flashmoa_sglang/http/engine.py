@@ -119,13 +119,8 @@ class Engine:
         return RELEASE.steps_together(self._arguments)
 
     @property
-    def prefills_in_stages(self) -> bool:
-        """Whether this is a PD pair's prefill engine with pipeline stages.
-
-        SGLang's loop lets the stages agree on the requests that may start, and increments have no
-        part in that.
-        """
-        return self.role == "prefill" and self._arguments.pp_size > 1
+    def pipeline_stages(self) -> int:
+        return self._arguments.pp_size
 
     @property
     def warming_up(self) -> bool:

@@ -21,7 +21,8 @@ from typing import Any
 _WORD = re.compile(r" [a-z]{2,12}")
 # Candidates come from the first ids, so that logits are narrow.
 _HIGHEST_ID = 4096
-_PREFIX = "hash:"
+# ``--model-path hash:TOKENIZER_FOLDER`` asks for a hash model.
+PREFIX = "hash:"
 # The width of keys and values.
 WIDTH = 1
 # Ids of any vocabulary are below 2**20, and so a sum of 2**20 products with factors below 2**12 is
@@ -33,11 +34,6 @@ ARCHITECTURE = "HashForCausalLM"
 # SGLang's variable for a package with further model classes, and ours.
 MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_sglang.modelled_gpu.models")
 _TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
-
-
-def is_hash(model_path: str) -> bool:
-    """Return whether ``--model-path`` asks for a hash model: ``hash:TOKENIZER_FOLDER``."""
-    return model_path.startswith(_PREFIX)
 
 
 def write_hash_model(model_path: str, context: int) -> Path:
@@ -54,7 +50,7 @@ def write_hash_model(model_path: str, context: int) -> Path:
         ValueError: if the folder has no tokenizer, or its vocabulary has no plain words.
         OSError: if the cache cannot be written.
     """
-    source = Path(model_path.removeprefix(_PREFIX)).resolve()
+    source = Path(model_path.removeprefix(PREFIX)).resolve()
     if not source.is_dir():
         raise ValueError(f"{source} is not a folder.")
     import numpy

@@ -149,7 +149,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
        writes does not ride: its request comes later than others, which it would delay.
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, page, decoding = state.costs, scheduler.page_size, _decoding(running)
+    costs, page = state.costs, scheduler.page_size
+    decoding = 0 if running.is_empty() or running.is_prefill_only else len(running.reqs)
     if _waits_for_saturation(scheduler, running, decoding):
         return None
     rides: tuple[Ride, ...] = ()
@@ -227,10 +228,6 @@ def _riding_prompts(
         return None
     # What the prompts leave of the ride is for streams.
     return Step(max(0, ride - tokens), least_tokens(state.costs, scheduler.page_size), rides=ride)
-
-
-def _decoding(batch: Any) -> int:
-    return 0 if batch.is_empty() or batch.is_prefill_only else len(batch.reqs)
 
 
 def _can_join(scheduler: Any, running: Any) -> bool:

@@ -138,35 +138,25 @@ def test_streams_that_do_not_grow_give_way_first_the_newest_before_the_others() 
     assert gave_way == [*"geca", *"fdb"] and not pins
 
 
-def test_streams_give_way_before_requests_are_preempted() -> None:
-    scheduler = FakeScheduler(500)
+@pytest.mark.parametrize("before", ["a preemption", "the rest of a prompt", "a retraction"])
+def test_streams_give_way_before_sglang_takes_room_without_asking(before: str) -> None:
+    scheduler = FakeScheduler(100 if before == "a retraction" else 500)
     for stream in "abc":
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
-    scheduler.waiting_queue = [request(1500, 0)]
-    scheduler.enable_priority_preemption = True
+    if before == "a preemption":
+        scheduler.waiting_queue = [request(1500, 0)]
+        scheduler.enable_priority_preemption = True
+    elif before == "the rest of a prompt":
+        scheduler.chunked_req = request(3000, 0)
+        scheduler.chunked_req.computed = 1000
+    else:
+        batch = SimpleNamespace(
+            tree_cache=scheduler.tree_cache, new_tokens_required_next_decode=lambda: 1500
+        )
+        fits = admission.check_decode_memory(lambda _: scheduler.tree_cache.free >= 1500, batch)
+        assert fits
     admission.make_room(scheduler, scheduler.running)
     assert len(scheduler.flashmoa.pins) == 1
-
-
-def test_streams_give_way_to_the_rest_of_a_prompt_that_is_cut_into_chunks() -> None:
-    scheduler = FakeScheduler(500)
-    for stream in "abc":
-        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
-    scheduler.chunked_req = request(3000, 0)
-    scheduler.chunked_req.computed = 1000
-    admission.make_room(scheduler, scheduler.running)
-    assert len(scheduler.flashmoa.pins) == 1
-
-
-def test_streams_give_way_before_a_decode_is_retracted() -> None:
-    scheduler = FakeScheduler(100)
-    for stream in "abc":
-        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
-    batch = SimpleNamespace(
-        tree_cache=scheduler.tree_cache, new_tokens_required_next_decode=lambda: 1500
-    )
-    fits = admission.check_decode_memory(lambda _: scheduler.tree_cache.free >= 1500, batch)
-    assert fits and len(scheduler.flashmoa.pins) == 1
 
 
 def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
@@ -187,19 +177,10 @@ def room(scheduler: FakeScheduler) -> int:
     return admission.room_for_streams(scheduler, scheduler.running)
 
 
-def chats(count: int, ratio: float) -> FakeScheduler:
-    """Make a pool of 60,000 tokens and chats with almost no limit and short answers so far."""
-    return FakeScheduler(
-        60_000 - count * 600, ratio, [request(500, 100_000, 100) for _ in range(count)]
-    )
-
-
-def test_chats_without_a_limit_leave_room_for_streams() -> None:
-    assert room(chats(16, ratio=0.1)) > 2000
-
-
-def test_chats_expected_to_become_long_leave_streams_no_room() -> None:
-    assert room(chats(16, ratio=1.0)) < 0
+def test_chats_without_a_limit_leave_room_for_streams_unless_they_are_expected_to_be_long() -> None:
+    chats = [request(500, 100_000, 100) for _ in range(16)]
+    assert room(FakeScheduler(60_000 - 16 * 600, 0.1, chats)) > 2000
+    assert room(FakeScheduler(60_000 - 16 * 600, 1.0, chats)) < 0
 
 
 def test_a_lone_stream_may_take_the_whole_pool() -> None:

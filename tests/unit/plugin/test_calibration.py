@@ -169,21 +169,40 @@ async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
     assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 12
 
 
-async def test_steps_in_which_tokens_ride_are_measured() -> None:
-    found, engine = await costs(lambda tokens, _: 1e-5 * tokens, most_decodes=8)
-    # It never decodes 32 requests in a forward that also prefills.
-    assert {step[:2] for step in found.mixed} == {
-        (decodes, tokens) for decodes in (1, 8) for tokens in (0, *riding(decodes))
-    }
-    for decodes in (1, 8):
+ALL = {(decodes, tokens) for decodes in (1, 8) for tokens in (0, *riding(decodes))}
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "rides"),
+    [
+        # It never decodes 32 requests in a forward that also prefills.
+        ({"most_decodes": 8}, ALL, {1, 8, 32}),
+        # No more requests decode than may on each rank.
+        ({"most_decodes": 32, "max_running": (32, 31)}, ALL, {1, 8}),
+        # No larger prefill rides than was measured alone.
+        (
+            {"most_decodes": 8, "max_unchunked_prompt": 100},
+            {(1, 0), (1, 31), (1, 63), (8, 0), (8, 24), (8, 56)},
+            {1, 8, 32},
+        ),
+        # Longer steps of a slow engine are not measured.
+        ({"most_decodes": 1, "ride_seconds": 1e-3}, {(1, 0), (1, 31), (1, 63), (1, 127)}, {1, 8}),
+        # An engine that mixes nothing is not asked to with more requests.
+        ({}, set(), {1}),
+    ],
+)
+async def test_steps_in_which_tokens_ride_are_measured(
+    given: dict[str, Any], steps: set[tuple[int, int]], rides: set[int]
+) -> None:
+    found, engine = await costs(lambda tokens, _: 1e-5 * tokens, **given)
+    assert {step[:2] for step in found.mixed} == steps
+    assert {decodes for decodes, _ in engine.rides} == rides
+    if not steps:
+        assert engine.rides == [(1, 31)] and found.decode(1) == pytest.approx(0.002)
+    for decodes, tokens in steps:
         assert found.decode(decodes) == pytest.approx(0.01 + 0.001 * decodes)
-        assert found.added(decodes, 128 - decodes) == pytest.approx(1e-4 * (128 - decodes))
-    assert set(engine.rides) == {(n, k) for n in (1, 8) for k in riding(n)} | {(32, 32)}
-
-
-async def test_steps_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
-    found, _ = await costs(lambda tokens, _: 1e-5 * tokens, most_decodes=1, ride_seconds=1e-3)
-    assert {tokens for _, tokens, _ in found.mixed} == {0, 31, 63, 127}
+        added = given.get("ride_seconds", 1e-4) * tokens
+        assert found.added(decodes, tokens) == pytest.approx(added)
 
 
 async def test_nothing_more_is_measured_once_the_engine_drains() -> None:
@@ -194,29 +213,6 @@ async def test_nothing_more_is_measured_once_the_engine_drains() -> None:
         await anyio.wait_all_tasks_blocked()
         assert engine.asked == [1, 1, 4]
         group.cancel_scope.cancel()
-
-
-async def test_an_engine_that_mixes_nothing_has_no_mixed_steps() -> None:
-    found, engine = await costs(lambda tokens, _: 1e-5 * tokens)
-    assert found.mixed == ()
-    # More requests are not tried.
-    assert set(engine.rides) == {(1, 31)}
-    assert found.decode(1) == pytest.approx(0.002)
-
-
-async def test_no_more_requests_decode_than_may() -> None:
-    measured, engine = await costs(
-        lambda tokens, _: 1e-5 * tokens, most_decodes=32, max_running=(32, 31)
-    )
-    assert {decodes for decodes, _, _ in measured.mixed} == {1, 8}
-    assert {decodes for decodes, _ in engine.rides} == {1, 8}
-
-
-async def test_no_larger_prefill_rides_than_was_measured_alone() -> None:
-    measured, _ = await costs(
-        lambda tokens, _: 1e-5 * tokens, most_decodes=32, max_unchunked_prompt=100
-    )
-    assert {d + k for d, k, _ in measured.mixed if k} == {32, 64}
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])

@@ -138,30 +138,6 @@ async def decoding(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenera
         ends.set()
 
 
-class StreamRecorder:
-    """Records the ids of prompt streams that an httpx client opens; engines do not list them."""
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-
-    def record(self, response: httpx.Response) -> None:
-        """Record a stream's id; a response hook of a synchronous client."""
-        if self._opens(response):
-            response.read()
-            self.ids.append(response.json()["id"])
-
-    async def record_async(self, response: httpx.Response) -> None:
-        """Record a stream's id; a response hook of an asynchronous client."""
-        if self._opens(response):
-            await response.aread()
-            self.ids.append(response.json()["id"])
-
-    def _opens(self, response: httpx.Response) -> bool:
-        request = response.request
-        is_open = request.method == "POST" and request.url.path == "/prompt_streams"
-        return is_open and response.is_success
-
-
 async def fetch_kv_state(client: EngineClient) -> KvState:
     return (await client.info()).kv[0]
 

@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 
 from flashmoa.engine.local import LocalEngine
 from tests.integration.baseline import Baseline
-from tests.integration.support import StreamRecorder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -98,6 +97,20 @@ COMMON = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+class StreamRecorder:
+    """Records the ids of prompt streams that an httpx client opens; engines do not list them."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def record(self, response: httpx.Response) -> None:
+        request = response.request
+        opens = request.method == "POST" and request.url.path == "/prompt_streams"
+        if opens and response.is_success:
+            response.read()
+            self.ids.append(response.json()["id"])
 
 
 @pytest.fixture

@@ -76,22 +76,22 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     ):
         before = len(_steps(modelled))
         async with AsyncExitStack() as stack:
-            decoding = [
+            decodes = [
                 await stack.enter_async_context(decoding(http, _ask_for(prompt, 1500, wanted={})))
                 for prompt in prompts
             ]
             stream = await client.open_stream(text="The", ttl_seconds=300)
             answers = [await _ask(http, body) for body in newcomers]
             # Those who leave are decoded for until the engine notices.
-            written, steps = _meta(decoding[0])["completion_tokens"], _steps(modelled)[before:]
+            written, steps = _meta(decodes[0])["completion_tokens"], _steps(modelled)[before:]
         await client.delete_stream(stream.id)
         await wait_until_idle(client)
     bodies = [
         _ask_for(prompt, _meta(answer)["completion_tokens"], wanted={})
-        for prompt, answer in zip(prompts, decoding, strict=True)
+        for prompt, answer in zip(prompts, decodes, strict=True)
     ]
     alone = await _ask_alone(engine, [*bodies, *newcomers])
-    for answer, expected in zip([*decoding, *answers], alone, strict=True):
+    for answer, expected in zip([*decodes, *answers], alone, strict=True):
         assert answer["text"] and expected["text"].startswith(answer["text"])
     chunks = [step for step in steps if step is not None]
     assert max(chunks) < 300 and len(chunks) >= len(prompts) + 2 * len(newcomers)

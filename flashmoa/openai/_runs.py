@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
@@ -139,7 +140,7 @@ async def _run(
     trace_prompts: bool,
 ) -> AsyncGenerator[None]:
     outer = _current.get()
-    if outer is not None and not outer.is_closed:
+    if _open_run() is not None:
         yield
         return
     with traced(listener, trace, prompts=trace_prompts) as traced_listener:
@@ -179,6 +180,7 @@ class Run:
 
     def __init__(self, program: Program, without_plugin: WithoutPlugin, listener: Listener) -> None:
         self.is_closed = False
+        self.thread = threading.get_ident()
         self._without_plugin: WithoutPlugin = without_plugin
         self._planner = LearnedLinkPlanner(program, listener, self._find_engine)
         # By URL, model and headers.
@@ -218,8 +220,18 @@ class Run:
 
 def current_finder() -> FindObserver | None:
     """Return what finds the observers of requests in this context; ``None`` outside of runs."""
-    current = _current.get()
-    return current.find_observer if current is not None and not current.is_closed else None
+    current = _open_run()
+    return current.find_observer if current is not None else None
+
+
+def _open_run() -> Run | None:
+    """Return the run of this context, unless it has ended.
+
+    Threads inherit the context, but links are made only in the event loop of their run.
+    """
+    run = _current.get()
+    is_open = run is not None and not run.is_closed and run.thread == threading.get_ident()
+    return run if is_open else None
 
 
 def calling_agent() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -95,3 +96,23 @@ async def test_a_run_that_could_not_be_entered_can_be_entered_later(tmp_path: Pa
     file.unlink()
     async with trip:
         pass
+
+
+async def test_calls_in_the_event_loop_of_another_thread_are_in_no_run_but_their_own(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    """Threads of ``asyncio.to_thread`` inherit the run, whose tasks they must not touch."""
+
+    async def call() -> None:
+        async with server.client() as client:
+            await ask(client, "Go.")
+
+    async def run_call() -> None:
+        async with run("inner"):
+            await call()
+
+    async with run("outer"):
+        await asyncio.to_thread(asyncio.run, run_call())
+        await asyncio.to_thread(asyncio.run, call())
+        await run_call()
+    assert {name: len(each.recorded) for name, each in programs.items()} == {"outer": 1, "inner": 1}

@@ -81,7 +81,7 @@ class AnswerReader:
             for choice in read_choices(event):
                 if choice.get("index", 0) == 0:
                     self._read_choice(choice)
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self.problem = f"the server's answer is no chat completion: {data[:200]!r}"
 
     def _read_choice(self, choice: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def parse_event(data: str) -> dict[str, Any]:
     """Return the JSON object in an event, or in a whole answer. Raises: UnusableStream."""
     try:
         event: Any = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableStream(f"not JSON: {data[:200]!r}") from error
     if not isinstance(event, dict):
         raise UnusableStream(f"not a chunk of a chat completion: {data[:200]!r}")

@@ -132,6 +132,6 @@ def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
         code, message = problem.get("code"), str(problem["message"])
         if response.status_code == 404 and problem.get("param") == "model":
             code = "model_not_found"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, response.text[:500]
     return (None if code is None or problem is body else str(code)), message

@@ -197,6 +197,25 @@ async def test_a_compressed_refusal_is_reported_with_its_message(server: FakeSer
     assert failed.error_type == "EngineDraining" and "Not yet." in failed.error
 
 
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_document_that_is_nested_too_deeply_fails_as_outside_of_runs(
+    server: FakeServer, status: int
+) -> None:
+    server.chat = lambda _: refusal(status, b"[" * 100_000)
+    found: list[type[Exception]] = []
+    async with server.client() as client:
+
+        async def call() -> None:
+            with pytest.raises((RecursionError, openai.APIError)) as raised:
+                await ask(client, "Go.")
+            found.append(raised.type)
+
+        await call()
+        async with run("deep"):
+            await call()
+    assert found[0] is found[1] is (RecursionError if status == 200 else openai.BadRequestError)
+
+
 async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
     server: FakeServer,
 ) -> None:

@@ -266,6 +266,7 @@ READABLE = {
 # Streams of which no reader can make the answer.
 UNUSABLE = {
     "not JSON": lines(*WORDS[:2], "<html>", *WORDS[2:], STOP),
+    "deep": lines(*WORDS[:2], "[" * 100_000, *WORDS[2:], STOP),
     "no object": lines(*WORDS[:2], "[1]", *WORDS[2:], STOP),
     "no choice": lines({}, "[DONE]"),
     "single line ends": USUAL.replace(b"\n\n", b"\n"),

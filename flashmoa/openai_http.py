@@ -154,8 +154,7 @@ async def _send_observed(
         response.stream = watch(response, observer, on_text, http_module(request))
         observer.on_response(response.aclose)
     else:
-        is_stream = is_event_stream(response)
-        report_whole(response, response.content, observer, is_stream=is_stream)
+        report_whole(response, response.content, observer, is_stream=is_event_stream(response))
     return response
 
 
@@ -329,6 +328,10 @@ class _TappedRequest:
         async with aclosing(read_event_data(response)) as events:
             async for data in events:
                 if data == "[DONE]":  # Some servers end without it.
+                    # Only after the end of its response, soon to come, is a connection used again.
+                    with suppress(self._errors.HTTPError), anyio.move_on_after(0.1):
+                        async for _ in events:
+                            pass
                     break
                 event = parse_event(data)
                 if event.get("error"):

@@ -216,6 +216,28 @@ async def test_a_document_that_is_nested_too_deeply_fails_as_outside_of_runs(
     assert found[0] is found[1] is (RecursionError if status == 200 else openai.BadRequestError)
 
 
+@pytest.mark.parametrize("end", ["ends", "hangs", "breaks"])
+async def test_a_stream_is_read_to_its_end_but_its_answer_does_not_depend_on_that(
+    server: FakeServer, end: str
+) -> None:
+    """A connection whose response was not read to its end is not used again."""
+    data, ended = stream(chunks()), list[bool]()
+
+    class WithEnd(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield await data.aread()
+            if end == "hangs":
+                await anyio.sleep_forever()
+            if end == "breaks":
+                raise httpx.ReadError("")
+            ended.append(True)
+
+    server.chat = lambda _: httpx.Response(200, headers=EVENTS, stream=WithEnd())
+    async with server.client() as client, run("ends"):
+        assert (await ask(client, "Go.")).message.content == TEXT
+    assert ended == [True] * (end == "ends") and len(server.chats()) == 1
+
+
 async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
     server: FakeServer,
 ) -> None:

@@ -150,7 +150,8 @@ async def _send_observed(
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
     taps = observer.takes_text and not body.get("tools")
     response = await send_changed(client, request, body, fields, options, on_text if taps else None)
-    if options.get("stream"):
+    # A hook of the HTTP client may have read a stream already.
+    if options.get("stream") and not response.is_closed:
         response.stream = watch(response, observer, on_text, http_module(request))
         observer.on_response(response.aclose)
     else:

@@ -238,6 +238,18 @@ async def test_a_stream_is_read_to_its_end_but_its_answer_does_not_depend_on_tha
     assert ended == [True] * (end == "ends") and len(server.chats()) == 1
 
 
+async def test_a_stream_that_a_hook_has_read_is_observed(server: FakeServer) -> None:
+    async def read(response: httpx.Response) -> None:
+        await response.aread()
+
+    events: list[Event] = []
+    http = httpx.AsyncClient(event_hooks={"response": [read]})
+    async with server.client(http_client=http) as client, run("hook", listener=events.append):
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert "".join([event.choices[0].delta.content or "" async for event in answer]) == TEXT
+        assert texts(events) == [TEXT]
+
+
 async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
     server: FakeServer,
 ) -> None:

@@ -416,14 +416,14 @@ def as_stream(body: Mapping[str, Any]) -> dict[str, Any] | None:
     ``None`` for one that asks for a stream, and for what streams do not carry: several answers,
     whose texts nobody gets as they arrive; log-probabilities, of which SGLang's streams lack those
     of tokens without text; sound; and what servers return on request besides the text. Also for
-    one whose ``stream_options`` are none: the server says what is wrong with them.
+    one with ``stream_options``: many servers refuse them without a stream.
     """
-    options: Any = body.get("stream_options") or {}
     has_text_only = (body.get("modalities") or ["text"]) == ["text"] and not body.get("audio")
     is_one = not body.get("stream") and (body.get("n") or 1) == 1 and has_text_only
-    if not is_one or not isinstance(options, dict) or any(map(_is_only_whole, body.items())):
+    has_options = body.get("stream_options") is not None
+    if not is_one or has_options or any(map(_is_only_whole, body.items())):
         return None
-    return {**body, "stream": True, "stream_options": {**options, "include_usage": True}}
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
 def _is_only_whole(field: tuple[str, Any]) -> bool:

@@ -153,6 +153,7 @@ async def test_a_refusal_of_the_request_itself_is_the_callers(
         {"logprobs": True, "top_logprobs": 2}, {"prompt_logprobs": 0}, {"return_token_ids": True},
         {"return_meta_info": True}, {"return_hidden_states": "last"}, {"n": 2},
         {"audio": {"voice": "v"}}, {"modalities": ["text", "audio"]}, {"stream_options": [1]},
+        {"stream_options": {"include_usage": True}},
     ],
     ids=str,
 )  # fmt: skip
@@ -166,9 +167,12 @@ async def test_what_streams_do_not_carry_is_not_asked_for_as_a_stream(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"logprobs": False}, {"return_token_ids": None}, {"modalities": ["text"]}, {"audio": None}],
+    [
+        {"logprobs": False}, {"return_token_ids": None}, {"modalities": ["text"]}, {"audio": None},
+        {"stream_options": None},
+    ],
     ids=str,
-)
+)  # fmt: skip
 async def test_what_is_not_asked_for_hinders_no_stream(
     server: FakeServer, fields: dict[str, Any]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -28,7 +28,8 @@ from flashmoa.observe import Listener
 # away would hold its KV for long, and is less likely to come.
 _STEPS = 2
 
-# The requests of a run, each after the one of the example that it stands for, or after itself.
+# The last requests of a run with the same headers and namespaces, each after the one of the example
+# that it stands for, or after itself.
 SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
 
 
@@ -56,6 +57,8 @@ class LearnedLinkPlanner(LinkPlanner):
         self._placeholders = Placeholders(self._learned.example)
         self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
         self._is_running = True
+        # By what SentInPlace goes by.
+        self._sent: dict[Hashable, tuple[RecordedRequest, RecordedRequest]] = {}
         # Requests after tools, of which some are not held any more.
         self._after_tools: list[RequestAfterTools] = []
 
@@ -71,6 +74,7 @@ class LearnedLinkPlanner(LinkPlanner):
             hold_reason: see :class:`CallRequest`.
         """
         recorded = self._learned.begin(name, request)
+        self._note_sent(self._learned.example.get(recorded.key, recorded).request, request)
         known = recorded.key in self._learned.example or recorded.follows is not None
         engine_request = CallRequest(request.url, request.model, hold_reason)
         return self.begin(recorded.key, engine_request, linkable=known)
@@ -105,7 +109,7 @@ class LearnedLinkPlanner(LinkPlanner):
     async def forecast(self, turn: Turn) -> Forecast:
         """Return what a call of the example will send in this run."""
         earlier = self._learned.example[turn.agent]
-        engine = self._find_engine(earlier.request, self._sent())
+        engine = self._find_engine(earlier.request, [*self._sent.values()])
         written = self._learned.texts()
         messages = self._predict(turn.agent, written)
 
@@ -140,7 +144,7 @@ class LearnedLinkPlanner(LinkPlanner):
             return None
         example = self._learned.example.get(key)
         following = example.request if example is not None else _after_first_choice(call.request)
-        engine = self._find_engine(following, self._sent())
+        engine = self._find_engine(following, [*self._sent.values()])
         tools = name_calls(called_tools(call.tool_answer))
 
         async def render(texts: Mapping[str, str]) -> str:
@@ -160,13 +164,19 @@ class LearnedLinkPlanner(LinkPlanner):
         self._after_tools.append(request)
         return request
 
-    def _sent(self) -> SentInPlace:
-        example, calls = self._learned.example, self._learned.calls
-        return [(example.get(key, call).request, call.request) for key, call in calls.items()]
+    def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
+        """Note that a request was sent in place of another one, as the last of its like."""
+        like = tuple(
+            (each.url, frozenset(each.headers.items()), frozenset(each.namespace.items()))
+            for each in (before, now)
+        )
+        # A run may send thousands of requests, which are looked through for each link.
+        self._sent.pop(like, None)
+        self._sent[like] = before, now
 
     def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
         """Return the namespace that this run uses in place of that of a request of the example."""
-        pairs = reversed(self._sent())
+        pairs = reversed(self._sent.values())
         found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
         return next(found, request.namespace)
 

@@ -12,6 +12,7 @@ import pytest
 
 import flashmoa.openai._runs
 from flashmoa.engine import EngineClient
+from flashmoa.linking.learned_planner import SentInPlace
 from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
@@ -168,3 +169,19 @@ async def test_calls_share_a_client_of_their_server_if_their_headers_are_the_sam
     ):
         await play_linked("tenants", first, first, second, third, third, third)
     assert made == {"a": 1, None: 1, "b": 1}
+
+
+async def test_requests_with_the_same_headers_are_looked_through_as_one(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may have thousands of them, and each link looks through all."""
+    looked: list[int] = []
+
+    def look(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
+        looked.append(len(sent))
+        return headers_now(request, sent)
+
+    monkeypatch.setattr(flashmoa.openai._runs, "headers_now", look)
+    async with server.client() as client:
+        await play_linked("alike", *[client] * 4)
+    assert set(looked) == {1}

@@ -1,5 +1,14 @@
 """Chat templates written after the documented behaviour of those of the main model families."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, TemplateError
+
+from flashmoa.engine import MalformedRequest
+
 CHATML = """
 {%- if tools %}<|im_start|>system
 # Tools
@@ -69,3 +78,30 @@ TEMPLATES = {
     "gpt-oss": GPT_OSS,
 }
 ALTERNATING = {"mistral", "gemma"}
+
+
+class Renderer:
+    """Renders a chat template as an engine does."""
+
+    url = "http://engine"
+
+    def __init__(self, template: str) -> None:
+        environment = Environment()
+        environment.globals["raise_exception"] = _refuse
+        self._template = environment.from_string(template)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **_: Any,
+    ) -> str:
+        try:
+            return self._template.render(messages=messages, tools=tools)
+        except TemplateError as error:
+            raise MalformedRequest(str(error), status=400, code="malformed") from error
+
+
+def _refuse(reason: str) -> None:
+    raise TemplateError(reason)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import anyio
 import pytest
 from agent_framework import Workflow
 from agent_framework.orchestrations import SequentialBuilder
@@ -16,6 +15,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFailed, Event, LinkClosed, LinkOpened
 from tests.integration.agent_framework.workflows import TASK, Pair, agent, chain, run
 from tests.integration.support import wait_until_idle
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -46,17 +46,13 @@ async def test_cancelling_a_run_ends_its_links(clients: Pair, guide: str, stream
     events: list[Event] = []
     link(workflow, listener=events.append)
     running = asyncio.create_task(run(workflow, stream))
-    with anyio.fail_after(30):
-        while not any(isinstance(event, LinkOpened) for event in events):  # noqa: ASYNC110
-            await anyio.sleep(0.02)
+    await until(lambda: any(isinstance(event, LinkOpened) for event in events))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     for client in clients:
         await wait_until_idle(client.engine)
-    with anyio.fail_after(30):
-        while not any(isinstance(event, LinkClosed) for event in events):  # noqa: ASYNC110
-            await anyio.sleep(0.02)
+    await until(lambda: any(isinstance(event, LinkClosed) for event in events))
 
 
 async def test_a_run_that_stops_early_leaves_nothing(clients: Pair, guide: str) -> None:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import anyio
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_agentchat.teams import BaseGroupChat
 
@@ -48,12 +47,6 @@ async def connected(*engines: LocalEngine, **more: Any) -> AsyncGenerator[list[C
         for engine in engines:
             async with EngineClient(engine.url) as other:
                 await wait_until_idle(other)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    with anyio.fail_after(60):
-        while not holds():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ from tests.integration.autogen.runs import (
     run_both_ways,
     run_once,
     run_team,
-    until,
 )
 from tests.integration.autogen.teams import agent, agents, graph, selecting
 from tests.integration.support import LAG, slow, wait_until_idle
 from tests.unit.autogen.test_overriding import FixedSpeaker, NumberedMessage
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,8 @@ from typing import Any
 import anyio
 import pytest
 from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat
-from autogen_agentchat.tools import AgentTool
 from autogen_core import CancellationToken
-from autogen_core.models import CreateResult, UserMessage
+from autogen_core.models import CreateResult
 from autogen_core.tools import FunctionTool, StaticWorkbench, ToolResult
 
 from flashmoa.autogen import link
@@ -27,11 +26,11 @@ from tests.integration.autogen.runs import (
     make,
     run_once,
     run_team,
-    until,
 )
 from tests.integration.autogen.teams import agent
 from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, fetch_kv_state, generate, slow, wait_until_idle
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 # How many tokens may be left for a request of which all but a short result was known.
@@ -316,27 +315,6 @@ async def test_a_tool_call_that_the_engine_parsed_is_predicted(engine: LocalEngi
     calls, _ = await run_both_ways(client, build)
     assert [call.status for call in calls] == [None, "hit"]
     await client.close()
-
-
-@pytest.mark.parametrize("asker", ["an agent", "a function"])
-async def test_a_tool_that_asks_a_model_does_not_use_its_callers_link(
-    model_client: Client, guide: str, monkeypatch: pytest.MonkeyPatch, asker: str
-) -> None:
-    call = ("inner", {"task": "Look."}) if asker == "an agent" else LOOK
-    script(monkeypatch, call_until(1, call))
-
-    def build(watch: Watch) -> BaseGroupChat:
-        async def look(place: str) -> str:
-            """Look at a place."""
-            question = UserMessage(content=await watch.look(place), source="user")
-            return str((await model_client.create([question])).content)
-
-        tool = AgentTool(agent(model_client, "inner")) if asker == "an agent" else look
-        return watch.alone(tools=[tool], system_message=guide[:3000], reflect_on_tool_use=True)
-
-    calls, watch = await run_both_ways(model_client, build)
-    assert [(call.agent, call.status) for call in calls] == [("one", None), ("one", "hit")]
-    assert watch.reasons(watch.own_links) == ["used"]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "fails", "closed"])

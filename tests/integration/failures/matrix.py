@@ -17,6 +17,7 @@ from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
 from tests.integration.baseline import Baseline, count_sockets
 from tests.integration.support import nightly, slow
+from tests.waiting import until
 
 FAILURES: tuple[Failure, ...] = ("error", "cancel", "timeout", "stall")
 ACTIONS: tuple[Action, ...] = ("abort", "finalize")
@@ -78,12 +79,6 @@ def reported_failures(events: Iterable[Event]) -> list[tuple[str, str, str]]:
     return [(e.upstream, e.failure, e.action) for e in events if isinstance(e, UpstreamFailed)]
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-
-
 def is_linked(events: Sequence[Event]) -> bool:
     return any(isinstance(event, LinkOpened) for event in events)
 
@@ -95,8 +90,6 @@ async def check_nothing_is_left(*baselines: Baseline) -> AsyncGenerator[None]:
     before = count_sockets(os.getpid())
     tasks = asyncio.all_tasks()
     yield
-    await wait_until(
-        lambda: count_sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks
-    )
+    await until(lambda: count_sockets(os.getpid()) <= before and not asyncio.all_tasks() - tasks)
     for baseline in baselines:
         await baseline.wait_until_restored()

@@ -29,10 +29,10 @@ from tests.integration.failures.matrix import (
     policy,
     record_cell,
     reported_failures,
-    wait_until,
 )
 from tests.integration.failures.relay import Relay, start_relay
 from tests.integration.support import start_special_engine
+from tests.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
@@ -107,18 +107,18 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
         client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
         linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
         pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
-        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         if failure == "cancel":
             pair.token.cancel()
         if failure == "stall":
-            await wait_until(lambda: bool(reported_failures(pair.events)))
+            await until(lambda: bool(reported_failures(pair.events)))
             upstream_relay.release()
         outcome = await pair.outcome()
         if failure == "stall":
             plain = await texts(make, engine, downstream, task)
             assert [message.to_text() for message in pair.run.result().messages] == plain
         # The link closes by itself, before the team is closed.
-        await wait_until(pair.is_closed)
+        await until(pair.is_closed)
         await pair.close()
         upstream_relay.release()
     assert reported_failures(pair.events) == [("writer", failure, action)]
@@ -166,9 +166,9 @@ async def test_closing_a_client_ends_its_links(
     async with check_nothing_is_left(*baselines):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(downstream.url), guide[:600])
-        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         await pair.clients[which == "reviewer's"].close()
-        await wait_until(pair.is_closed)
+        await until(pair.is_closed)
         upstream_relay.release()
         outcome = await pair.outcome()
         await pair.close()
@@ -197,10 +197,10 @@ async def test_a_killed_upstream_engine_fails_the_run_and_aborts_the_link(
 ) -> None:
     async with check_nothing_is_left(*baselines):
         pair = Pair(make(mortal.url, 4000), make(downstream.url), guide[:600])
-        await wait_until(lambda: is_linked(pair.events))
+        await until(lambda: is_linked(pair.events))
         kill(mortal)
         outcome = await pair.outcome()
-        await wait_until(pair.is_closed)
+        await until(pair.is_closed)
         await pair.close()
     cell = record_cell("team", "upstream engine killed", "abort", outcome, pair.events)
     assert cell.link == "abort"
@@ -227,7 +227,7 @@ async def test_a_restarted_downstream_engine_answers_unlinked(  # noqa: PLR0913 
     ):
         upstream_relay.arm("stall")
         pair = Pair(make(upstream_relay.url, 150), make(address.url), task)
-        await wait_until(lambda: upstream_relay.has_struck and is_linked(pair.events))
+        await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         kill(mortal)
         address.target = fresh.url
         upstream_relay.release()

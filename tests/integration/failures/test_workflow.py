@@ -22,9 +22,9 @@ from tests.integration.failures.matrix import (
     policy,
     record_cell,
     reported_failures,
-    wait_until,
 )
 from tests.integration.failures.relay import Relay
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
@@ -61,11 +61,11 @@ async def test_a_failed_answer_follows_the_readers_policy(
         upstream_relay.arm("reset" if failure == "error" else "stall")
         draft = flow.ask(make_messages(guide[:300]), engine=writing, name="draft", **LONG)
         review = flow.ask(make_messages(f"{guide[:900]}\n{draft}\nBetter?"), name="review", **SHORT)
-        await wait_until(lambda: upstream_relay.has_struck and is_linked(events))
+        await until(lambda: upstream_relay.has_struck and is_linked(events))
         if failure == "cancel":
             draft.cancel()
         if failure == "stall":
-            await wait_until(lambda: bool(reported_failures(events)))
+            await until(lambda: bool(reported_failures(events)))
         arrived = draft.written
         if failure == "stall" and action == "abort":
             upstream_relay.release()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import pytest
 
 from flashmoa import Workflow
@@ -16,6 +14,7 @@ from flashmoa.engine.plain import StepCosts
 from flashmoa.observe import CallStarted, Event, LinkAdvanced, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -38,28 +37,24 @@ def asks(text: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
-async def wait_for(events: list[Event], steps: int) -> None:
-    with anyio.fail_after(60):
-        while sum(isinstance(event, LinkAdvanced) for event in events) < steps:  # noqa: ASYNC110
-            await anyio.sleep(0.01)
-
-
 async def review(plain: EngineClient, guide: str) -> tuple[str, int, list[Event]]:
     """Let a draft be written in two pieces, and wait for a step after each.
 
     Returns: the answer, the cached tokens that the server reports of its prompt, and the events.
     """
-    events: list[Event] = []
+    events, is_off = list[Event](), plain.without_plugin == "off"
+
+    def steps() -> int:
+        return sum(isinstance(event, LinkAdvanced) for event in events)
+
     async with Workflow(plain, listener=events.append) as flow:
         draft = flow.text("draft")
         answer = flow.ask(
             asks(f"{guide[:3000]} {draft} Shorten this."), name="review", **PARAMETERS
         )
-        if plain.without_plugin == "prefill":
-            await wait_for(events, 1)
+        await until(lambda: is_off or steps() >= 1)
         draft.write(guide[4000:6000])
-        if plain.without_plugin == "prefill":
-            await wait_for(events, 2)
+        await until(lambda: is_off or steps() >= 2)
         draft.write(guide[6000:6100])
         draft.close()
         text = await answer
@@ -104,53 +99,3 @@ async def test_what_was_prefilled_ahead_is_in_the_events(plain: EngineClient, gu
     (call,) = calls(events)
     assert call.plain_tokens == advanced[-1].prefilled_tokens
     assert link_status(call) == "plain"
-
-
-async def test_off_sends_no_request(
-    plain_engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with EngineClient(plain_engine.url, timeout=60, without_plugin="off") as off:
-        calls: list[str] = []
-
-        async def call(_method: str, path: str, *_: object) -> Any:
-            calls.append(path)
-            raise AssertionError("links are off")
-
-        monkeypatch.setattr(off.plain, "_call", call)
-        text, _, events = await review(off, guide)
-    assert text and not calls
-    assert {event.reason for event in events if isinstance(event, LinkClosed)} <= {"plain engine"}
-
-
-async def test_a_refused_step_ends_only_the_link(plain: EngineClient, guide: str) -> None:
-    """The steps name an adapter that the server does not have, and the request does not."""
-    events: list[Event] = []
-    async with Workflow(plain, listener=events.append) as flow:
-        draft = flow.text("draft")
-        messages = asks(f"{guide[:3000]} {draft}")
-        pending = await flow.expect(messages, name="B", namespace={"lora_path": "missing"})
-        with anyio.fail_after(60):
-            while not any(isinstance(event, LinkClosed) for event in events):  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        draft.finish("a plan")
-        filled = await pending.messages()
-        assert pending.claim() == {}
-        async with plain.chat(filled, **PARAMETERS) as deltas:
-            assert "".join([delta.text async for delta in deltas])
-    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
-    assert closed.reason.startswith("MalformedRequest:")
-
-
-async def test_a_request_overtakes_the_step_that_is_under_way(
-    plain: EngineClient, guide: str
-) -> None:
-    events: list[Event] = []
-    async with Workflow(plain, listener=events.append) as flow:
-        draft = flow.text("draft")
-        answer = flow.ask(asks(f"{guide} {draft}"), name="B", **PARAMETERS)
-        with anyio.fail_after(60):
-            while not any(isinstance(event, LinkOpened) for event in events):
-                await anyio.lowlevel.checkpoint()
-        draft.finish("a plan")
-        assert await answer
-    assert [event.reason for event in events if isinstance(event, LinkClosed)] == ["used"]

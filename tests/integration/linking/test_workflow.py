@@ -10,18 +10,21 @@ import pytest
 from openai import AsyncOpenAI
 
 from flashmoa import EngineClient, FailurePolicy, Workflow
-from flashmoa.engine import EngineError, PromptUsage
+from flashmoa.engine import PromptUsage
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import (
-    CallFailed,
     CallFinished,
     CallStarted,
     Event,
-    LinkClosed,
     LinkOpened,
     UpstreamFailed,
 )
-from tests.integration.support import LAG, wait_until_idle, wait_until_prefilled
+from tests.integration.support import (
+    LAG,
+    wait_for_streams,
+    wait_until_idle,
+    wait_until_prefilled,
+)
 
 pytestmark = pytest.mark.anyio
 PARAMETERS: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -157,56 +160,6 @@ async def test_two_calls_of_an_openai_client_can_be_linked(
     assert status(PromptUsage.from_openai(answer.usage.model_dump())) == "hit"
 
 
-async def test_an_error_is_raised_where_the_answer_is_awaited(
-    client: EngineClient, reader: EngineClient, guide: str
-) -> None:
-    events: list[Event] = []
-    async with Workflow(reader, listener=events.append) as flow:
-        bad = flow.ask(asks("?"), engine=client, name="bad", **{**PARAMETERS, "max_tokens": -5})
-        after = flow.ask(asks(f"{guide[:900]} {bad}"), name="after", **PARAMETERS)
-        with pytest.raises(EngineError):
-            await bad
-        with pytest.raises(EngineError):
-            await after
-    failed = [event.agent for event in events if isinstance(event, CallFailed)]
-    assert failed == ["bad", "after"]
-    assert all(e.reason in ("abort", "closed") for e in events if isinstance(e, LinkClosed))
-
-
-async def test_a_refused_reader_releases_its_stream(
-    client: EngineClient, reader: EngineClient, guide: str
-) -> None:
-    slow, refused = {**PARAMETERS, "max_tokens": 200}, {**PARAMETERS, "max_tokens": -5}
-    async with Workflow(client) as flow:
-        draft = flow.ask(asks("Write."), **slow)
-        review = flow.ask(asks(f"{guide[:900]} {draft}"), engine=reader, **refused)
-        with pytest.raises(EngineError):
-            await review
-        assert (await wait_until_idle(reader)).pinned_streams == 0
-
-
-async def test_leaving_a_workflow_early_releases_everything(
-    reader: EngineClient, guide: str
-) -> None:
-    with pytest.raises(ZeroDivisionError):
-        async with Workflow(reader) as flow:
-            draft = flow.text()
-            flow.ask(asks(f"{guide[:900]} {draft}"), **PARAMETERS)
-            with anyio.fail_after(30):
-                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
-            raise ZeroDivisionError
-    assert (await wait_until_idle(reader)).pinned_streams == 0
-
-
-async def test_a_plain_server_answers(plain_engine: LocalEngine, guide: str) -> None:
-    async with EngineClient(plain_engine.url) as plain, Workflow(plain) as flow:
-        first = flow.ask(asks(guide[:300]), **PARAMETERS)
-        second = flow.ask(asks(f"In short: {first}"), **PARAMETERS)
-        assert await first and await second
-        assert status(second.usage) is None
-
-
 async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalEngine) -> None:
     events: list[Event] = []
     policy = FailurePolicy(error="finalize")
@@ -223,42 +176,16 @@ async def test_a_plain_server_answers_with_what_had_arrived(plain_engine: LocalE
     assert [(event.upstream, event.failure) for event in failed] == [("draft", "error")]
 
 
-async def test_a_text_may_be_in_a_content_part(client: EngineClient) -> None:
-    async with Workflow(client) as flow:
-        draft = flow.text("draft")
-        parts = [{"type": "text", "text": f"Review: {draft}"}]
-        review = flow.ask([{"role": "user", "content": parts}], **PARAMETERS)
-        draft.finish("a plan")
-        whole = [{"role": "user", "content": [{"type": "text", "text": "Review: a plan"}]}]
-        async with client.chat(whole, **PARAMETERS) as deltas:
-            assert await review == "".join([delta.text async for delta in deltas])
-
-
 async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) -> None:
     """It is claimed, and then the workflow is cancelled."""
     with anyio.CancelScope() as scope:
         async with Workflow(reader) as flow:
             draft = flow.text("draft")
             expected = await flow.expect(asks(f"{guide[:900]} {draft}"))
-            with anyio.fail_after(30):
-                while (await reader.info()).prompt_streams == 0:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
+            await wait_for_streams(reader)
             draft.finish("a plan")
             await expected.messages()
             assert expected.claim()
             scope.cancel()
             await anyio.sleep_forever()
     assert (await wait_until_idle(reader)).pinned_streams == 0
-
-
-async def test_a_link_that_cannot_be_made_costs_nothing(client: EngineClient, guide: str) -> None:
-    """Its engine's client is closed; requests to another engine are answered."""
-    other = EngineClient(client.url)
-    await other.close()
-    async with Workflow(client) as flow:
-        draft = flow.text("draft")
-        expected = await flow.expect(asks(f"{guide[:900]} {draft}"), engine=other)
-        draft.finish("a plan")
-        assert await flow.ask(asks("Go on."), **PARAMETERS)
-        assert "a plan" in (await expected.messages())[1]["content"]
-        assert expected.claim() == {}

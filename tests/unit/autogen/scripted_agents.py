@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,13 +12,13 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.messages import TextMessage
 from autogen_core import CancellationToken, FunctionCall
 from autogen_core.models import CreateResult, RequestUsage
-from jinja2 import Environment
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._callers import note_tools, observe_tools
 from flashmoa.autogen._dry_run import OwnRequest, own_request
 from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.linking.placeholders import NotForecastable
+from tests.chat_templates import Renderer
 
 # Quotes the results of tools, as Llama's does, and names the tools that are offered.
 TEMPLATE = """
@@ -30,24 +30,6 @@ TEMPLATE = """
 Calls = list[FunctionCall]
 
 
-class Renderer:
-    """Renders the template as an engine does."""
-
-    url = "http://engine"
-
-    def __init__(self) -> None:
-        self._template = Environment().from_string(TEMPLATE)
-
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **_: Any,
-    ) -> str:
-        return self._template.render(messages=messages, tools=tools)
-
-
 class ScriptedClient(FlashMoAChatCompletionClient):
     """Answers with calls of tools, one list after the other, and then with a text.
 
@@ -56,7 +38,7 @@ class ScriptedClient(FlashMoAChatCompletionClient):
 
     def __init__(self) -> None:
         super().__init__(model="tiny", base_url="http://127.0.0.1:9")
-        self.engine = Renderer()  # type: ignore[assignment]
+        self.engine = Renderer(TEMPLATE)  # type: ignore[assignment]
         self.play([])
 
     def play(self, script: Sequence[Calls], thought: str | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from autogen_core import Image
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 
@@ -33,12 +34,14 @@ class Engine:
 
     Attributes:
         threads: those in which it was asked.
+        requests: the options of the requests.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answer: dict[str, Any] | None = None
         self.status = 200
         self.threads: list[int] = []
+        self.requests: list[dict[str, Any]] = []
         self.now = 0.0
         monkeypatch.setattr(httpx, "request", self.request)
         clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -46,6 +49,7 @@ class Engine:
 
     def request(self, method: str, url: str, **more: Any) -> httpx.Response:
         self.threads.append(threading.get_ident())
+        self.requests.append(more)
         self.now += 1.0
         request = httpx.Request(method, url)
         if self.answer is None:
@@ -128,41 +132,56 @@ async def test_a_server_without_the_route_is_not_asked_again(
     assert len(engine.threads) == tries and len(warnings(caplog)) == tries - 1
 
 
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAA"
+    "DUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def test_images_are_for_models_with_vision(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    message = UserMessage(content=["Look:", Image.from_base64(PIXEL)], source="user")
+    engine.answer = SEEING
+    assert "image_url" in str(make()._request([message]).body["messages"])
+    engine.answer = BLIND
+    with pytest.raises(ValueError, match="vision"):
+        make()._request([message])
+
+
+def test_the_default_url_is_that_of_the_environment_or_sglangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://127.0.0.1:30000"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
+    assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://elsewhere:1"
+    with pytest.raises(ValueError, match="give http://HOST:PORT"):
+        FlashMoAChatCompletionClient(model="gpt-4o", base_url="localhost:30000")
+
+
 MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model_len": 9999}]}
-
-
-def engine_that_answers(
-    monkeypatch: pytest.MonkeyPatch, answer: object
-) -> tuple[SynchronousEngine, list[dict[str, str]]]:
-    """Return an engine, and the headers of its requests so far."""
-    headers: list[dict[str, str]] = []
-
-    def request(method: str, url: str, **more: Any) -> httpx.Response:
-        headers.append(more["headers"])
-        return httpx.Response(200, json=answer, request=httpx.Request(method, url))
-
-    monkeypatch.setattr(httpx, "request", request)
-    return SynchronousEngine("http://engine", {"x-tenant": "a"}), headers
 
 
 @pytest.mark.parametrize(("model", "expected"), [("m", 9999), ("other", 111), ("unlisted", 111)])
 def test_context_is_that_of_the_clients_model_and_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, model: str, expected: int
 ) -> None:
-    engine, headers = engine_that_answers(monkeypatch, MODELS)
-    assert [engine.context_length(model) for _ in range(2)] == [expected] * 2
-    assert headers == [{"x-tenant": "a"}]
+    engine = Engine(monkeypatch)
+    engine.answer = MODELS
+    asked = SynchronousEngine(URL, {"x-tenant": "a"})
+    assert [asked.context_length(model) for _ in range(2)] == [expected] * 2
+    assert [request["headers"] for request in engine.requests] == [{"x-tenant": "a"}]
 
 
 @pytest.mark.parametrize(
     "answer", [{}, {"data": []}, {"data": None}, {"data": [{"id": "m", "max_model_len": None}]}]
 )
 def test_engine_that_tells_no_context_is_named(
-    monkeypatch: pytest.MonkeyPatch, answer: object
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
 ) -> None:
-    engine, _ = engine_that_answers(monkeypatch, answer)
-    with pytest.raises(BadAnswer, match="http://engine/v1/models is not an engine's"):
-        engine.context_length("m")
+    Engine(monkeypatch).answer = answer
+    with pytest.raises(BadAnswer, match=f"{URL}/v1/models is not an engine's"):
+        SynchronousEngine(URL, {}).context_length("m")
 
 
 MESSAGES = [UserMessage(content="Hi", source="user")]
@@ -232,16 +251,11 @@ async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
 def test_tokens_are_counted_with_the_clients_fields(
     client: FlashMoAChatCompletionClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies: list[dict[str, Any]] = []
-
-    def request(method: str, url: str, **more: Any) -> httpx.Response:
-        bodies.append(more["json"])
-        return httpx.Response(200, json={"tokens": [1, 2, 3]}, request=httpx.Request(method, url))
-
-    monkeypatch.setattr(httpx, "request", request)
+    engine = Engine(monkeypatch)
+    engine.answer = {"tokens": [1, 2, 3]}
     assert client.count_tokens(MESSAGES) == 3
-    assert bodies[-1]["reasoning_effort"] == "high"
-    assert bodies[-1]["chat_template_kwargs"] == ARGS
+    body = engine.requests[-1]["json"]
+    assert body["reasoning_effort"] == "high" and body["chat_template_kwargs"] == ARGS
 
 
 class Team:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,39 +12,13 @@ from autogen_agentchat.messages import TextMessage
 from autogen_core.models import AssistantMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2 import Environment, TemplateError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import agent_dry_runs
 from flashmoa.autogen._team_link import predict_requests
 from flashmoa.engine import MalformedRequest
 from flashmoa.linking.placeholders import Placeholders
-from tests.chat_templates import ALTERNATING, TEMPLATES
-
-
-class Renderer:
-    """Renders a chat template as an engine does."""
-
-    def __init__(self, template: str) -> None:
-        environment = Environment()
-        environment.globals["raise_exception"] = _refuse
-        self._template = environment.from_string(template)
-
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **_: Any,
-    ) -> str:
-        try:
-            return self._template.render(messages=messages, tools=tools)
-        except TemplateError as error:
-            raise MalformedRequest(str(error), status=400, code="malformed") from error
-
-
-def _refuse(reason: str) -> None:
-    raise TemplateError(reason)
+from tests.chat_templates import ALTERNATING, TEMPLATES, Renderer
 
 
 def reader(family: str, *, merge: bool, tools: bool) -> Any:

@@ -67,6 +67,7 @@ def test_a_policy_of_one_action_applies_it_to_all_failures_but_stalls() -> None:
     [
         ({"error": "ignore"}, "error must be 'abort' or 'finalize'"),
         ({"stall_seconds": 0}, "stall_seconds must be a positive number"),
+        ({"stall_seconds": -1}, "stall_seconds must be a positive number"),
         ({"stall_seconds": "soon"}, "stall_seconds must be a positive number"),
     ],
 )

@@ -11,13 +11,13 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from flashmoa.autogen._calls import EngineUsage
 from flashmoa.autogen._client import (
     FlashMoAChatCompletionClient,
     FlashMoAClientConfigurationConfigModel,
 )
-from flashmoa.autogen._model_call import EngineUsage
 from flashmoa.autogen._team_link import TeamLink, link, watch
-from flashmoa.autogen._turn_order import SELECTOR_PROMPT
+from flashmoa.autogen._team_members import SELECTOR_PROMPT
 
 __all__ = [
     "SELECTOR_PROMPT",

@@ -20,10 +20,11 @@ from autogen_ext.models.openai._openai_client import CreateParams
 from autogen_ext.models.openai.config import OpenAIClientConfigurationConfigModel
 from pydantic import BaseModel, SecretStr
 
-from flashmoa.autogen._callers import caller_name, calling_agent
-from flashmoa.autogen._model_call import (
+from flashmoa.autogen._calls import (
     SCORED_REASON,
     JsonOutput,
+    caller_name,
+    calling_agent,
     finish_call,
     score_call,
     why_held_back,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -52,10 +51,11 @@ from autogen_core.models import (
 from autogen_core.tools import BaseTool, StaticStreamWorkbench, StaticWorkbench
 from pydantic import BaseModel
 
+from flashmoa.autogen._calls import ToolAnswer
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
-from flashmoa.autogen._model_call import ToolAnswer
 from flashmoa.linking.forecasts import (
     ChatRequest,
+    RequestAfterTools,
     RequestCaptured,
     first_request,
     name_calls,
@@ -379,33 +379,22 @@ async def _call_of_turn(shadow: Any, messages: Sequence[BaseChatMessage]) -> Cha
     return await first_request(_drain(shadow.on_messages_stream(messages, CancellationToken())))
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRequest:
-    """The request that an agent makes when its tools have run.
-
-    Attributes:
-        client: the client that it is made with.
-        tools: a name for each call of a tool; no agent can have such a name.
-        dry_run: given the results in the calls' order, returns the request.
-    """
-
-    client: FlashMoAChatCompletionClient
-    tools: list[str]
-    dry_run: Callable[[Sequence[str]], Awaitable[ChatRequest]]
-
-
-def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> OwnRequest | None:
+def own_request(
+    name: str, agent: AssistantAgent, answer: ToolAnswer, included: bool
+) -> RequestAfterTools | None:
     """Return the request that an agent makes after the tools of its answer, if it makes one.
 
     Call this while the agent still waits for the answer: its context is read.
 
     Args:
+        name: the agent's name in its team.
         included: see :func:`agent_dry_runs`.
 
     Raises: NotForecastable, see :func:`agent_dry_runs`.
     """
     subject: Any = agent
     calls = answer.called.calls
+    tools = name_calls([call.name for call in calls])
     iterates = answer.called.iteration < subject._max_tool_iterations - 1
     hands_off = any(call.name in subject._handoffs for call in calls)
     client = client_of(agent)
@@ -430,19 +419,21 @@ def own_request(agent: AssistantAgent, answer: ToolAnswer, included: bool) -> Ow
         **more,
     )
 
-    async def dry_run(results: Sequence[str]) -> ChatRequest:
+    async def render(results: Mapping[str, str]) -> str:
         history, thought = clone_context(context), answer.result.thought
         executed = [
-            FunctionExecutionResult(content=text, call_id=call.id, is_error=False, name=call.name)
-            for call, text in zip(calls, results, strict=True)
+            FunctionExecutionResult(
+                content=results[tool], call_id=call.id, is_error=False, name=call.name
+            )
+            for call, tool in zip(calls, tools, strict=True)
         ]
         await history.add_message(
             AssistantMessage(content=list(calls), source=agent.name, thought=thought)
         )
         await history.add_message(FunctionExecutionResultMessage(content=executed))
-        return await first_request(_drain(ask(model_context=history)))
+        return await (await first_request(_drain(ask(model_context=history)))).render()
 
-    return OwnRequest(client, name_calls([call.name for call in calls]), dry_run)
+    return RequestAfterTools(name, client.engine, tools, render)
 
 
 async def _drain(items: AsyncIterator[object]) -> None:

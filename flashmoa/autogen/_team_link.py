@@ -14,12 +14,10 @@ from autogen_agentchat.teams import BaseGroupChat
 from autogen_core import AgentId
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen._callers import observe_tools
+from flashmoa.autogen._calls import ToolAnswer, observe_tools
 from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import DryRun, client_of
-from flashmoa.autogen._model_call import ToolAnswer
-from flashmoa.autogen._team_members import TeamMembers, TeamParts
-from flashmoa.autogen._turn_order import MANAGER, SUMMARY
+from flashmoa.autogen._team_members import MANAGER, SUMMARY, TeamMembers, TeamParts
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest, Forecast, RequestAfterTools, Turn
@@ -314,24 +312,17 @@ class TeamLinkPlanner(LinkPlanner):
         request = self._members.own_request(agent, answer)
         if request is None:
             return None
-        client, tools = request.client, request.tools
-
-        async def render_with(results: Mapping[str, str]) -> str:
-            following = await request.dry_run([results[tool] for tool in tools])
-            return await following.render()
-
-        policy = self._settings.policy(agent, client)
-        held = RequestAfterTools(agent, client.engine, tools, render_with, on_failure=policy)
+        request.on_failure = self._settings.policy(agent, self._members.client(agent))
 
         def learn(place: int, result: str | None) -> None:
             if result is None:
-                self.give_up(held)
+                self.give_up(request)
             else:
-                self.add_result(held, tools[place], result)
+                self.add_result(request, request.tools[place], result)
 
         observe_tools()
         answer.called.on_result = learn
-        return held
+        return request
 
     async def _plan_when_delivered(self, call: LinkedCall, counts: Mapping[str, int]) -> None:
         """Plan again once every reader has received more messages than it had.

@@ -14,9 +14,9 @@ from autogen_core import CancellationToken, FunctionCall
 from autogen_core.models import CreateResult, RequestUsage
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._callers import note_tools, observe_tools
-from flashmoa.autogen._dry_run import OwnRequest, own_request
-from flashmoa.autogen._model_call import ToolAnswer
+from flashmoa.autogen._calls import ToolAnswer, note_tools, observe_tools
+from flashmoa.autogen._dry_run import own_request
+from flashmoa.linking.forecasts import RequestAfterTools
 from flashmoa.linking.placeholders import NotForecastable
 from tests.chat_templates import Renderer
 
@@ -45,7 +45,7 @@ class ScriptedClient(FlashMoAChatCompletionClient):
         """Begin a script."""
         self.agent: AssistantAgent | None = None
         self.prompts: list[str] = []
-        self.predictions: list[OwnRequest | None] = []
+        self.predictions: list[RequestAfterTools | None] = []
         self.problems: list[str] = []
         # The results that were learned, by the answer's number and the tool's.
         self.learned: dict[tuple[int, int], str | None] = {}
@@ -79,7 +79,7 @@ class ScriptedClient(FlashMoAChatCompletionClient):
         observe_tools()
         answer.called.on_result = learn
         try:
-            self.predictions.append(own_request(self.agent, answer, included=True))
+            self.predictions.append(own_request("one", self.agent, answer, included=True))
         except NotForecastable as problem:
             self.problems.append(str(problem))
 

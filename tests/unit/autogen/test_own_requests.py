@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.autogen._dry_run import OwnRequest
 from flashmoa.linking.forecasts import RequestAfterTools
 from tests.unit.autogen.scripted_agents import (
     ScriptedClient,
@@ -87,18 +85,12 @@ def test_every_request_after_tools_is_predicted_exactly(
 
 
 async def check_request(
-    client: ScriptedClient, request: OwnRequest, number: int, prompt: str
+    client: ScriptedClient, held: RequestAfterTools, number: int, prompt: str
 ) -> None:
     """Check that a prompt was predicted, step by step as the results were learned."""
-
-    async def rendered(results: Mapping[str, str]) -> str:
-        following = await request.dry_run([results[tool] for tool in request.tools])
-        return await following.render()
-
-    held = RequestAfterTools("one", client.engine, request.tools, rendered)
     certain = (await (await held.forecast(held.turn)).prompt()).stable()
     assert prompt.startswith(certain)
-    for place, tool in enumerate(request.tools):
+    for place, tool in enumerate(held.tools):
         learned = client.learned[number, place]
         assert learned is not None
         held.results[tool] = learned
@@ -158,5 +150,5 @@ async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
     before = asked
     (request, *_) = client.predictions
     assert request is not None
-    assert await (await request.dry_run(["lake"])).render() == client.prompts[1]
+    assert await request.render({"look()": "lake"}) == client.prompts[1]
     assert asked == before

@@ -19,7 +19,7 @@ from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.autogen._turn_order import MANAGER, first_turns, upcoming_turns
+from flashmoa.autogen._team_members import MANAGER, first_turns, upcoming_turns
 from flashmoa.linking.forecasts import Step, Turn
 
 Edges = set[tuple[int, int]]

@@ -250,9 +250,10 @@ async def test_extra_body_is_part_of_the_body() -> None:
         await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
         with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
             flow.ask(user("?"), extra_body={"messages": []})
+        several: dict[str, Any]
         for several in ({"n": 2}, {"extra_body": {"n": 2}}):
             with pytest.raises(ValueError, match="n is 2; an answer is one text"):
-                flow.ask(user("?"), **several)  # type: ignore[arg-type]
+                flow.ask(user("?"), **several)
     assert engine.bodies == [{"max_tokens": 3, "guided_regex": "a*"}]
 
 

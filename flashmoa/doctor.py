@@ -31,7 +31,7 @@ from flashmoa.engine import (
     StreamUse,
     engine_url,
 )
-from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.workflow import Workflow
 

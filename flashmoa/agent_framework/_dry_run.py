@@ -42,7 +42,7 @@ from agent_framework._workflows._const import (
 
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.linking.forecasts import ChatRequest, RequestCaptured, first_request
-from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.prompt import NotForecastable
 
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run

@@ -33,8 +33,8 @@ from flashmoa.agent_framework._dry_run import (
 from flashmoa.linking.calls import CallRequest
 from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.linked_team import LinkedTeam, traced
-from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import Listener, ignore
 
 # Types of the contents with which a workflow's user replies to an agent's requests.

@@ -60,7 +60,7 @@ from flashmoa.linking.forecasts import (
     first_request,
     name_calls,
 )
-from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.prompt import NotForecastable
 from flashmoa.scoring import Scores
 
 _AGENTS = (AssistantAgent, MessageFilterAgent, SocietyOfMindAgent)

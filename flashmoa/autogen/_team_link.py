@@ -23,9 +23,8 @@ from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest, Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Ahead, Link
 from flashmoa.linking.linked_team import LinkedTeam, link_of, traced
-from flashmoa.linking.placeholders import UNCERTAIN, Placeholders
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt import UNCERTAIN, Placeholders, Prompt
 from flashmoa.observe import Listener, contained, ignore
 
 _KV_SHARE = 0.5

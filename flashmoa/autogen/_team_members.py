@@ -42,7 +42,7 @@ from flashmoa.autogen._dry_run import (
     why_rewritten,
 )
 from flashmoa.linking.forecasts import RequestAfterTools, Step, Turn
-from flashmoa.linking.placeholders import NotForecastable, Placeholders
+from flashmoa.linking.prompt import NotForecastable, Placeholders
 
 # Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
 MANAGER = "(manager)"

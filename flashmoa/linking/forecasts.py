@@ -17,8 +17,7 @@ from flashmoa.engine import (
     prompt_fields,
 )
 from flashmoa.linking.failure_policy import OnFailure
-from flashmoa.linking.placeholders import NotForecastable, Placeholders
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 
 # Names of agents that write at the same time, and so finish in any order.
 Step = frozenset[str]

@@ -12,8 +12,7 @@ from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.link import Link, report_no_link
-from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import Listener, UpstreamFailed, ignore

@@ -23,8 +23,7 @@ from flashmoa.engine import EngineClient, EngineError, PluginMissing
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Ahead, Link, kind_of, report_no_link
-from flashmoa.linking.placeholders import NotForecastable
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener

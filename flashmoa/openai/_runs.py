@@ -20,8 +20,7 @@ from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
 from flashmoa.linking.calls import CallObserver
-from flashmoa.linking.learned_planner import LearnedLinkPlanner, SentInPlace
-from flashmoa.linking.learned_runs import Program, RecordedRequest
+from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
 from flashmoa.observe import Listener, ignore
 from flashmoa.observe.trace import traced
 from flashmoa.openai._sent_requests import headers_now, read_request

@@ -9,9 +9,8 @@ from weakref import WeakSet
 import openai
 
 from flashmoa.engine import engine_url, kv_namespace, prompt_fields
-from flashmoa.linking.learned_planner import SentInPlace
-from flashmoa.linking.learned_runs import RecordedRequest
-from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
+from flashmoa.linking.prompt import NotForecastable
 
 # Headers of one connection or body: the client that links use has its own.
 _OF_TRANSFER = frozenset(

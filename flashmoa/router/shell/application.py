@@ -22,8 +22,7 @@ from starlette.types import Receive, Scope, Send
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineError, Prefilled, prompt_fields
 from flashmoa.linking.link import Link, kind_of
-from flashmoa.linking.placeholders import Placeholders
-from flashmoa.linking.prompt import Prompt
+from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import warn_once
 from flashmoa.router.client_requests import (
     CHAT,

@@ -16,7 +16,6 @@ from tests.integration.autogen.runs import (
     connected,
     finished_calls,
     make,
-    run_both_ways,
     run_once,
 )
 from tests.integration.autogen.teams import agent
@@ -89,18 +88,6 @@ async def test_prompts_on_a_plain_server_are_prefilled_with_one_warning(
         advanced = run.events_of(LinkAdvanced, "reader")[-1]
         assert 1000 < advanced.prefilled_tokens - 8 <= (after.cached_tokens or 0)
     assert len([one for one in caplog.messages if "without the flashmoa-sglang" in one]) == 1
-
-
-async def test_links_to_a_plain_server_can_be_turned_off(
-    plain_engine: LocalEngine, guide: str
-) -> None:
-    client = make(plain_engine, without_plugin="off", max_tokens=12)
-    again = Client.load_component(client.dump_component())
-    assert again.engine.without_plugin == "off"
-    linked = await run_both_ways(lambda: chain((client, again), guide), [client], "Go.")
-    assert not linked.events_of(LinkOpened)
-    for each in (client, again):
-        await each.close()
 
 
 async def test_auto_link_links_a_team_without_a_call_of_link(

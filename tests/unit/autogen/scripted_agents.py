@@ -17,7 +17,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._calls import ToolAnswer, note_tools, observe_tools
 from flashmoa.autogen._dry_run import own_request
 from flashmoa.linking.forecasts import RequestAfterTools
-from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.prompt import NotForecastable
 from tests.chat_templates import Renderer
 
 # Quotes the results of tools, as Llama's does, and names the tools that are offered.

@@ -19,7 +19,7 @@ from flashmoa._stack import owners
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.autogen._team_link import awaits, has_received
 from flashmoa.linking.forecasts import Turn
-from flashmoa.linking.placeholders import UNCERTAIN
+from flashmoa.linking.prompt import UNCERTAIN
 from flashmoa.observe import (
     CallFailed,
     CallFinished,

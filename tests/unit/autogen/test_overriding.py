@@ -38,7 +38,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
 from flashmoa.autogen._dry_run import agent_dry_runs, require_stock_message, require_stock_methods
 from flashmoa.autogen._team_link import TeamLinkPlanner
 from flashmoa.linking.forecasts import Forecast, Turn
-from flashmoa.linking.placeholders import NotForecastable
+from flashmoa.linking.prompt import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer
 

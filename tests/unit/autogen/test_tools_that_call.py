@@ -24,6 +24,7 @@ from tests.unit.autogen.scripted_agents import called
 pytestmark = pytest.mark.anyio
 
 Ask = Callable[[], Awaitable[str]]
+Way = Callable[[Ask], Awaitable[str]]
 
 
 class Client(FlashMoAChatCompletionClient):
@@ -73,14 +74,14 @@ async def ask_in_a_thread(ask: Ask) -> str:
 WAYS = (ask_directly, ask_twice_at_once, ask_in_time, ask_in_a_thread)
 
 
-def function_tool(client: Client, way: Callable[[Ask], Awaitable[str]]) -> Any:
+def function_tool(client: Client, way: Way) -> Any:
     async def look() -> str:
         return await way(client.ask)
 
     return {"tools": [FunctionTool(look, description="looks")]}
 
 
-def workbench(client: Client, way: Callable[[Ask], Awaitable[str]]) -> Any:
+def workbench(client: Client, way: Way) -> Any:
     class Bench(StaticWorkbench):
         async def call_tool(self, *_: Any, **__: Any) -> ToolResult:
             return await super().call_tool("look", {"place": await way(client.ask)})
@@ -94,7 +95,7 @@ def workbench(client: Client, way: Callable[[Ask], Awaitable[str]]) -> Any:
 class Asker(AssistantAgent):
     """Has a method that is a tool."""
 
-    way: Callable[[Ask], Awaitable[str]]
+    way: Way
 
     async def look(self) -> str:
         """Look."""
@@ -128,25 +129,29 @@ async def run_linked(
     return [event.agent for event in events if isinstance(event, CallStarted)], held
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("kind", [function_tool, workbench], ids=lambda kind: kind.__name__)
-async def test_the_calls_of_a_tool_are_not_its_agents(client: Client, kind: Any, way: Any) -> None:
-    agent = AssistantAgent("one", client, reflect_on_tool_use=True, **kind(client, way))
-    callers, held = await run_linked(client, agent)
-    assert callers == ["one", "one"]
-    # They leave the agent's own next request alone.
-    assert held and all(agents == {"one"} for agents in held)
+def with_function(client: Client, way: Way) -> AssistantAgent:
+    return AssistantAgent("one", client, reflect_on_tool_use=True, **function_tool(client, way))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-async def test_the_calls_of_a_method_that_is_a_tool_are_not_its_agents(
-    client: Client, way: Any
-) -> None:
+def with_workbench(client: Client, way: Way) -> AssistantAgent:
+    return AssistantAgent("one", client, reflect_on_tool_use=True, **workbench(client, way))
+
+
+def with_method(client: Client, way: Way) -> AssistantAgent:
     agent = Asker("one", client, reflect_on_tool_use=True)
     agent.way = staticmethod(way)  # type: ignore[method-assign]
     agent._workbench = [StaticWorkbench([FunctionTool(agent.look, description="looks")])]
-    callers, held = await run_linked(client, agent, include=["one"])
+    return agent
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("make", [with_function, with_workbench, with_method])
+async def test_the_calls_of_a_tool_are_not_its_agents(
+    client: Client, make: Callable[[Client, Way], AssistantAgent], way: Way
+) -> None:
+    callers, held = await run_linked(client, make(client, way), include=["one"])
     assert callers == ["one", "one"]
+    # They leave the agent's own next request alone.
     assert held and all(agents == {"one"} for agents in held)
 
 

@@ -168,30 +168,48 @@ def test_bad_arguments_are_refused_before_the_start(
     assert problem in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("port", ["0", "70000"])
+ENGINE = ["--engine", "http://127.0.0.1:9"]
+PAIR = ["--prefill", "http://127.0.0.1:8", "--pd-router", "http://127.0.0.1:9"]
+SERVE = ["serve", "moa.toml"]
+
+
 @pytest.mark.parametrize(
-    ("command", "arguments"),
-    [(moa.main, ["serve", "moa.toml"]), (router.main, ["--engine", "http://127.0.0.1:9"])],
+    ("command", "arguments", "problem"),
+    [
+        (moa.main, [*SERVE, "--port", "0"], "--port 0 is not between 1 and 65535"),
+        (moa.main, [*SERVE, "--max-questions", "0"], "0 is not above 0"),
+        (moa.main, [*SERVE, "--max-questions", "-1"], "-1 is not above 0"),
+        (router.main, [*ENGINE, "--port", "70000"], "--port 70000 is not between 1 and 65535"),
+        (
+            router.main,
+            [*ENGINE, "--max-waiting", "-1"],
+            "--max-waiting: -1 is refused; give a number of at least 0",
+        ),
+        (
+            router.main,
+            [*ENGINE, "--patience", "nan"],
+            "--patience: nan is refused; give a number of at least 0",
+        ),
+        (router.main, [*ENGINE, "--max-body-bytes", "0"], "0 is refused; give a number above 0"),
+        (router.main, [*PAIR, "--agent-seconds", "0"], "0 is refused; give a number above 0"),
+        (router.main, [*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
+        (
+            router.main,
+            [*PAIR, *PAIR, "--port", "65535"],
+            "2 pairs listen at ports from --port 65535",
+        ),
+    ],
 )
-def test_other_servers_refuse_the_same_ports(
+def test_options_that_cannot_be_followed_are_refused(
     command: Callable[[list[str]], int],
     arguments: list[str],
-    port: str,
+    problem: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        command([*arguments, "--port", port])
+        command(arguments)
     assert ended.value.code == 2
-    assert f"--port {port} is not between 1 and 65535" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", ["0", "-1"])
-def test_a_wrong_number_is_refused_with_what_to_give(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        moa.main(["serve", "moa.toml", "--max-questions", number])
-    assert f"{number} is not above 0" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
@@ -203,35 +221,6 @@ def test_an_interrupted_check_ends_with_the_status_of_an_interrupt(
     monkeypatch.setattr(moa, "_check", interrupt)
     monkeypatch.setattr("flashmoa.moa.config.read_file", lambda _: [])
     assert moa.main(["check", "moa.toml"]) == 130
-
-
-ENGINE = ["--engine", "http://127.0.0.1:9"]
-PAIR = ["--prefill", "http://127.0.0.1:8", "--pd-router", "http://127.0.0.1:9"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (
-            [*ENGINE, "--max-waiting", "-1"],
-            "--max-waiting: -1 is refused; give a number of at least 0",
-        ),
-        ([*ENGINE, "--patience", "nan"], "--patience: nan is refused; give a number of at least 0"),
-        (
-            [*ENGINE, "--max-body-bytes", "0"],
-            "--max-body-bytes: 0 is refused; give a number above 0",
-        ),
-        ([*PAIR, "--agent-seconds", "0"], "--agent-seconds: 0 is refused; give a number above 0"),
-        ([*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
-        ([*PAIR, *PAIR, "--port", "65535"], "2 pairs listen at ports from --port 65535 on"),
-    ],
-)
-def test_a_router_refuses_options_that_it_cannot_follow(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        router.main(arguments)
-    assert problem in capsys.readouterr().err
 
 
 def test_a_router_announces_nothing_at_a_port_that_is_in_use(

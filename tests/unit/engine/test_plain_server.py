@@ -26,10 +26,14 @@ class FakeServer:
         routes: the routes that it has.
         text_field: what its ``/detokenize`` calls the text.
         lossy: whether its tokenizer changes white space.
+        answers: its answers to some routes, in place of the usual ones.
     """
 
-    def __init__(self, *routes: str, text_field: str = "text", lossy: bool = False) -> None:
+    def __init__(
+        self, *routes: str, text_field: str = "text", lossy: bool = False, **answers: Any
+    ) -> None:
         self.routes = routes
+        self.answers = answers
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self._text_field = text_field
         self._lossy = lossy
@@ -43,6 +47,8 @@ class FakeServer:
         return answer.model_validate(self._answer(path, dict(body or {})))
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if (answer := self.answers.get(path.rpartition("/")[2])) is not None:
+            return answer
         usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
         if path == "/tokenize":
             text = body.get("prompt", RENDERED)
@@ -103,31 +109,23 @@ async def test_a_server_that_does_not_give_texts_back_unchanged_gets_no_prompts(
 
 
 async def test_a_server_that_takes_something_else_gets_no_prompts() -> None:
-    async def call(method: str, path: str, answer: Any, body: Any = None) -> Any:
-        return answer.model_validate({"tokens": [], "text": ""})
-
+    fake = FakeServer(*SGLANG, tokenize={"tokens": []}, detokenize={"text": ""})
     with pytest.raises(EngineError, match="cannot convert messages to tokens and back"):
-        await PlainServer(call, None).render(MESSAGES, {})
+        await PlainServer(fake.call, None).render(MESSAGES, {})
 
 
 async def test_cached_tokens_that_are_left_out_are_none_once_others_were_reported() -> None:
-    answers = [{}, {"prompt_tokens_details": {"cached_tokens": 5}}, {}]
-    cached: list[int | None] = []
-
-    async def call(method: str, path: str, answer: Any, body: Any = None) -> Any:
-        if answer is PromptTokens:
-            return PromptTokens(tokens=[1])
-        return answer.model_validate({"usage": {"prompt_tokens": 9, **answers[len(cached)]}})
-
-    server = PlainServer(call, "m")
-    for _ in answers:
+    fake, cached = FakeServer(*VLLM), list[int | None]()
+    server = PlainServer(fake.call, "m")
+    for details in ({}, {"prompt_tokens_details": {"cached_tokens": 5}}, {}):
+        fake.answers["completions"] = {"usage": {"prompt_tokens": 9, **details}}
         usage, _ = await server.prefill("text", {"cache_salt": "s"})
         cached.append(usage.cached_tokens)
     assert cached == [None, 5, 0]
 
 
 async def test_a_wrong_key_is_an_error() -> None:
-    async def call(method: str, path: str, answer: Any, body: Any = None) -> Any:
+    async def call(*_: Any) -> Any:
         raise RequestRefused("key", 401, "unauthorized")
 
     with pytest.raises(RequestRefused, match="key"):
@@ -135,14 +133,10 @@ async def test_a_wrong_key_is_an_error() -> None:
 
 
 async def test_an_aborted_prefill_is_an_error() -> None:
-    async def call(method: str, path: str, answer: Any, body: Any = None) -> Any:
-        if answer is PromptTokens:
-            return PromptTokens(tokens=[1])
-        reason = {"type": "abort", "message": "full", "status_code": 503}
-        return answer.model_validate({"meta_info": {"finish_reason": reason}})
-
+    reason = {"type": "abort", "message": "full", "status_code": 503}
+    fake = FakeServer(*SGLANG, generate={"meta_info": {"finish_reason": reason}})
     with pytest.raises(RequestRefused, match="full"):
-        await PlainServer(call, None).prefill("text", NO_NAMESPACE)
+        await PlainServer(fake.call, None).prefill("text", NO_NAMESPACE)
 
 
 async def test_the_choice_is_checked() -> None:

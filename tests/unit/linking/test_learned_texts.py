@@ -39,44 +39,10 @@ def predict(value: Any, known: Mapping[str, str]) -> Any:
     return learned_texts.predict(value, known.get, TextFinder(known))
 
 
-PART: dict[str, str] = {"type": "text", "text": "Check:\nA long plan.\nOK?"}
-
-
-@pytest.mark.parametrize(
-    ("value", "known", "expected"),
-    [
-        (
-            [{"content": [PART]}],
-            {"A long plan.": "A."},
-            [{"content": [{**PART, "text": "Check:\nA.\nOK?"}]}],
-        ),
-        # A short text is replaced only where it is a whole string.
-        (["no", "say no"], {"no": "yes"}, ["yes", "say no"]),
-        ("Rome, Romeo", {"Rome": "Oslo"}, "Oslo, Romeo"),
-        # Of overlapping texts the longest.
-        ("plan for Rome, then Rome", {"plan for Rome": "X", "Rome": "Oslo"}, "X, then Oslo"),
-        # What replaces a text is not replaced.
-        ("plan for Rome", {"plan for": "Rome, then", "Rome": "Oslo"}, "Rome, then Oslo"),
-    ],
-)
-def test_known_texts_are_replaced_where_they_are_whole_words(
-    value: Any, known: dict[str, str], expected: Any
-) -> None:
-    assert predict(value, known) == expected
-
-
-@given(words, known_texts)
-def test_what_replaces_a_text_is_not_replaced_again(string: str, known: dict[str, str]) -> None:
-    marked = {text: f"<{index}>" for index, text in enumerate(known)}
-    replaced = predict(string, marked)
-    for text, mark in marked.items():
-        replaced = replaced.replace(mark, text)
-    assert replaced == string
-
-
-@given(words)
-def test_nothing_is_replaced_if_nothing_is_known(string: str) -> None:
-    assert predict(string, {}) == string
+def test_known_texts_are_replaced_in_strings_of_messages() -> None:
+    earlier = [{"role": "user", "content": [{"type": "text", "text": "Check:\nA long plan.\nOK?"}]}]
+    content = predict(earlier, {"A long plan.": "Another."})[0]["content"]
+    assert content == [{"type": "text", "text": "Check:\nAnother.\nOK?"}]
 
 
 def test_texts_of_which_nothing_is_known_are_not_replaced() -> None:

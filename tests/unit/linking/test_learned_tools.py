@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.learned_planner import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import (
+    LearnedLinkPlanner,
     LearnedRun,
     Program,
     RecordedCall,

@@ -19,8 +19,8 @@ from flashmoa.engine import (
 )
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
-from flashmoa.linking.placeholders import NotForecastable, Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import CallStarted, Event, LinkDeclined, ignore
 from tests.unit.linking.hung_engine import hung_engine
 from tests.waiting import until

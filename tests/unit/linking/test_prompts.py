@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa import Prompt, Slot
-from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.prompt import Placeholders
 
 
 def test_the_frontier_stops_inside_the_first_open_slot() -> None:

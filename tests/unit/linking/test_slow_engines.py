@@ -14,10 +14,9 @@ from flashmoa import EngineClient, errors
 from flashmoa.engine import client
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, Turn
-from flashmoa.linking.learned_planner import LearnedLinkPlanner
-from flashmoa.linking.learned_runs import Program, RecordedRequest
-from flashmoa.linking.placeholders import Placeholders
+from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest
 from flashmoa.linking.planner import LinkPlanner
+from flashmoa.linking.prompt import Placeholders
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 from tests.waiting import until

@@ -14,8 +14,8 @@ from flashmoa import EngineClient
 from flashmoa.engine import Delta
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, ObservedCall
 from flashmoa.linking.forecasts import Forecast, Turn
-from flashmoa.linking.placeholders import Placeholders
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import Placeholders
 from flashmoa.observe import Event, LinkOpened
 from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.linking.hung_engine import hung_engine

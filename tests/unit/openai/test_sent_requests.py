@@ -12,8 +12,7 @@ import pytest
 
 import flashmoa.openai._runs
 from flashmoa.engine import EngineClient
-from flashmoa.linking.learned_planner import SentInPlace
-from flashmoa.linking.learned_runs import RecordedRequest
+from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
 from flashmoa.openai._sent_requests import headers_now, read_request

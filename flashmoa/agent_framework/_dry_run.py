@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -78,14 +77,6 @@ _WORKFLOWS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DryRunResult:
-    """Holds the request that a dry run ended at, and the conversation the agent was given."""
-
-    request: ChatRequest
-    conversation: list[Message]
-
-
 def get_conversation(executor: Executor) -> list[Message]:
     """Return the conversation that a running agent was given; empty for any other executor."""
     return list(executor._cache) if isinstance(executor, AgentExecutor) else []
@@ -110,8 +101,10 @@ def make_response(
 
 async def dry_run(
     workflow: Workflow, executor: Executor, message: Any, sources: Sequence[str]
-) -> DryRunResult:
+) -> tuple[ChatRequest, list[Message]]:
     """Run a copy of an agent's executor on ``message``, up to its first request to a model.
+
+    Return the request, and the conversation that the agent was given.
 
     Args:
         sources: ids of the executors that sent the message.
@@ -134,7 +127,7 @@ async def dry_run(
         raise
     except Exception as error:
         raise NotForecastable(f"its dry run on a copy failed: {error!r}") from error
-    return DryRunResult(request, get_conversation(shadow))
+    return request, get_conversation(shadow)
 
 
 def _copy_executor(executor: AgentExecutor) -> AgentExecutor:

@@ -217,11 +217,10 @@ class WorkflowLinkPlanner(LinkPlanner):
             return None
         executor = self._workflow.executors[name]
         message = delivery.make_message([sent[source] for source in delivery.sources])
-        result = await dry_run(self._workflow, executor, message, delivery.sources)
-        request = result.request
+        request, conversation = await dry_run(self._workflow, executor, message, delivery.sources)
         if why_rewritten(self._workflow, executor) is None:
             text = known.placeholders.padded(name)
-            known.predicted[name] = make_response(executor, result.conversation, text)
+            known.predicted[name] = make_response(executor, conversation, text)
         return Forecast(
             turn,
             request.engine,

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
 from flashmoa.cli import doctor, moa, router, score, serve, trace
 
 
-def bench(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa bench`` and return its exit status; see :func:`plan`."""
-    return _run_benchmarks("bench", "cli", arguments)
-
-
-def plan(arguments: Sequence[str]) -> int:
-    """Run ``flashmoa plan`` and return its exit status.
-
-    If the package ``flashmoa-bench`` is not installed, print how to install it and return 1.
-    """
-    return _run_benchmarks("plan", "plan.command", arguments)
-
-
 def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:
+    """Run a command of the package ``flashmoa-bench``, or print how to install it and return 1."""
     if find_spec("flashmoa_bench") is None:
         problem = "needs the package flashmoa-bench: pip install ./benchmarks"
         print(f"flashmoa {command} {problem}", file=sys.stderr)
@@ -31,6 +20,8 @@ def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:
     return int(import_module(f"flashmoa_bench.{module}").main(arguments))
 
 
+bench = partial(_run_benchmarks, "bench", "cli")
+plan = partial(_run_benchmarks, "plan", "plan.command")
 _COMMANDS = {
     "serve": serve.main,
     "bench": bench,

@@ -38,17 +38,19 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
 
 
+def make_team(writing: Client, reading: Client, task: str) -> RoundRobinGroupChat:
+    writer = AssistantAgent("writer", model_client=writing, system_message="Write.")
+    reviewer = AssistantAgent("reviewer", model_client=reading, system_message=task)
+    return RoundRobinGroupChat([writer, reviewer], max_turns=2)
+
+
 class Pair:
     """Runs a task with a writer and a reviewer, linked."""
 
     def __init__(self, writing: Client, reading: Client, task: str, **linking: Any) -> None:
         self.events: list[Event] = []
-        agents = [
-            AssistantAgent("writer", model_client=writing, system_message="Write."),
-            AssistantAgent("reviewer", model_client=reading, system_message=task),
-        ]
         self.clients = writing, reading
-        self.team = RoundRobinGroupChat(agents, max_turns=2)
+        self.team = make_team(writing, reading, task)
         self.linked: TeamLink = link(self.team, listener=self.events.append, **linking)
         self.token = CancellationToken()
         self.run: asyncio.Task[TaskResult] = asyncio.ensure_future(
@@ -78,11 +80,7 @@ class Pair:
 async def texts(make: Make, engine: LocalEngine, downstream: LocalEngine, task: str) -> list[str]:
     """Return the texts of both agents, unlinked."""
     writing, reading = make(engine.url, 150), make(downstream.url)
-    agents = [
-        AssistantAgent("writer", model_client=writing, system_message="Write."),
-        AssistantAgent("reviewer", model_client=reading, system_message=task),
-    ]
-    result = await RoundRobinGroupChat(agents, max_turns=2).run(task=task)
+    result = await make_team(writing, reading, task).run(task=task)
     for client in (writing, reading):
         await client.close()
     return [message.to_text() for message in result.messages]

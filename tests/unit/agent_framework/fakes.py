@@ -48,7 +48,6 @@ class FakeEngine:
 
     def __init__(self, client: FlashMoAChatClient, answer: Answer) -> None:
         self.sent: list[Sent] = []
-        self.rendered: list[dict[str, Any]] = []
         self._answer = answer
         self._streams: dict[str, str] = {}
         engine: Any = client.engine
@@ -58,7 +57,6 @@ class FakeEngine:
         openai._client._transport = _Transport(self._chat)
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        self.rendered.append(fields)
         return render(messages, fields.get("tools"))
 
     async def _open(self, *, text: str = "", **_: Any) -> Any:

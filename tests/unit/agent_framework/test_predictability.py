@@ -232,25 +232,6 @@ async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> 
     assert reason == "it is a GroupChatOrchestrator of Agent Framework, which is not linked"
 
 
-async def test_a_prompt_is_rendered_with_all_that_it_depends_on() -> None:
-    """With the tool choice "none", for instance, SGLang shows the model no tools."""
-
-    def look(place: str) -> str:
-        return place
-
-    client, fake = make_client()
-    options: Any = {
-        "tool_choice": "none",
-        "reasoning_effort": "low",
-        "extra_body": {"chat_template_kwargs": {"x": 1}},
-    }
-    reader = agent(client, "b", tools=[look], default_options=options)
-    assert await run_linked(chain(client, reader)) == []
-    (fields,) = fake.rendered
-    assert fields["tools"] and fields["tool_choice"] == "none"
-    assert fields["reasoning_effort"] == "low" and fields["chat_template_kwargs"] == {"x": 1}
-
-
 async def test_each_agent_that_could_be_linked_gets_a_reason_if_none_is_predictable() -> None:
     client, fake = make_client(middleware=[Adds()])
     assert await run_linked(chain(client), runs=2) == ["its client has middleware"]

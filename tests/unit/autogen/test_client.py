@@ -6,7 +6,7 @@ import logging
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,17 +188,6 @@ MESSAGES = [UserMessage(content="Hi", source="user")]
 ARGS = {"enable_thinking": False}
 
 
-class Recorder:
-    """Records the fields of what it is to render."""
-
-    def __init__(self) -> None:
-        self.fields: list[dict[str, Any]] = []
-
-    async def render(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        self.fields.append(fields)
-        return ""
-
-
 def look(place: str) -> str:
     """Look at a place."""
     return place
@@ -217,7 +206,6 @@ def client() -> FlashMoAChatCompletionClient:
 async def test_a_predicted_call_is_rendered_with_its_own_fields(
     client: FlashMoAChatCompletionClient,
 ) -> None:
-    client.engine = recorder = Recorder()  # type: ignore[assignment]
     tools = [FunctionTool(look, "Look.")]
     request = await first_request(
         CapturingClient(client).create(
@@ -228,8 +216,7 @@ async def test_a_predicted_call_is_rendered_with_its_own_fields(
             json_output=False,
         )
     )
-    await request.render()
-    (fields,) = recorder.fields
+    fields = request.fields
     assert [tool["function"]["name"] for tool in fields.pop("tools")] == ["look"]
     assert fields == {
         "tool_choice": {"type": "function", "function": {"name": "look"}},
@@ -242,10 +229,8 @@ async def test_a_predicted_call_is_rendered_with_its_own_fields(
 async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
     client: FlashMoAChatCompletionClient,
 ) -> None:
-    client.engine = recorder = Recorder()  # type: ignore[assignment]
     request = await first_request(CapturingClient(client).score(MESSAGES, ["yes", "no"]))
-    await request.render()
-    assert recorder.fields == [{"chat_template_kwargs": ARGS}]
+    assert request.fields == {"chat_template_kwargs": ARGS}
 
 
 def test_tokens_are_counted_with_the_clients_fields(

@@ -74,22 +74,6 @@ async def test_a_request_waits_for_its_texts_and_not_for_a_hung_engine(hangs: Ro
     assert (started.stream_id is not None) == (hangs == "append")
 
 
-async def test_expect_does_not_wait_for_a_hung_engine() -> None:
-    async with (
-        hung_engine("render") as engine,
-        EngineClient(engine.url, timeout=25.0) as client,
-        Workflow(client) as flow,
-    ):
-        draft = flow.text("draft")
-        with soon():
-            expected = await flow.expect(asks(draft))
-            await engine.until("render")
-            draft.finish("a plan")
-            assert "a plan" in (await expected.messages())[0]["content"]
-            assert expected.claim() == {}
-        assert expected.is_late
-
-
 @pytest.mark.parametrize(
     "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
 )

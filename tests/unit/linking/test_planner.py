@@ -127,16 +127,6 @@ async def planner(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pair]:
         await pair.host.close()
 
 
-async def test_a_link_gets_all_text_of_a_call_that_began_before_it(planner: Pair) -> None:
-    writer = planner.begin("writer", REQUEST)
-    writer.on_text("Once")
-    link = await planner.link()
-    writer.on_text(" more")
-    assert link.prompt.stable() == "Read: Once more"
-    writer.on_finish(CallResult("Once more.", None, "stop", is_forwarded=True))
-    assert link.prompt.is_complete and link.prompt.stable() == "Read: Once more."
-
-
 async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
     planner.may_forecast = anyio.Event()
     planner.begin("writer", REQUEST)

@@ -105,7 +105,7 @@ class LinkedTeams:
         return iter([team for each in self._teams.valuerefs() if (team := each()) is not None])
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._teams)
 
     def add(self, team: LinkedTeam[Any]) -> None:
         self._teams[id(team)] = team

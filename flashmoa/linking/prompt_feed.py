@@ -22,7 +22,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 
@@ -213,11 +213,9 @@ class PromptFeed(Feed):
         states: list[StreamState] = []
 
         async def open_stream() -> None:
-            is_text = isinstance(first, str)
             state = await self._engine.open_stream(
-                text=first if isinstance(first, str) else None,
-                input_ids=None if isinstance(first, str) else first,
-                add_special_tokens=self._add_special_tokens if is_text else None,
+                **_fields(first),
+                add_special_tokens=self._add_special_tokens if isinstance(first, str) else None,
                 ttl_seconds=self._ttl,
                 expected_output_tokens=self._expected_output_tokens,
                 namespace=self._namespace,
@@ -275,11 +273,7 @@ class PromptFeed(Feed):
                     return
             piece, end = self._prompt.take(), self._prompt.is_complete
             if piece or end:
-                text = piece if isinstance(piece, str) else None
-                ids = None if isinstance(piece, str) else piece
-                state = await self._engine.append(
-                    state.id, seq, text=text or None, input_ids=ids or None, end=end
-                )
+                state = await self._engine.append(state.id, seq, **_fields(piece), end=end)
                 seq += 1
                 self._postpone_keep_alive()
                 self._on_state(state)
@@ -326,6 +320,10 @@ class PromptFeed(Feed):
         except EngineError as error:
             logger.debug("Stream %s could not be kept alive: %s", self.stream_id, error)
         self._postpone_keep_alive()
+
+
+def _fields(piece: str | Sequence[int]) -> dict[str, Any]:
+    return {"text" if isinstance(piece, str) else "input_ids": piece or None}
 
 
 class PlainFeed(Feed):

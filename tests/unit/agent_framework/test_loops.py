@@ -12,16 +12,9 @@ from agent_framework import (
     handler,
 )
 
-from flashmoa.agent_framework import FlashMoAChatClient
 from tests.unit.agent_framework.fakes import agent, make_client, run_linked
 
 pytestmark = pytest.mark.anyio
-
-
-class Start(Executor):
-    @handler
-    async def begin(self, text: str, ctx: WorkflowContext[str]) -> None:
-        await ctx.send_message(text)
 
 
 class Judge(Executor):
@@ -42,23 +35,9 @@ class Judge(Executor):
             await ctx.yield_output(response.agent_response.text)
 
 
-def executors(client: FlashMoAChatClient, names: str) -> list[AgentExecutor]:
-    return [AgentExecutor(agent(client, name)) for name in names]
-
-
-async def test_the_receivers_of_an_agent_that_is_reached_twice_at_once_are_not_linked() -> None:
-    client, fake = make_client(lambda request: request["messages"][0]["content"] * 2)
-    a, b, c, d = executors(client, "abcd")
-    start = Start(id="start")
-    builder = WorkflowBuilder(start_executor=start, output_from=[d])
-    builder.add_fan_out_edges(start, [a, b]).add_edge(a, c).add_edge(b, c).add_edge(c, d)
-    await run_linked(builder.build())
-    assert [sent.status for sent in fake.sent] == [None] * 6
-
-
 async def test_a_writer_and_a_reviewer_in_a_loop_are_linked_in_each_round() -> None:
     client, fake = make_client()
-    writer, reviewer = executors(client, "wr")
+    writer, reviewer = (AgentExecutor(agent(client, name)) for name in "wr")
     judge = Judge(id="judge")
     builder = WorkflowBuilder(start_executor=writer, output_from=[judge])
     builder.add_edge(writer, reviewer).add_edge(reviewer, judge).add_edge(judge, writer)

@@ -63,39 +63,28 @@ async def review(plain: EngineClient, guide: str) -> tuple[str, int, list[Event]
         return text, answer.usage.cached_tokens or 0, events
 
 
-async def review_unlinked(plain: EngineClient, guide: str) -> tuple[str, int]:
-    await plain.flush_cache()
-    async with EngineClient(plain.url, timeout=60, without_plugin="off") as off:
-        text, cached, events = await review(off, guide)
-    assert not any(isinstance(event, LinkOpened) for event in events)
-    return text, cached
-
-
 @pytest.mark.usefixtures("all_steps_pay")
 async def test_a_linked_answer_equals_the_unlinked_one_and_its_prompt_is_cached(
     plain: EngineClient, guide: str
 ) -> None:
     linked, cached, events = await review(plain, guide)
-    unlinked, cached_before = await review_unlinked(plain, guide)
+    await plain.flush_cache()
+    async with EngineClient(plain.url, timeout=60, without_plugin="off") as off:
+        unlinked, cached_before, others = await review(off, guide)
     assert linked == unlinked
+    assert not any(isinstance(event, LinkOpened) for event in others)
     advanced = [event for event in events if isinstance(event, LinkAdvanced)]
     prefilled = advanced[-1].prefilled_tokens
     # The last tokens of the text so far may be others in the whole prompt.
     assert prefilled - 8 <= cached <= prefilled
     assert prefilled > advanced[0].prefilled_tokens + 64
     assert cached_before < 64
-
-
-@pytest.mark.usefixtures("all_steps_pay")
-async def test_what_was_prefilled_ahead_is_in_the_events(plain: EngineClient, guide: str) -> None:
-    _, _, events = await review(plain, guide)
     (opened,) = [event for event in events if isinstance(event, LinkOpened)]
     (closed,) = [event for event in events if isinstance(event, LinkClosed)]
     (started,) = [event for event in events if isinstance(event, CallStarted)]
     assert opened.plain and opened.upstream == ("draft",)
     assert closed.reason == "used"
     assert opened.stream_id == closed.stream_id == started.stream_id
-    advanced = [event for event in events if isinstance(event, LinkAdvanced)]
     (call,) = calls(events)
-    assert call.plain_tokens == advanced[-1].prefilled_tokens
+    assert call.plain_tokens == prefilled
     assert link_status(call) == "plain"

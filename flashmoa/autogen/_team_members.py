@@ -41,7 +41,7 @@ from flashmoa.autogen._dry_run import (
     unwrapped,
     why_rewritten,
 )
-from flashmoa.linking.forecasts import RequestAfterTools, Step, Turn
+from flashmoa.linking.forecasts import RequestAfterTools, Turn, Writers
 from flashmoa.linking.prompt import NotForecastable, Placeholders
 
 # Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
@@ -415,7 +415,7 @@ def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
     if manager._max_turns is not None:
         steps_left = manager._max_turns - manager._current_turn - 1
     turns: list[Turn] = []
-    steps: list[Step] = []
+    steps: list[Writers] = []
     seen = set(active)
     sure = True
     while active and (steps_left is None or len(steps) < steps_left):

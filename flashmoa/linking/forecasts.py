@@ -20,7 +20,7 @@ from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 
 # Names of agents that write at the same time, and so finish in any order.
-Step = frozenset[str]
+Writers = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Turn:
     """
 
     agent: str
-    after: tuple[Step, ...] = ()
+    after: tuple[Writers, ...] = ()
     sure: bool = True
 
     @property

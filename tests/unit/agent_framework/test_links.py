@@ -11,24 +11,9 @@ from agent_framework.orchestrations import SequentialBuilder
 from openai import AsyncOpenAI
 
 from flashmoa.agent_framework import FlashMoAChatClient, _client, link
-from flashmoa.observe import LinkDeclined
-from flashmoa.observe.trace import read
 from tests.unit.agent_framework.fakes import agent, chain, make_client
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_linking_a_workflow_again_replaces_its_link_and_its_trace(tmp_path: Path) -> None:
-    client, _ = make_client()
-    workflow, file = chain(client), tmp_path / "run.jsonl"
-    event = LinkDeclined(agent="1", engine="", reason="test")
-    first = link(workflow, trace=file)  # Held here, so that it does not go by itself.
-    first._planner.listener(event)
-    assert read(file) == [event]
-    second = link(workflow, trace=file)
-    assert read(file) == [] and set(client.linked_teams) == {second}
-    await second.close()
-    assert not client.linked_teams
 
 
 async def test_a_refused_workflow_leaves_an_existing_trace_as_it_is(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.autogen._team_members import MANAGER, first_turns, upcoming_turns
-from flashmoa.linking.forecasts import Step, Turn
+from flashmoa.linking.forecasts import Turn, Writers
 
 Edges = set[tuple[int, int]]
 
@@ -54,10 +54,10 @@ def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
     return edges | set(draw(st.lists(st.sampled_from(pairs), max_size=6))), size
 
 
-def oracle(edges: Edges, size: int) -> list[Step]:
+def oracle(edges: Edges, size: int) -> list[Writers]:
     """Compute the steps of a graph without conditions: agents run once all parents have spoken."""
     spoken: set[int] = set()
-    steps: list[Step] = []
+    steps: list[Writers] = []
     while len(spoken) < size:
         step = {
             n

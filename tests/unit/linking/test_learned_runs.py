@@ -52,20 +52,6 @@ def contents(messages: Any) -> list[str]:
     return [message["content"] for message in messages]
 
 
-def test_nothing_is_expected_of_a_program_that_has_not_run() -> None:
-    run = LearnedRun(Program())
-    run.begin("plan", make_request("A trip"))
-    assert run.upcoming(2) == []
-
-
-def test_calls_are_expected_once_those_before_them_have_begun() -> None:
-    run = LearnedRun(chain())
-    assert run.upcoming(1) == ["plan"]
-    run.begin("plan", make_request("A trip to Nepal"))
-    assert run.upcoming(1) == ["check"]
-    assert run.upcoming(2) == ["check", "sum"]
-
-
 def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
     run = LearnedRun(chain())
     play(run, "plan", make_request("A trip to Norway"), "Ski.")

@@ -14,7 +14,6 @@ from flashmoa import EngineClient, errors
 from flashmoa.engine import client
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, Turn
-from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.linking.prompt import Placeholders
 from flashmoa.observe import Event, LinkDeclined
@@ -92,31 +91,6 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
         assert hung.routes() == ["render"]
         await planner.host.close()
         assert not planner._making_links[hung.url].locked()
-
-
-@pytest.mark.usefixtures("for_ever")
-async def test_calls_that_were_learned_are_linked_while_one_engine_hangs() -> None:
-    async with engines() as ((hung, *others), clients):
-        of_url = {client.url: client for client in clients}
-        requests = [
-            RecordedRequest(client.url, "m", [{"role": "user", "content": f"Ask {name}."}])
-            for name, client in zip(READERS, clients, strict=True)
-        ]
-        program, first = Program(), RecordedRequest("http://writer", "m", [])
-        for is_second in (False, True):
-            planner = LearnedLinkPlanner(program, lambda _: None, lambda r, _: of_url[r.url])
-            planner.observe("writer", first, None)
-            if is_second:
-                for server in others:
-                    await server.until("append")
-            # They are made at the same time, so all of them are expected at once.
-            calls = [planner.observe(*each, None) for each in zip(READERS, requests, strict=True)]
-            for name, call in zip(READERS, calls, strict=True):
-                is_linked = is_second and name != "hung"
-                assert (call.prompt_stream_id is not None) == is_linked
-                call.on_finish(CallResult("Fine.", None, "stop", is_forwarded=True))
-            await planner.close(learn=True)
-        assert set(hung.routes()) == {"render"}
 
 
 async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(

@@ -251,13 +251,11 @@ class Workflow:
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
         return answer
 
-    async def expect(  # noqa: PLR0913 - all but the messages have a default
+    async def expect(
         self,
         messages: Messages,
         *,
         engine: EngineClient | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_args: Mapping[str, Any] | None = None,
         name: str = "request",
         on_failure: OnFailure | None = None,
         namespace: Mapping[str, str] | None = None,
@@ -267,15 +265,14 @@ class Workflow:
 
         Args:
             messages, engine, on_failure: as for :meth:`ask`.
-            tools, template_args: the request's ``tools`` and ``chat_template_kwargs``.
-            fields: its other ones that shape its prompt; see ``flashmoa.engine.prompt_fields``.
             name: the name of the agent that sends it, for events.
+            fields: the request's other fields that shape its prompt, such as ``tools``; see
+                ``flashmoa.engine.prompt_fields``.
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
                 that the request will have, if any; by default those of the engine's client.
 
         Raises: ValueError if two texts in the messages have the same name.
         """
-        fields = {"tools": tools, "chat_template_kwargs": template_args, **fields}
         return self.announce(
             messages, engine, name=name, on_failure=on_failure, namespace=namespace, **fields
         )

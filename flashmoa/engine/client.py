@@ -133,25 +133,18 @@ class EngineClient:
                 self._kv_pool_tokens = sum(rank.total for rank in (await self.info()).kv)
         return self._kv_pool_tokens
 
-    async def render(
-        self,
-        messages: Messages,
-        *,
-        template_args: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> str:
+    async def render(self, messages: Messages, **fields: Any) -> str:
         """Return the prompt that the engine's chat template makes of ``messages``, as text.
 
         Without the plugin, see :meth:`PlainServer.render`.
 
         Args:
-            template_args: the same as ``chat_template_kwargs``.
             fields: the request's other fields, as :func:`prompt_fields` returns them.
 
         Raises: EngineTimeout if the engine does not answer within 2 s after it was asked, with any
             timeout of the client; if it answered none, it is not asked again for some seconds.
         """
-        fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
+        fields = prompt_fields(fields)
         async with self._answering_soon():
             try:
                 body = {"messages": list(messages), **fields}
@@ -313,16 +306,9 @@ class EngineClient:
         body = {"prompt": list(texts), "add_special_tokens": add_special_tokens}
         return (await self.ask("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
-    async def tokenize_chat(
-        self,
-        messages: Messages,
-        *,
-        template_args: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> list[int]:
+    async def tokenize_chat(self, messages: Messages, **fields: Any) -> list[int]:
         """Return the tokens of the prompt that :meth:`render` returns as text."""
-        fields = prompt_fields({"chat_template_kwargs": template_args, **fields})
-        body = {"messages": list(messages), **fields}
+        body = {"messages": list(messages), **prompt_fields(fields)}
         return (await self.ask("POST", "/tokenize", wire.PromptTokens, body)).tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

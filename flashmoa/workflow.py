@@ -15,14 +15,14 @@ from typing import Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
+from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.connections import check_ttl
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, find_texts, replace_marks
+from flashmoa.linking.streamed_text import Text, find_texts
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 
@@ -47,7 +47,7 @@ _NAMES = """
 _PARAMETERS = frozenset(_NAMES.split())
 
 Messages = Sequence[Mapping[str, Any]]
-Pending = PendingRequest[list[dict[str, Any]]]
+Pending = PendingRequest
 
 
 class Answer(Text):
@@ -310,7 +310,6 @@ class Workflow:
         return PendingRequest(
             [*map(dict, messages)],
             texts,
-            replace_marks,
             policy,
             name,
             self._listener,
@@ -325,11 +324,8 @@ class Workflow:
         body: Mapping[str, Any],
         namespace: Mapping[str, str] | None,
     ) -> None:
-        async def render(messages: Messages) -> str:
-            return await engine.render(messages, **prompt_fields(body))
-
         if self._ahead != "nothing":
-            self._links.start_soon(pending.prepare_link(engine, render, namespace))
+            self._links.start_soon(pending.prepare_link(engine, body, namespace))
 
     async def _run_request(
         self,

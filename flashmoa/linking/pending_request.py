@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import anyio
 
 from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient, PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
+from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
-from flashmoa.linking.streamed_text import Text
+from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.observe import Listener, UpstreamFailed, ignore
 
-Messages = TypeVar("Messages")
-
+Messages = list[dict[str, Any]]
 # Work to run in the background while a request waits.
 Background = Callable[[], Coroutine[Any, Any, None]]
 
 
-class PendingRequest(Generic[Messages]):
+class PendingRequest:
     """A request that will be sent, whose prompt is prefilled as the texts in it are written.
 
     Args:
         messages: the request's messages, with marks for the texts.
         texts: every text whose mark is in the messages; their names must differ.
-        fill: replaces marks: ``fill(messages, {mark: string})``.
         policy: the action when a text fails.
         agent: the name of the agent that will send the request.
         listener: receives the events of the request's link.
@@ -42,7 +41,6 @@ class PendingRequest(Generic[Messages]):
         self,
         messages: Messages,
         texts: Sequence[Text],
-        fill: Callable[[Messages, Mapping[str, str]], Messages],
         policy: FailurePolicy,
         agent: str,
         listener: Listener = ignore,
@@ -51,7 +49,6 @@ class PendingRequest(Generic[Messages]):
         stream_ttl_seconds: float | None = None,
     ) -> None:
         self._messages = messages
-        self._fill = fill
         self._streams = streams
         self._stream_ttl_seconds = stream_ttl_seconds
         self._texts = texts
@@ -95,7 +92,7 @@ class PendingRequest(Generic[Messages]):
         for text in self._texts:
             if text.failure is not None:
                 self._finalize(text, text.failure)
-        return self._fill(self._messages, self._read_texts)
+        return replace_marks(self._messages, self._read_texts)
 
     def claim(self) -> dict[str, Any]:
         """Return the fields to add to the request's body (``extra_body`` of OpenAI's client).
@@ -131,7 +128,7 @@ class PendingRequest(Generic[Messages]):
     def prepare_link(
         self,
         engine: EngineClient,
-        render: Callable[[Messages], Awaitable[str]],
+        fields: Mapping[str, Any],
         namespace: Mapping[str, str] | None = None,
     ) -> Background:
         """Return a function to run in the background, which links the prompt to the texts.
@@ -141,7 +138,7 @@ class PendingRequest(Generic[Messages]):
 
         Args:
             engine: the engine that the request will be sent to.
-            render: returns the prompt of messages as the engine will render it.
+            fields: the request's other fields.
             namespace: the namespace of the request's KV; by default the engine client's.
         """
         self._engine = engine.url
@@ -150,13 +147,13 @@ class PendingRequest(Generic[Messages]):
         placeholders = Placeholders(text.name for text in unfinished)
         replacements = {text.mark: f"{text}" for text in self._texts}
         replacements |= {text.mark: placeholders.padded(text.name) for text in unfinished}
-        messages = self._fill(self._messages, replacements)
+        request = {**fields, "messages": replace_marks(self._messages, replacements)}
 
         async def render_and_link() -> None:
             prompt: Prompt | None = None
             with rendering:
                 try:
-                    prompt = placeholders.build_prompt(await render(messages))
+                    prompt = placeholders.build_prompt(await ChatRequest(engine, request).render())
                 except PluginMissing as problem:
                     report_plain_engine(engine, problem)
                 except Exception as error:  # Linking must not cost the request.

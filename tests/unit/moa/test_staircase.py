@@ -25,21 +25,21 @@ class RecordedRequests:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over: Counter[int] = Counter()
-        self.announced: list[PendingRequest[Any]] = []
+        self.announced: list[PendingRequest] = []
         for name in ("claim", "release"):
             monkeypatch.setattr(
                 PendingRequest, name, self._recording(getattr(PendingRequest, name))
             )
         announce = Workflow.announce
 
-        def record(*arguments: Any, **more: Any) -> PendingRequest[Any]:
+        def record(*arguments: Any, **more: Any) -> PendingRequest:
             self.announced.append(announce(*arguments, **more))
             return self.announced[-1]
 
         monkeypatch.setattr(Workflow, "announce", record)
 
     def _recording(self, method: Any) -> Any:
-        def record(pending: PendingRequest[Any]) -> Any:
+        def record(pending: PendingRequest) -> Any:
             self.over[id(pending)] += 1
             return method(pending)
 
@@ -74,7 +74,7 @@ async def test_white_space_after_thought_leaves_the_next_round_its_stream(
     names: list[str] = []
     announce = Workflow.announce
 
-    def record(*arguments: Any, name: str, **more: Any) -> PendingRequest[Any]:
+    def record(*arguments: Any, name: str, **more: Any) -> PendingRequest:
         names.append(name)
         return announce(*arguments, name=name, **more)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +37,7 @@ from pydantic import BaseModel
 from flashmoa._stack import owners
 from flashmoa.engine import PromptUsage
 from flashmoa.linking.calls import CallResult, ObservedCall, current_call
+from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.scoring import Candidate, Scorer, Scores
 
 logger = logging.getLogger(__name__)
@@ -247,29 +248,29 @@ logging.getLogger(EVENT_LOGGER_NAME).addFilter(_PromptTokensFilter())
 
 async def score_call(
     call: ObservedCall,
-    scorer: Scorer,
-    messages: Sequence[Mapping[str, Any]],
+    request: ChatRequest,
     candidates: Sequence[Candidate],
     length_normalised: bool,
     cancellation_token: CancellationToken | None,
 ) -> Scores:
     """Score candidates within a call; see :meth:`FlashMoAChatCompletionClient.score`."""
     with call:
-        call.send({"messages": messages, "chat_template_kwargs": scorer.template_args})
-        request = asyncio.ensure_future(
+        call.send(request.body)
+        scorer = Scorer(request.engine, template_args=request.body["chat_template_kwargs"])
+        scoring = asyncio.ensure_future(
             scorer.score(
-                messages,
+                request.body["messages"],
                 candidates,
                 length_normalised=length_normalised,
                 prompt_stream_id=call.prompt_stream_id,
             )
         )
         if cancellation_token is not None:
-            cancellation_token.link_future(request)
+            cancellation_token.link_future(scoring)
         try:
-            scores = await request
+            scores = await scoring
         finally:
-            request.cancel()
+            scoring.cancel()
         call.finish(CallResult(scores.best, _usage(scores), "stop", is_forwarded=False))
         return scores
 

@@ -50,7 +50,7 @@ from flashmoa.linking.linked_team import LinkedTeams
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 from flashmoa.openai_http import advising, observe_completions
-from flashmoa.scoring import Candidate, Scorer, Scores
+from flashmoa.scoring import Candidate, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -236,12 +236,6 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             multiple_system_messages=False,
         )
 
-    @property
-    def _template_args(self) -> Mapping[str, Any] | None:
-        """Return the arguments for the engine's chat template in this client's requests."""
-        extra_body: dict[str, Any] = self._create_args.get("extra_body") or {}
-        return extra_body.get("chat_template_kwargs")
-
     def _process_create_args(
         self,
         messages: Sequence[LLMMessage],
@@ -272,9 +266,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
 
     def _scoring_request(self, messages: Sequence[LLMMessage]) -> ChatRequest:
         """Return what shapes the prompt of :meth:`score`, which gives templates less."""
-        prompt = self._request(messages).body["messages"]
-        fields = {"messages": prompt, "chat_template_kwargs": self._template_args}
-        return ChatRequest(self.engine, fields)
+        given = self._request(messages)
+        names = ("messages", "chat_template_kwargs")
+        return ChatRequest(self.engine, {name: given.sent.get(name) for name in names})
 
     async def create(
         self,
@@ -346,12 +340,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         (``chat_template_kwargs`` of ``extra_body``) are those of :meth:`create`. In a linked team
         the call's prompt is prefilled while agents before it write.
         """
-        prompt = self._scoring_request(messages).body["messages"]
-        scorer = Scorer(self.engine, template_args=self._template_args)
-        call = self._begin(SCORED_REASON)
-        return await score_call(
-            call, scorer, prompt, candidates, length_normalised, cancellation_token
-        )
+        request, call = self._scoring_request(messages), self._begin(SCORED_REASON)
+        return await score_call(call, request, candidates, length_normalised, cancellation_token)
 
     def count_tokens(
         self,

@@ -162,12 +162,12 @@ class ChatRequest:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that shape its prompt, without the messages."""
-        return prompt_fields(self._sent)
+        return prompt_fields(self.sent)
 
     @property
     def namespace(self) -> dict[str, str]:
         """The namespace of its KV."""
-        return kv_namespace(self._sent)
+        return kv_namespace(self.sent)
 
     async def render(self) -> str:
         """Return the text of its prompt, as its engine's chat template renders it.
@@ -177,7 +177,7 @@ class ChatRequest:
         return await self.engine.render(self.body["messages"], **self.fields)
 
     @property
-    def _sent(self) -> Mapping[str, Any]:
+    def sent(self) -> Mapping[str, Any]:
         """What the server receives: OpenAI's client adds the extra body to the body."""
         return {**self.body, **(self.body.get("extra_body") or {})}
 

@@ -183,12 +183,12 @@ SERVE = ["serve", "moa.toml"]
         (
             router.main,
             [*ENGINE, "--max-waiting", "-1"],
-            "--max-waiting: -1 is refused; give a number of at least 0",
+            "-1 is refused; give a number of at least 0",
         ),
         (
             router.main,
             [*ENGINE, "--patience", "nan"],
-            "--patience: nan is refused; give a number of at least 0",
+            "nan is refused; give a number of at least 0",
         ),
         (router.main, [*ENGINE, "--max-body-bytes", "0"], "0 is refused; give a number above 0"),
         (router.main, [*PAIR, "--agent-seconds", "0"], "0 is refused; give a number above 0"),

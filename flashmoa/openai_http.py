@@ -32,7 +32,8 @@ from openai import (
 from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
-from flashmoa.openai_answers import AnswerReader, MergedChunks, UnusableStream, parse_event
+from flashmoa.openai_answers import AnswerReader, MergedChunks, UnusableStream, parse_chunk
+from flashmoa.openai_requests import as_stream, change_body, read_chat_body
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ async def send_changed(
         return await client.send(request, **options)
     began = anyio.current_time()
     try:
-        sent = with_body(request, changed)
+        sent = with_body(request, body, changed)
         if streaming is not None and on_text is not None:
             return await _TappedRequest(request, on_text).send(client, sent, options)
         response = await client.send(sent, **options)
@@ -315,7 +316,7 @@ class _TappedRequest:
             raise UnusableStream(f"neither a stream nor JSON: {kind!r}")
         await response.aread()
         if response.is_success:  # Some servers answer with a whole completion.
-            choices = read_choices(parse_event(response.text))
+            choices = read_choices(parse_chunk(response.content))
             if not any(choice.get("message") for choice in choices):
                 raise UnusableStream(f"not a whole answer: {response.text[:200]!r}")
         response.request = self._request
@@ -328,13 +329,13 @@ class _TappedRequest:
         """
         async with aclosing(read_event_data(response)) as events:
             async for data in events:
-                if data == "[DONE]":  # Some servers end without it.
+                if data == b"[DONE]":  # Some servers end without it.
                     # Only after the end of its response, soon to come, is a connection used again.
                     with suppress(self._errors.HTTPError), anyio.move_on_after(0.1):
                         async for _ in events:
                             pass
                     break
-                event = parse_event(data)
+                event = parse_chunk(data)
                 if event.get("error"):
                     status, body = _read_error(event)
                     # 500 says no more than that there is an error, whose true status is that of the
@@ -382,54 +383,22 @@ def http_module(request: Request) -> Any:
     return sys.modules[type(request).__module__.partition(".")[0]]
 
 
-def read_chat_body(request: Request) -> dict[str, Any] | None:
-    """Return the body of a request for a chat completion; ``None`` for other requests."""
-    if request.method != "POST" or not request.url.path.endswith("/chat/completions"):
-        return None
-    try:
-        body: object = json.loads(request.content)
-    except (ValueError, RuntimeError):  # RequestNotRead: its body is not there before it is sent.
-        return None
-    return cast("dict[str, Any]", body) if isinstance(body, dict) else None
+def with_body(request: Request, body: Mapping[str, Any], changed: Mapping[str, Any]) -> Request:
+    """Return a request with another JSON body, in the format of OpenAI's client.
 
-
-def with_body(request: Request, body: Mapping[str, Any]) -> Request:
-    """Return a request with another JSON body, in the format of OpenAI's client."""
+    Args:
+        body: its body as it was.
+        changed: the new body, which has all its fields.
+    """
     headers = request.headers.copy()
     headers.pop("content-length", None)
-    try:
-        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # Half of a surrogate pair, which JSON can have only as an escape.
-        content = json.dumps(body, separators=(",", ":")).encode()
     return type(request)(
         request.method,
         request.url,
         headers=headers,
-        content=content,
+        content=change_body(request.content, body, changed),
         extensions=request.extensions,
     )
-
-
-def as_stream(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the body of a request for a chat completion as that of one for a stream.
-
-    ``None`` for one that asks for a stream, and for what streams do not carry: several answers,
-    whose texts nobody gets as they arrive; log-probabilities, of which SGLang's streams lack those
-    of tokens without text; sound; and what servers return on request besides the text. Also for
-    one with ``stream_options``: many servers refuse them without a stream.
-    """
-    has_text_only = (body.get("modalities") or ["text"]) == ["text"] and not body.get("audio")
-    is_one = not body.get("stream") and (body.get("n") or 1) == 1 and has_text_only
-    has_options = body.get("stream_options") is not None
-    if not is_one or has_options or any(map(_is_only_whole, body.items())):
-        return None
-    return {**body, "stream": True, "stream_options": {"include_usage": True}}
-
-
-def _is_only_whole(field: tuple[str, Any]) -> bool:
-    name, value = field
-    is_asked = value is not None and value is not False
-    return is_asked and (name.startswith("return_") or name.endswith("logprobs"))
 
 
 def watch(response: Any, observer: CallObserver, on_text: OnText, http_module: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 import httpx
+from pydantic_core import from_json
 
 from flashmoa import errors
 from flashmoa.engine.refusals import make_abort_refusal
@@ -33,9 +34,20 @@ class EventReader:
         self._rest = [b""]  # The pieces of a line that has not ended.
         self._data: list[bytes] = []
         self._is_first_line = True
+        self._is_between_events = False
 
-    def feed(self, data: bytes) -> list[str]:
+    def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ends in the next bytes."""
+        if self._is_between_events and data.startswith(b"data: ") and data.endswith(b"\n\n"):
+            # Servers send events as a whole, whose data is one line.
+            events = data[len(b"data: ") : -len(b"\n\n")].split(b"\n\ndata: ")
+            if b"\r" not in data and data.count(b"\n") == 2 * len(events):
+                return [event for each in events if (event := each.strip())]
+        events = self._feed_lines(data)
+        self._is_between_events = self._rest == [b""] and not self._data
+        return events
+
+    def _feed_lines(self, data: bytes) -> list[bytes]:
         # A long line may come in many pieces, so what is known of it is not searched again.
         may_end = b"\n" in data or b"\r" in data or self._rest[-1].endswith(b"\r")
         if data:
@@ -44,7 +56,7 @@ class EventReader:
             return []
         *lines, rest = _LINE_END.split(b"".join(self._rest))
         self._rest = [rest]
-        events: list[str] = []
+        events: list[bytes] = []
         for line in lines:
             if self._is_first_line:
                 self._is_first_line, line = False, line.removeprefix(codecs.BOM_UTF8)
@@ -56,18 +68,29 @@ class EventReader:
                 self._data.append(value.removeprefix(b" "))
         return events
 
-    def end(self) -> list[str]:
+    def end(self) -> list[bytes]:
         """Return the data of the event that the end of the answer ends, if there is one."""
         # A last line that has no end may be cut.
         events = self.feed(b"\n") if self._rest[-1].endswith(b"\r") else []
         return [*events, *self._take_event()]
 
-    def _take_event(self) -> list[str]:
-        data, self._data = b"\n".join(self._data).strip().decode(errors="replace"), []
+    def _take_event(self) -> list[bytes]:
+        data, self._data = b"\n".join(self._data).strip(), []
         return [data] if data else []
 
 
-async def read_event_data(response: httpx.Response) -> AsyncGenerator[str]:
+def parse_event(data: bytes) -> Any:
+    """Return the JSON value of an event, as ``json.loads`` does. Raises: ValueError."""
+    try:
+        return from_json(data)  # It takes a third of the time.
+    except ValueError:  # Halves of surrogate pairs and wrong UTF-8 are no reason to lose an answer.
+        try:
+            return json.loads(data.decode(errors="replace"))
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+
+
+async def read_event_data(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield the data of each server-sent event of an answer, as it arrives."""
     reader = EventReader()
     async for piece in response.aiter_bytes():
@@ -86,18 +109,19 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
     """
     async with aclosing(read_event_data(response)) as events:
         async for data in events:
-            if data == "[DONE]":
+            if data == b"[DONE]":
                 continue
+            start = data[:200].decode(errors="replace")
             try:
-                event: Any = json.loads(data)
-            except json.JSONDecodeError as error:
+                event = parse_event(data)
+            except ValueError as error:
                 raise errors.BadAnswer(
-                    f"the engine sent an event that is not JSON: {data[:200]!r}. Is the URL that "
+                    f"the engine sent an event that is not JSON: {start!r}. Is the URL that "
                     "of an SGLang engine?"
                 ) from error
             if not isinstance(event, dict):
                 raise errors.BadAnswer(
-                    f"the engine sent an event that is not a JSON object: {data[:200]!r}. Is the "
+                    f"the engine sent an event that is not a JSON object: {start!r}. Is the "
                     "URL that of an SGLang engine?"
                 )
             found = cast("dict[str, Any]", event)

@@ -66,7 +66,8 @@ class Text:
         self._error: Exception | None = None
         # Whether anyone was told of the error.
         self._was_raised = False
-        self._changed = anyio.Event()
+        # What readers wait for; there is none while there is no reader.
+        self._changed: anyio.Event | None = None
         _TEXTS[_token(self.mark)] = self
 
     def __str__(self) -> str:
@@ -146,7 +147,7 @@ class Text:
                 yielded += 1
                 yield parts[yielded - 1]
             else:
-                await self._changed.wait()
+                await self._wait()
             if self._is_rewritten and parts is not self._parts:
                 if yielded:
                     raise RuntimeError(
@@ -193,7 +194,7 @@ class Text:
         Raises: the exception that the text failed with.
         """
         while not self._done:
-            await self._changed.wait()
+            await self._wait()
         self._raise_if_failed()
         return self.written
 
@@ -205,7 +206,7 @@ class Text:
         max_pause = policy.stall_seconds if policy.stall == "finalize" else None
         while not self._done:
             with anyio.move_on_after(max_pause if self._parts else None) as pause:
-                await self._changed.wait()
+                await self._wait()
             if pause.cancelled_caught:
                 return self.written
         if self._error is not None and policy.action(classify_failure(self._error)) == "abort":
@@ -297,9 +298,15 @@ class Text:
         self._links.clear()
         self._notify_readers()
 
+    async def _wait(self) -> None:
+        """Wait until more is written, or the text ends."""
+        self._changed = self._changed or anyio.Event()
+        await self._changed.wait()
+
     def _notify_readers(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 def find_marks(value: Any) -> list[str]:

@@ -41,8 +41,9 @@ def change_body(content: bytes, body: Mapping[str, Any], changed: Mapping[str, A
     """
     added = {name: value for name, value in changed.items() if name not in body}
     replaced: set[str] = {name for name in body if changed[name] is not body[name]}
-    # Once only, it is the body's own: quotes in texts are escaped.
-    if replaced == {"stream"} and content.count(b'"stream":false') == 1:
+    is_made_stream = replaced == {"stream"} and (body["stream"], changed["stream"]) == (False, True)
+    # If it is there once, it is the body's own: quotes in texts are escaped.
+    if is_made_stream and content.count(b'"stream":false') == 1:
         content, replaced = content.replace(b'"stream":false', b'"stream":true'), set[str]()
     if added and not replaced:
         return content.rstrip().removesuffix(b"}") + b"," + _encode(added).removeprefix(b"{")

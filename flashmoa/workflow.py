@@ -25,6 +25,7 @@ from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import Text, find_texts
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
+from flashmoa.observe.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class Workflow:
             process vanishes; by default as their clients say.
         listener: receives the workflow's events.
 
+    Attributes:
+        report: tells what the links have gained; print it.
+
     Use it as a context manager, which the same task enters and leaves. Leaving it waits for the
     requests that it sends itself, or cancels them if it is left by an exception. Then it ends its
     links and releases the streams of requests that were never sent; if an engine does not answer
@@ -135,7 +139,7 @@ class Workflow:
         self._ahead: Ahead = ahead
         self._ttl = None if stream_ttl_seconds is None else check_ttl(stream_ttl_seconds)
         self._policy = FailurePolicy.of(on_failure)
-        self._listener = contained(listener)
+        self.report = Report(contained(listener))
         self._texts: dict[str, Text] = {}
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}  # The last one that each name got.
@@ -312,7 +316,7 @@ class Workflow:
             texts,
             policy,
             name,
-            self._listener,
+            self.report,
             streams=self._ahead == "text",
             stream_ttl_seconds=self._ttl,
         )
@@ -371,7 +375,7 @@ class Workflow:
             :meth:`Answer.reading` raises.
         """
         report = CallReporter(
-            self._listener,
+            self.report,
             agent=agent or answer.name,
             engine=engine.url,
             model=parameters.get("model", ""),

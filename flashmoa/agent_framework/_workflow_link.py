@@ -36,6 +36,7 @@ from flashmoa.linking.linked_team import LinkedTeam, traced
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import Listener, ignore
+from flashmoa.observe.report import Report
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
@@ -117,8 +118,10 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
         listener: Listener,
     ) -> None:
         self._workflow = workflow
-        planner = WorkflowLinkPlanner(workflow, listener)
-        super().__init__(workflow, [each.linked_teams for each in clients], planner, listener)
+        report = Report(listener)
+        planner = WorkflowLinkPlanner(workflow, report)
+        observed = [each.linked_teams for each in clients]
+        super().__init__(workflow, observed, planner, report, listener)
 
     def _find_name(self, caller: Executor) -> str | None:
         return caller.id if self._workflow.executors.get(caller.id) is caller else None

@@ -26,6 +26,7 @@ from flashmoa.linking.linked_team import LinkedTeam, link_of, traced
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import UNCERTAIN, Placeholders, Prompt
 from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe.report import Report
 
 _KV_SHARE = 0.5
 _LONGEST_DELIVERY_SECONDS = 1.0
@@ -111,12 +112,12 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
     Use :func:`link` to make one.
     """
 
-    def __init__(
-        self, parts: TeamParts, settings: Settings, listener: Listener, *, is_inner: bool = False
-    ) -> None:
+    def __init__(self, parts: TeamParts, settings: Settings, listener: Listener | Report) -> None:
+        is_inner = isinstance(listener, Report)
+        report = listener if isinstance(listener, Report) else Report(listener)
         clients = _find_clients(parts)
         inner = {
-            (team.reader or team.owner).name: TeamLink(team, settings, listener, is_inner=True)
+            (team.reader or team.owner).name: TeamLink(team, settings, report)
             for team in _find_inner_teams(parts)
         }
         self._inner = list(inner.values())
@@ -127,9 +128,9 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
             )
         self._members = TeamMembers(parts, settings.include)
         inner_planners = {name: link._planner for name, link in inner.items()}
-        planner = TeamLinkPlanner(self._members, settings, listener, inner_planners)
+        planner = TeamLinkPlanner(self._members, settings, report, inner_planners)
         observed = [client.linked_teams for client in clients]
-        super().__init__(parts.owner, observed, planner, None if is_inner else listener)
+        super().__init__(parts.owner, observed, planner, report, None if is_inner else listener)
 
     async def close(self) -> None:
         await all_of([super().close, *(inner.close for inner in self._inner)])

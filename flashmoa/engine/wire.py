@@ -208,12 +208,14 @@ class StreamUse(_EngineAnswer):
     """How a request used its prompt stream.
 
     ``status`` is ``hit``, ``mispredicted``, or why the stream could not be used; see
-    ``docs/engine-api.md``.
+    ``docs/engine-api.md``. ``saved_seconds`` is the engine's estimate, from its measured costs, of
+    what computing the streamed tokens with the request would have added; ``None`` without these.
     """
 
     id: str
     status: str
     prefills: list[Span] = []
+    saved_seconds: float | None = None
 
 
 class PromptUsage(_EngineAnswer):

@@ -11,11 +11,14 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 
 from flashmoa._concurrency import all_of
 from flashmoa.linking.calls import CallObserver, CallRequest
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import Listener
+from flashmoa.observe.report import Report
 from flashmoa.observe.trace import add_trace, end_trace
 
 logger = logging.getLogger(__name__)
@@ -26,15 +29,21 @@ Planner = TypeVar("Planner", bound=LinkPlanner)
 _LINK_ATTRIBUTE = "_flashmoa_link"
 
 
-class LinkedTeam(ABC, Generic[Planner]):
+class LinkedTeam(JupyterMixin, ABC, Generic[Planner]):
     """Links one team or workflow, until it or the clients of its agents are closed.
+
+    Print it, or show it in a notebook, to see what the links have gained so far.
 
     Args:
         owner: the object that it is kept on; its earlier link is ended.
         observed: the linked teams of its agents' clients, to which it is added.
         planner: plans its links.
-        listener: receives its events, and its trace ends with it; ``None`` for a team within a
-            linked team, whose events go to the listener of that one.
+        report: receives its events.
+        listener: receives them from the report, and its trace ends with the link; ``None`` for a
+            team within a linked team, whose report it shares.
+
+    Attributes:
+        report: tells what the links have gained.
     """
 
     def __init__(
@@ -42,17 +51,25 @@ class LinkedTeam(ABC, Generic[Planner]):
         owner: Any,
         observed: Iterable[LinkedTeams],
         planner: Planner,
+        report: Report,
         listener: Listener | None,
     ) -> None:
         self._observed = list(observed)
         self._listener = listener
         self._planner = planner
+        self.report = report
         previous = link_of(owner)
         if previous is not None:
             previous._retire()
         setattr(owner, _LINK_ATTRIBUTE, self)
         for teams in self._observed:
             teams.add(self)
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.report
 
     async def close(self) -> None:
         """End every link and wait until the engines have their KV back; the team can still run."""

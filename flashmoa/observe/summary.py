@@ -37,12 +37,15 @@ class Overlap:
             network and one decode step; ``None`` if the answer came as a whole.
         ahead_tokens: number of prompt tokens that the stream computed.
         left_tokens: number of prompt tokens that were computed after the request came.
+        unlinked: an estimate of what ``left`` would have been without the link, by the engine's
+            measured costs; ``None`` without these, or without ``left``.
     """
 
     ahead: float
     left: float | None
     ahead_tokens: int
     left_tokens: int
+    unlinked: float | None = None
 
 
 def overlaps(calls: Sequence[Call]) -> dict[str, Overlap]:
@@ -56,11 +59,14 @@ def _compute_overlap(call: Call) -> Overlap | None:
     stream = usage.prompt_stream if usage is not None else None
     if usage is None or stream is None or stream.status != "hit":
         return None
+    left = call.first_token - sent if call.first_token is not None else None
+    saved = stream.saved_seconds
     return Overlap(
         ahead=_covered((span.start, min(span.end, sent)) for span in stream.prefills),
-        left=call.first_token - sent if call.first_token is not None else None,
+        left=left,
         ahead_tokens=usage.streamed_tokens or 0,
         left_tokens=usage.late_tokens or 0,
+        unlinked=left + saved if left is not None and saved is not None else None,
     )
 
 
@@ -82,7 +88,9 @@ class Summary:
         calls, failed: number of calls, and number of those that failed.
         first_token: median of the seconds from request to first token; ``None`` if no call had one.
         linked: number of calls that found their prompt streams.
-        overlap: the sum of these calls' overlaps; ``left`` is of those where it is known.
+        no_gain: number of these whose streams had computed nothing.
+        overlap: the sum of these calls' overlaps; ``left`` is of those where it is known, and
+            ``unlinked`` is known only if it is for all of these.
     """
 
     end_to_end: float
@@ -90,19 +98,28 @@ class Summary:
     failed: int
     first_token: float | None
     linked: int
+    no_gain: int
     overlap: Overlap
 
     def __str__(self) -> str:
         overlap = self.overlap
-        text = (
-            f"end to end {seconds(self.end_to_end)}; {self.linked:,} of {self.calls:,} calls found "
-            f"their prompt streams. Of their prompt tokens, {overlap.ahead_tokens:,} were "
-            f"prefilled ahead and {overlap.left_tokens:,} were left to compute"
+        linked = f"{self.linked:,} of {self.calls:,} calls linked"
+        text = f"end to end {seconds(self.end_to_end)}; {linked}"
+        if not self.linked:
+            return text
+        if self.no_gain:
+            text += f" ({self.no_gain:,} of these gained nothing)"
+        text += (
+            f". Of their prompt tokens, {overlap.ahead_tokens:,} were prefilled ahead and "
+            f"{overlap.left_tokens:,} were left to compute"
         )
         if overlap.left is None:
             return text
-        came = f"their first tokens came {seconds(overlap.left)} after their requests, added up"
-        return f"{text}; {came}"
+        text += f"; their first tokens came {seconds(overlap.left)} after their requests, added up"
+        if overlap.unlinked is None:
+            return text
+        estimate = f"about {seconds(overlap.unlinked)}, by the engine's measured costs"
+        return f"{text}, instead of {estimate}"
 
 
 def summary(calls: Sequence[Call]) -> Summary:
@@ -112,17 +129,20 @@ def summary(calls: Sequence[Call]) -> Summary:
     waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
     hits = overlaps(calls).values()
     left = [hit.left for hit in hits if hit.left is not None]
+    unlinked = [hit.unlinked for hit in hits if hit.unlinked is not None]
     return Summary(
         end_to_end=max(ends) - min(starts) if ends else 0.0,
         calls=len(calls),
         failed=sum(isinstance(call.ended, CallFailed) for call in calls),
         first_token=median(waits) if waits else None,
         linked=len(hits),
+        no_gain=sum(not hit.ahead_tokens for hit in hits),
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
             left=sum(left) if left else None,
             ahead_tokens=sum(hit.ahead_tokens for hit in hits),
             left_tokens=sum(hit.left_tokens for hit in hits),
+            unlinked=sum(unlinked) if unlinked and len(unlinked) == len(left) else None,
         ),
     )
 
@@ -176,11 +196,13 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
 def link_status(call: Call) -> str:
     """Return the state of a call's prompt stream as the engine reports it, or another word.
 
-    ``late``: the call came before its stream was open. ``plain``: its link was to an engine without
+    ``late``: the call came before its stream was open. ``no gain``: its stream had computed nothing
+    when it came, so that it waited as without a link. ``plain``: its link was to an engine without
     the plugin, which does not report whether it was of use. ``""``: there was no link to it.
     """
     if call.usage is not None and call.usage.prompt_stream is not None:
-        return call.usage.prompt_stream.status
+        status = call.usage.prompt_stream.status
+        return "no gain" if status == "hit" and call.usage.streamed_tokens == 0 else status
     if call.plain_tokens is not None:
         return "plain"
     return "late" if call.started.late else ""

@@ -22,6 +22,7 @@ from flashmoa.engine.plain import check_choice
 from flashmoa.linking.calls import CallObserver
 from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
 from flashmoa.observe import Listener, ignore
+from flashmoa.observe.report import Report
 from flashmoa.observe.trace import traced
 from flashmoa.openai._sent_requests import headers_now, read_request
 from flashmoa.openai_http import FindObserver, Request
@@ -55,6 +56,8 @@ def run(
 ) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
+    ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
+
     The first run of a program is watched, and only what an agent asks after its tools is linked. In
     later ones, the prompt of each call that the run before had is prefilled while the calls before
     it still write. Prompts and answers stay the
@@ -73,7 +76,8 @@ def run(
             says why prefixes broke.
         listener: receives all events.
 
-    Within another run, this does nothing. A run that ends with an exception is not learned from.
+    Within another run, this does nothing, and gives that one's report. A run that ends with an
+    exception is not learned from.
 
     Raises:
         ValueError: if ``without_plugin`` is none of these; on entry if the trace's file holds
@@ -91,16 +95,16 @@ def run(
     return RunContext(partial(_run, program, without_plugin, listener, trace, trace_prompts))
 
 
-class RunContext(AbstractAsyncContextManager[None, None]):
+class RunContext(AbstractAsyncContextManager[Report, None]):
     """Begins a run each time that it is entered, or that a function which it decorates is called.
 
     Args:
         begin: returns the context of one run.
     """
 
-    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Report]]) -> None:
         self._begin = begin
-        self._entered: AbstractAsyncContextManager[None] | None = None
+        self._entered: AbstractAsyncContextManager[Report] | None = None
 
     def __call__(
         self, function: Callable[Arguments, Awaitable[Result]]
@@ -112,12 +116,13 @@ class RunContext(AbstractAsyncContextManager[None, None]):
 
         return in_run
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Report:
         if self._entered is not None:
             raise RuntimeError("this run has not ended; call run() again for one at the same time")
         entered = self._begin()
-        await entered.__aenter__()
+        report = await entered.__aenter__()
         self._entered = entered
+        return report
 
     async def __aexit__(
         self,
@@ -137,16 +142,16 @@ async def _run(
     listener: Listener,
     trace: Path | str | None,
     trace_prompts: bool,
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[Report]:
     outer = _current.get()
-    if _open_run() is not None:
-        yield
+    if (this := _open_run()) is not None:
+        yield this.report
         return
     with traced(listener, trace, prompts=trace_prompts) as traced_listener:
-        this = Run(_find_program(program), without_plugin, traced_listener)
+        this = Run(_find_program(program), without_plugin, Report(traced_listener))
         _current.set(this)
         try:
-            yield
+            yield this.report
         except BaseException:
             await this.close(learn=False)
             raise
@@ -177,11 +182,12 @@ def _warn_of_names() -> None:
 class Run:
     """One run of a program."""
 
-    def __init__(self, program: Program, without_plugin: WithoutPlugin, listener: Listener) -> None:
+    def __init__(self, program: Program, without_plugin: WithoutPlugin, report: Report) -> None:
         self.is_closed = False
         self.thread = threading.get_ident()
+        self.report = report
         self._without_plugin: WithoutPlugin = without_plugin
-        self._planner = LearnedLinkPlanner(program, listener, self._find_engine)
+        self._planner = LearnedLinkPlanner(program, report, self._find_engine)
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
 

@@ -240,14 +240,16 @@ class StreamRequest:
         if self.usage is None:
             metrics.count("finals", status=self.status)
             metrics.count("final_late_tokens", meta["prompt_tokens"] - cached)
+        late = meta["prompt_tokens"] - cached
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,
-            "late_tokens": meta["prompt_tokens"] - cached,
+            "late_tokens": late,
             "prompt_stream": {
                 "id": self.stream_id,
                 "status": self.status,
                 "prefills": [asdict(span) for span in stream.spans] if stream else [],
+                "saved_seconds": self._table.saved_seconds(streamed, late),
             },
         }
         meta.update(self.usage)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
     EngineDraining,
@@ -233,6 +234,17 @@ class StreamTable:
         metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
         self._set_pace(stream)
         self.keep_alive(stream)
+
+    def saved_seconds(self, streamed: int, late: int) -> float | None:
+        """Estimate by how long ``streamed`` more tokens would delay a request's first token.
+
+        Args: late: number of tokens that are computed with the request.
+        Returns: seconds; ``None`` until the costs of forwards are measured.
+        """
+        costs = self._engine.costs
+        if costs is UNMEASURED:
+            return None
+        return costs.prefill(streamed + late) - costs.prefill(late) if streamed else 0.0
 
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""

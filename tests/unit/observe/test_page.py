@@ -76,7 +76,7 @@ def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert command.main([str(trace), "--html", str(file)]) == 0
     shown = capsys.readouterr().out
     assert f"For a browser: {file}" in shown
-    assert "1 of 2 calls found their prompt streams" in " ".join(shown.split())
+    assert "1 of 2 calls linked" in " ".join(shown.split())
     assert embedded(file.read_text()) == json.loads(json.dumps(run_data(RUN)))
     with pytest.raises(SystemExit):
         command.main([str(trace), "--html", str(trace)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashmoa.engine import PromptUsage, Span, StreamUse
@@ -75,9 +77,8 @@ def test_summary_has_the_figures_of_a_run() -> None:
     whole = summary(calls(events))
     assert (whole.end_to_end, whole.failed, whole.first_token) == (11, 1, 1.25)
     assert str(whole) == (
-        "end to end 11.00 s; 1 of 3 calls found their prompt streams. Of their prompt tokens, 70 "
-        "were prefilled ahead and 10 were left to compute; their first tokens came 500 ms after "
-        "their requests, added up"
+        "end to end 11.00 s; 1 of 3 calls linked. Of their prompt tokens, 70 were prefilled ahead "
+        "and 10 were left to compute; their first tokens came 500 ms after their requests, added up"
     )
     assert row(calls(events)[2], None) == ["C", "", "", "", "", "", "", "failed", ""]
     assert summary([]).end_to_end == 0
@@ -92,6 +93,30 @@ def test_a_hit_counts_whose_answer_came_as_a_whole() -> None:
     assert str(whole).endswith("70 were prefilled ahead and 10 were left to compute")
     more = summary(calls([*events, *whole_answer("C")]))
     assert (more.linked, more.overlap.left, more.overlap.ahead_tokens) == (2, 0.5, 140)
+
+
+def test_the_wait_is_compared_with_the_engines_estimate_if_it_made_one_for_all_hits() -> None:
+    use = StreamUse(id="s", status="hit", saved_seconds=2.0)
+    events = [*call("A", 0, 1, 2, use), *call("B", 2, 2.5, 3, use)]
+    whole = summary(calls(events))
+    assert whole.overlap.unlinked == 5.5
+    assert str(whole).endswith(
+        "came 1.50 s after their requests, added up, instead of about 5.50 s, by the "
+        "engine's measured costs"
+    )
+    unknown = call("C", 3, 4, 5, StreamUse(id="s", status="hit"))
+    assert summary(calls([*events, *unknown])).overlap.unlinked is None
+
+
+def test_a_hit_that_gained_nothing_reads_so() -> None:
+    events = call("A", 0, 1, 2, use())
+    usage = PromptUsage(
+        prompt_tokens=9, completion_tokens=1, streamed_tokens=0, late_tokens=9, prompt_stream=use()
+    )
+    events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
+    [found] = calls(events)
+    assert row(found, None)[-1] == "no gain"
+    assert "1 of 1 calls linked (1 of these gained nothing)" in str(summary([found]))
 
 
 def whole_answer(agent: str) -> list[Event]:

@@ -258,7 +258,7 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
     assert "link(team, trace=FILE, trace_prompts=True) records them" in " ".join(shown.split())
     file.write_text("")
     assert command.main([str(file)]) == 0
-    assert "No call in this trace has finished" in capsys.readouterr().out
+    assert "No call has finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("run", [RUN, []])
@@ -274,4 +274,4 @@ def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Ev
     assert command.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
-    assert f"... and {4 if run else 3} more; --html shows all" in shown
+    assert f"... and {4 if run else 3} more; a trace's page shows all" in shown

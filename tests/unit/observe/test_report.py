@@ -1,0 +1,36 @@
+"""Reports show what links gained, hold no texts, and hold only the last events."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from flashmoa.observe import CallFinished, Event, FirstToken, PromptSent
+from flashmoa.observe.report import Report
+from tests.unit.observe.test_summary import call, use
+
+
+def test_a_report_shows_calls_gains_and_what_went_wrong() -> None:
+    heard: list[Event] = []
+    report = Report(heard.append)
+    assert str(report) == "No call has finished."
+    events = [*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4)))]
+    for event in events:
+        report(event)
+    shown = str(report)
+    assert "1 of 2 calls linked" in shown and "B" in shown and "hit" in shown
+    assert (report.summary.linked, report.notes, heard) == (1, [], events)
+    # Notebooks show it as HTML.
+    assert "calls linked" in report._repr_mimebundle_([], [])["text/html"]
+    console = Console(width=80, record=True, quiet=True)
+    console.print(report)
+
+
+def test_a_report_of_a_long_lived_link_holds_the_last_events_and_no_texts() -> None:
+    report = Report()
+    who = {"agent": "A", "engine": "http://e", "call_id": "a"}
+    report(PromptSent(**who, messages=[{"role": "user", "content": "secret"}]))
+    for _ in range(5000):
+        report(FirstToken(**who))
+    report(CallFinished(**who, text="secret"))
+    assert len(report.events) < 5000 and "secret" not in repr(report.events)
+    assert not any(isinstance(event, PromptSent) for event in report.events)

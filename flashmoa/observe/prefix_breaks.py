@@ -1,7 +1,8 @@
 """Find where prompts stopped sharing a prefix, and what that cost (``find_breaks``).
 
 An engine reuses the KV of an earlier prompt up to the first token that differs. Users expect that
-an agent's prompt begins with the one before it. A *break* is a place where that is not so.
+an agent's prompt begins with the one before it, and that agents share what is in all of their
+prompts. A *break* is a place where that is not so.
 
 Prompts are compared as text made of what was sent, in the order in which most chat templates show
 it: the request's settings, each tool, each message. What a chat template itself changes is not
@@ -11,7 +12,7 @@ seen.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,11 @@ from flashmoa.observe.summary import seconds
 _FEWEST_TOKENS = 32
 NO_BREAK = f"no prompt had {_FEWEST_TOKENS} tokens or more computed again as its prefix broke"
 _SHOWN_CHARACTERS = 48
+# Of how much text agents must have in common, behind a difference, to be expected to share it.
+_SHARED_CHARACTERS = 1000
+# With how many other prompts an agent's first one is compared. In a trace where each call has an
+# agent's name of its own, all pairs would take minutes.
+_MOST_COMPARED = 32
 # The tools themselves show the first one; the others change the end of a prompt only.
 _SEEN_ELSEWHERE = ("tool_choice", "continue_final_message", "add_generation_prompt")
 
@@ -52,7 +58,7 @@ class PrefixBreak:
     """A prompt that does not begin as an earlier one does, although much of it is the same.
 
     Attributes:
-        call: the call with the prompt; it is compared with the agent's prompt before.
+        call, earlier: the call with the prompt, and the one whose prompt it is compared with.
         number: the number of the call among its agent's, from 1.
         place: what differs first, ``the system message`` for instance.
         remedy: what to do about it.
@@ -64,6 +70,7 @@ class PrefixBreak:
     """
 
     call: Call
+    earlier: Call
     number: int
     place: str
     remedy: str
@@ -94,11 +101,13 @@ class PrefixBreak:
 
     def describe(self) -> str:
         """Return where it differs, both texts there, what that cost and what to do, in lines."""
+        same_agent = self.earlier.agent == self.call.agent
+        other = "its prompt before" if same_agent else f"the prompt of {self.earlier.agent}"
         start = max(0, self.at - _SHOWN_CHARACTERS)
         common = ("…" if start else "") + self.new[start : self.at]
         lines = [
             f"{self.call.agent}, call {self.number}: {self.place} differs",
-            f"  from its prompt before at character {self.at:,} of {len(self.new):,}",
+            f"  from {other} at character {self.at:,} of {len(self.new):,}",
             f"  common  {common!r}",
             f"  before  {_beginning(self.old[self.at :])}",
             f"  now     {_beginning(self.new[self.at :])}",
@@ -139,7 +148,8 @@ def group_breaks(breaks: Iterable[PrefixBreak]) -> list[PrefixBreak]:
     groups: defaultdict[object, list[PrefixBreak]] = defaultdict(list)
     for one in breaks:
         if one.again_tokens is None or one.again_tokens >= _FEWEST_TOKENS:
-            groups[one.call.agent, one.call.started.engine, one.remedy].append(one)
+            same_agent = one.call.agent == one.earlier.agent
+            groups[one.call.agent, one.call.started.engine, same_agent, one.remedy].append(one)
     worst = [
         replace(
             max(members, key=lambda one: one.again_tokens or 0),
@@ -154,22 +164,31 @@ def group_breaks(breaks: Iterable[PrefixBreak]) -> list[PrefixBreak]:
 def find_breaks(calls: Iterable[Call]) -> list[PrefixBreak]:
     """Return the breaks of a run, in the order of its calls.
 
-    An agent's prompt is compared with its prompt before, on the same engine and for the same model.
+    An agent's prompt is compared with its prompt before, on the same engine and for the same model;
+    an agent's first prompt with the latest ones of other agents there.
 
     Args:
         calls: the calls, in the order in which they started; those without a prompt do not count.
     """
-    latest: dict[object, tuple[int, _SentPrompt]] = {}
+    latest: defaultdict[object, deque[_SentPrompt]] = defaultdict(
+        lambda: deque(maxlen=_MOST_COMPARED)
+    )
+    newest: dict[object, _SentPrompt] = {}
+    counts = Counter[object]()
     found: list[PrefixBreak] = []
     for call in calls:
         if call.prompt is None:
             continue
-        key = (call.agent, call.started.engine, call.started.model)
-        number, before = latest.get(key, (0, None))
         prompt = _SentPrompt(call, call.prompt, _parts(call.prompt))
-        if before is not None and (broken := _compare(before, prompt, number + 1)) is not None:
+        where = (call.started.engine, call.started.model)
+        expected = newest.get((call.agent, where)) or _find_expected(latest[where], prompt)
+        counts[call.agent, where] += 1
+        number = counts[call.agent, where]
+        broken = _compare(expected, prompt, number) if expected is not None else None
+        if broken is not None:
             found.append(broken)
-        latest[key] = (number + 1, prompt)
+        newest[call.agent, where] = prompt
+        latest[where].append(prompt)
     return found
 
 
@@ -178,6 +197,20 @@ class _SentPrompt:
     call: Call
     sent: PromptSent
     parts: list[_Part]
+
+
+def _find_expected(latest: Iterable[_SentPrompt], prompt: _SentPrompt) -> _SentPrompt | None:
+    """Return the prompt with which an agent's first one could have shared much more than it did
+    with any."""
+    best, most, shared = None, 0, 0
+    for other in latest:
+        first = _first_difference(other.parts, prompt.parts)
+        common = _length(prompt.parts[:first])
+        shared = max(shared, common)
+        common += count_repeated(other.parts, prompt.parts, first)
+        if common >= most:
+            best, most = other, common
+    return best if most - shared >= _SHARED_CHARACTERS else None
 
 
 def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBreak | None:
@@ -196,13 +229,14 @@ def _compare(earlier: _SentPrompt, later: _SentPrompt, number: int) -> PrefixBre
     differs = min(now, was, key=lambda part: _ORDER[part.kind])
     return PrefixBreak(
         call=later.call,
+        earlier=earlier.call,
         number=number,
         place=differs.place,
         remedy=_REMEDIES[differs.kind],
         old=old,
         new=new,
         at=at,
-        repeated=_count_repeated(old_parts, new_parts, first)
+        repeated=count_repeated(old_parts, new_parts, first)
         / (_length(new_parts[first:]) - shared),
     )
 
@@ -215,7 +249,7 @@ def _with_answer(earlier: _SentPrompt, later: _SentPrompt) -> list[_Part]:
     finished, number = earlier.call.finished, len(earlier.sent.messages)
     answer = later.sent.messages[number] if len(later.sent.messages) > number else {}
     is_answer = answer.get("role") == "assistant" and not answer.get("tool_calls")
-    if not is_answer or not finished:
+    if earlier.call.agent != later.call.agent or not is_answer or not finished:
         return earlier.parts
     as_written = _message_part(number, {**answer, "content": finished.text})
     return [*earlier.parts, as_written] if finished.text else earlier.parts
@@ -265,7 +299,7 @@ def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((number for number, (left, right) in pairs if left != right), least)
 
 
-def _count_repeated(old: Sequence[_Part], new: Sequence[_Part], first: int) -> int:
+def count_repeated(old: Sequence[_Part], new: Sequence[_Part], first: int) -> int:
     """Return how many characters of ``new`` behind the first difference are in ``old``, too.
 
     That is, behind it in ``old``, in a part that is the same, or at the end of the part that
@@ -275,6 +309,8 @@ def _count_repeated(old: Sequence[_Part], new: Sequence[_Part], first: int) -> i
         old, new: the parts of two prompts.
         first: the number of the first part that differs.
     """
+    if first == min(len(old), len(new)):
+        return 0
     was, now = old[first].text, new[first].text
     shared = _first_difference(was, now)
     repeated = _length((Counter(old[first:]) & Counter(new[first:])).elements())

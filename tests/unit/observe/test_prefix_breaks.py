@@ -183,6 +183,27 @@ def test_settings_that_change_a_prompts_beginning_break_its_prefix(
     assert [one.place for one in found] == ([place] if place else [])
 
 
+GUIDE = user("A guide to the mountains. " * 50)
+
+
+def test_first_prompt_of_an_agent_is_compared_with_those_that_have_much_in_common() -> None:
+    planner = [{"role": "system", "content": "You plan."}, GUIDE]
+    reviewer = [{"role": "system", "content": "You review."}, GUIDE]
+    calls = [
+        call(planner, agent="planner"),
+        call([{"role": "system", "content": "You sing."}, TASK], agent="singer", at=1.0),
+        call(reviewer, agent="reviewer", at=2.0),
+        # It shares the guide with the reviewer, so the planner's prompt does not matter.
+        call([*reviewer, MORE], agent="critic", at=3.0),
+        # It leaves the critic's prompt behind the guide, where nothing that it could share is left.
+        call([*reviewer, TASK], agent="editor", at=4.0),
+    ]
+    (broken,) = find_breaks(calls)
+    assert (broken.call.agent, broken.earlier.agent) == ("reviewer", "planner")
+    assert broken.repeated > 0.9
+    assert "from the prompt of planner at" in broken.describe()
+
+
 def test_prompts_of_other_engines_and_models_are_not_compared() -> None:
     one, other, third = (call(system(f"Turn {turn}."), at=turn) for turn in (1.0, 2.0, 3.0))
     other.started = CallStarted(agent="writer", engine="http://other", call_id="2.0", model="m")

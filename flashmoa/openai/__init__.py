@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import openai
 
 from flashmoa.engine import self_hosted_url
-from flashmoa.openai._runs import current_finder, run
+from flashmoa.openai._runs import agent, current_finder, run
 from flashmoa.openai._sent_requests import linked_clients
 from flashmoa.openai_http import observe_completions
 
-__all__ = ["AsyncOpenAI", "link", "run"]
+__all__ = ["AsyncOpenAI", "agent", "link", "run"]
 
 Client = TypeVar("Client")
 

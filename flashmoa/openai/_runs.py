@@ -7,8 +7,8 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from itertools import islice
@@ -44,6 +44,7 @@ _MOST_FRAMES = 3
 _programs: dict[str, Program] = {}
 _MOST_PROGRAMS = 256
 _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
+_agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
 
 
 def run(
@@ -240,11 +241,30 @@ def _open_run() -> Run | None:
 
 
 def calling_agent() -> str:
-    """Return the name of the LangGraph node that is running, else the user's functions that call.
+    """Return the name of the agent that is calling, else the user's functions that call.
 
-    Functions are named with the lines of their calls, the outermost first (``main:12 > ask:31``).
+    It is the name of :func:`agent`, of a LangGraph node or of a Pydantic AI agent. Functions are
+    named with the lines of their calls, the outermost first (``main:12 > ask:31``).
     """
-    return _langgraph_node() or " > ".join(_calling_lines()) or "call"
+    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent()
+    return named or " > ".join(_calling_lines()) or "call"
+
+
+@contextmanager
+def agent(name: str) -> Generator[None]:
+    """Name the agent that makes the calls in this context, in reports, traces and logs.
+
+    Without it calls have the name of their LangGraph node or Pydantic AI agent, or of the lines of
+    code that make them. Calls of one name, one engine and one model are counted, and compared with
+    those of the run before in this order.
+    """
+    before = _agent.get()
+    _agent.set(name)
+    try:
+        yield
+    finally:
+        # A coroutine that is thrown away is closed in another context, where a token is invalid.
+        _agent.set(before)
 
 
 def _langgraph_node() -> str | None:
@@ -254,6 +274,15 @@ def _langgraph_node() -> str | None:
     config: Any = config_module.var_child_runnable_config.get()
     node: object = config.get("metadata", {}).get("langgraph_node") if config else None
     return node if isinstance(node, str) else None
+
+
+def _pydantic_ai_agent() -> str | None:
+    module: Any = sys.modules.get("pydantic_ai._run_context")
+    if module is None:
+        return None
+    context = module.get_current_run_context()
+    name: object = getattr(getattr(context, "agent", None), "name", None)
+    return name if isinstance(name, str) else None
 
 
 def _calling_lines() -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
-from flashmoa.openai import _runs, run
+from flashmoa.openai import _runs, agent, run
 from tests.unit.openai.fake_server import FakeServer, ask
 
 pytestmark = pytest.mark.anyio
@@ -116,3 +118,22 @@ async def test_calls_in_the_event_loop_of_another_thread_are_in_no_run_but_their
         await asyncio.to_thread(asyncio.run, call())
         await run_call()
     assert {name: len(each.recorded) for name, each in programs.items()} == {"outer": 1, "inner": 1}
+
+
+async def test_calls_have_the_name_of_their_agent(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server.client() as client, run("names") as report:
+        with agent("planner"):
+            with agent("writer"):
+                await ask(client, "Write.")
+            await ask(client, "Plan.")
+        context = SimpleNamespace(agent=SimpleNamespace(name="critic"))
+        module = SimpleNamespace(get_current_run_context=lambda: context)
+        monkeypatch.setitem(sys.modules, "pydantic_ai._run_context", module)
+        await ask(client, "Judge.")
+        context.agent = None
+        await ask(client, "Think.")
+    names = [call.agent for call in report.calls]
+    assert names[:3] == ["writer", "planner", "critic"]
+    assert names[3].startswith("test_calls_have_the_name_of_their_agent:")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -33,11 +36,13 @@ from flashmoa.observe.summary import (
     seconds,
     summary,
 )
+from flashmoa.observe.timeline import draw, lanes
 
 _MOST_EVENTS = 4096
 _MOST_NOTES = 10
 _FAILURES = ("failed", "upstream failed")
 _WIDTH = 100
+_MOST_COLUMNS = 120
 
 
 class Report(JupyterMixin):
@@ -78,6 +83,19 @@ class Report(JupyterMixin):
     def notes(self) -> list[Note]:
         """What failed or ran unlinked, and why, in the order of time."""
         return notes(self.events)
+
+    @contextmanager
+    def live(self, console: Console | None = None) -> Generator[None]:
+        """Draw the timeline in a terminal or a notebook, again and again, while this is entered."""
+        console = console or Console(highlight=False)
+
+        def draw_now() -> Text:
+            columns = min(console.width, _MOST_COLUMNS)
+            return Text(draw(lanes(self.events, time.time()), columns), no_wrap=True)
+
+        with Live(get_renderable=draw_now, console=console, refresh_per_second=8) as display:
+            yield
+            display.refresh()
 
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=_WIDTH, highlight=False)

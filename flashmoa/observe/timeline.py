@@ -9,7 +9,7 @@ from typing import Literal
 from rich.cells import cell_len, set_cell_size
 
 from flashmoa.observe.calls import calls
-from flashmoa.observe.events import Event
+from flashmoa.observe.events import CallFailed, Event, LinkAdvanced, LinkOpened
 
 BarKind = Literal["ahead", "waiting", "decode"]
 
@@ -36,22 +36,44 @@ class Lane:
     bars: list[Bar] = field(default_factory=list[Bar])
 
 
-def lanes(events: Sequence[Event]) -> list[Lane]:
-    """Return a lane for each agent on an engine, in the order of their first calls."""
+def lanes(events: Sequence[Event], now: float | None = None) -> list[Lane]:
+    """Return a lane for each agent on an engine, in the order of their first calls.
+
+    Args:
+        now: the time until which what has not ended is drawn, in Unix seconds; ``None``: calls
+            and links that have not ended are left out.
+    """
     by_key: dict[tuple[str, str], Lane] = {}
+    unused = _find_links(events) if now is not None else {}
     for call in calls(events):
         key = (call.agent, call.started.engine)
         lane = by_key.setdefault(key, Lane(*key))
-        if call.finished is None:
+        end = call.finished.at if call.finished is not None else now
+        if end is None or isinstance(call.ended, CallFailed):
             continue
-        end, usage = call.finished.at, call.usage
-        token = call.first_token or end
+        usage = call.usage
         if usage is not None and usage.prompt_stream is not None:
+            unused.pop(usage.prompt_stream.id, None)
             spans = usage.prompt_stream.prefills
             lane.bars += [Bar("ahead", span.start, span.end) for span in spans]
+        token = call.first_token or end
         lane.bars.append(Bar("waiting", call.started.at, token))
         lane.bars.append(Bar("decode", token, end))
+    for opened, end in unused.values():
+        key = (opened.agent, opened.engine)
+        by_key.setdefault(key, Lane(*key)).bars.append(Bar("ahead", opened.at, end))
     return list(by_key.values())
+
+
+def _find_links(events: Sequence[Event]) -> dict[str, tuple[LinkOpened, float]]:
+    """Return links by their stream ids, each with the time at which it was last prefilled."""
+    found: dict[str, tuple[LinkOpened, float]] = {}
+    for event in events:
+        if isinstance(event, LinkOpened):
+            found[event.stream_id] = event, event.at
+        elif isinstance(event, LinkAdvanced) and event.stream_id in found:
+            found[event.stream_id] = found[event.stream_id][0], event.at
+    return found
 
 
 def draw(run: Sequence[Lane], columns: int = 80) -> str:

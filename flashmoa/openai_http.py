@@ -29,6 +29,7 @@ from openai import (
     NotFoundError,
 )
 
+from flashmoa.engine.connections import EachLoop
 from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
@@ -111,6 +112,10 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         return
     finders = _finders[http] = {current: None}
     client = UntappedClient(http)
+    # OpenAI's own HTTP client keeps connections of one event loop, which in the next one, as of the
+    # next `asyncio.run`, make a request fail and be repeated, and cannot be closed.
+    if type(http).__name__ == "AsyncHttpxClientWrapper" and isinstance(http, httpx.AsyncClient):
+        http._transport = EachLoop(str(http.base_url))
 
     async def send(request: Request, **options: Any) -> _Response:
         found = [find for each in finders if (find := each()) is not None]

@@ -42,6 +42,9 @@ BENCHMARKS = {
     "shared_engine": Benchmark(
         "linking.shared_engine", "chains of agents on one engine, which costs others time"
     ),
+    "client": Benchmark(
+        "linking.client", "the event loop's time that links cost OpenAI's client for each token"
+    ),
     "tools": Benchmark("linking.tools", "first tokens of agents whose tools have run"),
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
     "interference": Benchmark(

@@ -72,7 +72,7 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    transport = _EachLoop(url)
+    transport = EachLoop(url)
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=transport
     )
@@ -92,7 +92,7 @@ def _tls_context() -> ssl.SSLContext:
 _Connections = httpx.AsyncHTTPTransport
 
 
-class _EachLoop(httpx.AsyncBaseTransport):
+class EachLoop(httpx.AsyncBaseTransport):
     """Keeps connections of its own for each event loop that requests are sent in.
 
     A connection is of no use outside the loop that opened it, and cannot even be closed there. So
@@ -106,26 +106,26 @@ class _EachLoop(httpx.AsyncBaseTransport):
     def __init__(self, url: str) -> None:
         self._url = url
         self._verify = verification(url)
-        self._by_loop: dict[asyncio.AbstractEventLoop, AsyncGenerator[_Connections]] = {}
+        self._by_loop: dict[asyncio.AbstractEventLoop | None, AsyncGenerator[_Connections]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         return await (await self._connections()).handle_async_request(request)
 
     async def aclose(self) -> None:
-        own = self._by_loop.pop(asyncio.get_running_loop(), None)
+        own = self._by_loop.pop(_running_loop(), None)
         # Loops that still run in other threads close theirs now.
         self._by_loop.clear()
         if own is not None:
             await own.aclose()
 
     async def _connections(self) -> _Connections:
-        loop = asyncio.get_running_loop()
+        loop = _running_loop()
         held = self._by_loop.get(loop)
         # A loop that is ending may have closed its generators already.
         connections = None if held is None else await anext(held, None)
         if connections is None:
             for other in list(self._by_loop):
-                if other.is_closed():
+                if other is not None and other.is_closed():
                     self._by_loop.pop(other, None)
             held = self._by_loop[loop] = self._hold_connections()
             connections = await anext(held)
@@ -138,6 +138,14 @@ class _EachLoop(httpx.AsyncBaseTransport):
         async with transport as connections:
             while True:
                 yield connections
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that is running; ``None`` for one of trio."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _proxy_of(url: str) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, connections
+from flashmoa.openai import AsyncOpenAI
 
 
 class Engine:
@@ -92,6 +93,18 @@ def test_a_client_is_used_in_one_event_loop_after_the_other(engine: Engine) -> N
         # Within a loop a connection is used again, and no loop leaves one behind.
         assert engine.has_connections(0)
         assert (engine.requests, engine.opened) == (4 * loops, 3 * loops)
+    asyncio.run(client.close())
+
+
+def test_an_openai_client_is_used_in_one_event_loop_after_the_other(engine: Engine) -> None:
+    client = AsyncOpenAI(base_url=engine.url, max_retries=0)
+
+    async def ask() -> str:
+        return (await client.chat.completions.with_raw_response.create(model="m", messages=[])).text
+
+    for _ in range(3):
+        assert asyncio.run(ask()) == '{"text": "hi."}'
+        assert engine.has_connections(0)
     asyncio.run(client.close())
 
 

@@ -24,6 +24,8 @@ REQUIREMENTS := $(filter-out requirements/vllm.txt,$(wildcard requirements/*.txt
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 RELEASE_SOURCES := $(patsubst %,.cache/sglang/%/.ready,$(RELEASES))
+# The release that is set up by default, at whose source the tests with the others look, too.
+DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sglang.txt)/.ready
 
 .PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
@@ -82,12 +84,12 @@ test-conformance: $(READY)
 test-vllm: $(READY) .venvs/vllm/.ready
 	@$(BIN)/python -m pytest tests/vllm -s
 
-$(RELEASE_TESTS): test-%: .venvs/%/.ready
+$(RELEASE_TESTS): test-%: .venvs/%/.ready $(RELEASE_SOURCES) $(DEFAULT_SOURCE)
 	@echo "SGLang $*"
 	@$(<D)/bin/python -m pytest tests/integration/plugin tests/unit/plugin
 
 # The source of another SGLang release, to look for what the plugin uses there.
-.cache/sglang/%/.ready: requirements/releases/%.txt $(READY)
+.cache/sglang/%/.ready: $(READY)
 	@rm -rf $(@D)
 	@$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --only-binary :all: --dest $(@D) sglang==$*
 	@$(BIN)/python -m zipfile -e $(@D)/*.whl $(@D)

@@ -88,6 +88,7 @@ async def test_a_team_within_a_linked_team_does_not_end_its_trace(tmp_path: Path
     group = SocietyOfMindAgent("group", inner, client)
     outer = link(RoundRobinGroupChat([group], max_turns=1), trace=file)
     outer._planner.listener(NOTE)
+    assert [within.report for within in outer._inner] == [outer.report]
     await link(inner, trace=file).close()
     another = link(make_team(client, "two"), trace=file)
     assert read(file) == [NOTE]

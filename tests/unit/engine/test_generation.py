@@ -40,6 +40,8 @@ async def test_only_line_feeds_end_the_lines_of_events() -> None:
     ("stream", "events"),
     [
         ("data: a\n\ndata:b\n\n", ["a", "b"]),
+        ("data: a\n\ndata: b\n\ndata: c \n\ndata: \n\n", ["a", "b", "c"]),
+        ("data: a\n\ndata: b\ndata: c\n\ndata: d\nid: 1\n\ndata: e\n\n", ["a", "b\nc", "d", "e"]),
         ("\ufeffdata: a\n\n\ufeffdata: b\n\n", ["a"]),
         ("data: a\ndata: b\n\n", ["a\nb"]),
         ("data:\n\ndata\n\n: ping\n\ndata: \n\n\n", []),

@@ -348,6 +348,8 @@ async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
             await answer
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
     assert len([event for event in events if isinstance(event, LinkDeclined)]) == 3
+    assert [note.kind for note in flow.report.notes] == ["declined"] * 3
+    assert len(flow.report.calls) == 3
 
 
 async def test_requests_and_expected_ones_are_in_the_namespace_of_the_client() -> None:

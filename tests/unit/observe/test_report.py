@@ -33,8 +33,6 @@ def test_a_report_shows_calls_gains_and_what_went_wrong() -> None:
     assert (report.summary.linked, report.notes, heard) == (1, [], events)
     # Notebooks show it as HTML.
     assert "calls linked" in report._repr_mimebundle_([], [])["text/html"]
-    console = Console(width=80, record=True, quiet=True)
-    console.print(report)
 
 
 def test_a_report_of_a_long_lived_link_holds_the_last_events_and_no_texts() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashmoa.openai_requests import change_body, read_chat_body
@@ -25,6 +25,13 @@ BODIES = st.fixed_dictionaries(
 ADDED = st.dictionaries(st.sampled_from(["prompt_stream_id", "stream", "stream_options"]), TEXTS)
 
 
+# The only `"stream":false` is that of a tool.
+@example(
+    {"messages": [], "stream": True, "tools": [{"stream": False}]},
+    {"prompt_stream_id": "s", "stream": "on"},
+    (",", ":"),
+    True,
+)
 @given(BODIES, ADDED, st.sampled_from([(",", ":"), (", ", ": ")]), st.booleans())
 def test_a_changed_body_has_its_fields_and_the_new_ones(
     body: dict[str, Any], added: dict[str, Any], separators: tuple[str, str], is_ascii: bool

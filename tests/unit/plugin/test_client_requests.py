@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
@@ -91,6 +92,22 @@ async def test_refused_request_does_not_use_up_its_stream(
     if stays:
         await send(table, stream.id, TOKEN)
     assert stream.closed == "used"
+
+
+async def test_a_request_is_told_how_much_later_it_would_have_begun_without_its_stream() -> None:
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    saved: list[float | None] = []
+    for costs in (engine.costs, Costs(((10, 0.1), (110, 1.1)), decode_step=0.01)):
+        engine.costs = costs
+        stream = open_stream(table)
+        stream.computed = 50
+        request = client_requests.StreamRequest(table, stream.id)
+        request.annotate({"meta_info": {"prompt_tokens": 80, "cached_tokens": 60}})
+        assert request.usage is not None
+        saved.append(request.usage["prompt_stream"]["saved_seconds"])
+    # 20 tokens are computed with the request, and would be 70; nothing is known unless measured.
+    assert saved == [None, pytest.approx(0.5)]
 
 
 async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> None:

@@ -1,12 +1,15 @@
 """Run tasks that outlive the call that starts them (:class:`TaskHost`), work that is requested
-often but runs once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`).
+often but runs once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`);
+give context variables a value for a while (:func:`setting`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import anyio
@@ -184,3 +187,15 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     if len(results) < len(calls):
         raise RuntimeError("something that one of several calls awaited was cancelled elsewhere")
     return [results[index] for index in range(len(calls))]
+
+
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Generator[None]:
+    """Give a context variable, which must have one, another value while this is entered."""
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        # A coroutine that is thrown away is closed in another context, where a token is invalid.
+        variable.set(before)

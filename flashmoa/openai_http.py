@@ -29,7 +29,7 @@ from openai import (
     NotFoundError,
 )
 
-from flashmoa.engine.connections import EachLoop
+from flashmoa.engine.connections import keep_by_loop
 from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
@@ -115,7 +115,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
     # OpenAI's own HTTP client keeps connections of one event loop, which in the next one, as of the
     # next `asyncio.run`, make a request fail and be repeated, and cannot be closed.
     if type(http).__name__ == "AsyncHttpxClientWrapper" and isinstance(http, httpx.AsyncClient):
-        http._transport = EachLoop(str(http.base_url))
+        keep_by_loop(http)
 
     async def send(request: Request, **options: Any) -> _Response:
         found = [find for each in finders if (find := each()) is not None]

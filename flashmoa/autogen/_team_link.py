@@ -110,14 +110,23 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
     """Links one team and the teams within it, until it or the team's clients are closed.
 
     Use :func:`link` to make one.
+
+    Args:
+        outer: the report of the linked team that this one is within, if it is within one.
     """
 
-    def __init__(self, parts: TeamParts, settings: Settings, listener: Listener | Report) -> None:
-        is_inner = isinstance(listener, Report)
-        report = listener if isinstance(listener, Report) else Report(listener)
+    def __init__(
+        self,
+        parts: TeamParts,
+        settings: Settings,
+        listener: Listener,
+        *,
+        outer: Report | None = None,
+    ) -> None:
+        report = Report(listener) if outer is None else outer
         clients = _find_clients(parts)
         inner = {
-            (team.reader or team.owner).name: TeamLink(team, settings, report)
+            (team.reader or team.owner).name: TeamLink(team, settings, listener, outer=report)
             for team in _find_inner_teams(parts)
         }
         self._inner = list(inner.values())
@@ -130,7 +139,9 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
         inner_planners = {name: link._planner for name, link in inner.items()}
         planner = TeamLinkPlanner(self._members, settings, report, inner_planners)
         observed = [client.linked_teams for client in clients]
-        super().__init__(parts.owner, observed, planner, report, None if is_inner else listener)
+        super().__init__(
+            parts.owner, observed, planner, report, listener if outer is None else None
+        )
 
     async def close(self) -> None:
         await all_of([super().close, *(inner.close for inner in self._inner)])

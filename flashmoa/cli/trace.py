@@ -49,11 +49,12 @@ def main(arguments: Sequence[str]) -> int:
 def show(events: Sequence[Event], console: Console) -> None:
     """Print the timeline, the calls, what was prefilled ahead, what went wrong, and where prefixes
     broke."""
-    if any(isinstance(event, CallFinished) for event in events):
-        console.out(draw(lanes(events), columns=min(console.width, 120)))
+    has_calls = any(isinstance(event, CallFinished) for event in events)
+    if has_calls:
+        console.out(draw(lanes(events), console.width))
     for part in show_calls(events):
         console.print(part, soft_wrap=isinstance(part, Text))
-    if any(isinstance(event, CallFinished) for event in events):
+    if has_calls:
         console.print(f"\n{_describe_breaks(events)}", markup=False, soft_wrap=True)
 
 

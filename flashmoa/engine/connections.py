@@ -72,7 +72,7 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    transport = EachLoop(url)
+    transport = EachLoop(url, _proxy_of(url))
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=transport
     )
@@ -101,10 +101,11 @@ class EachLoop(httpx.AsyncBaseTransport):
 
     Args:
         url: the engine's.
+        proxy: the URL of the proxy to it; ``None``: there is none.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, proxy: str | None) -> None:
+        self._proxy = proxy
         self._verify = verification(url)
         self._by_loop: dict[asyncio.AbstractEventLoop | None, AsyncGenerator[_Connections]] = {}
 
@@ -133,11 +134,20 @@ class EachLoop(httpx.AsyncBaseTransport):
 
     async def _hold_connections(self) -> AsyncGenerator[_Connections]:
         """Yield the same connections again and again; close them in the end."""
-        proxy = _proxy_of(self._url)
-        transport = _Connections(verify=self._verify, limits=CONNECTIONS, proxy=proxy)
+        transport = _Connections(verify=self._verify, limits=CONNECTIONS, proxy=self._proxy)
         async with transport as connections:
             while True:
                 yield connections
+
+
+def keep_by_loop(http: httpx.AsyncClient) -> None:
+    """Let an HTTP client that has sent nothing keep connections for each event loop.
+
+    Requests that go through a proxy of its own keep those of any loop.
+    """
+    pool = getattr(http._transport, "_pool", None)
+    if type(http._transport) is _Connections and pool is not None and not pool.connections:
+        http._transport = EachLoop(str(http.base_url), None)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

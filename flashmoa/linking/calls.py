@@ -9,16 +9,16 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Generator,
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Self, TypeVar
 
+from flashmoa._concurrency import setting
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.calls import CallReporter
 
@@ -147,17 +147,9 @@ class ObservedCall:
         for observer in reversed(offers[:-1]):
             observer.release_stream()
 
-    @contextmanager
-    def making(self) -> Generator[None]:
+    def making(self) -> AbstractContextManager[None]:
         """Attribute the requests of this context to the call; see :func:`current_call`."""
-        before = _current.get()
-        _current.set(self)
-        try:
-            yield
-        finally:
-            # A coroutine that is thrown away is closed in another context, where a token is
-            # invalid.
-            _current.set(before)
+        return setting(_current, self)
 
     async def items(self, stream: AsyncIterator[Item]) -> AsyncGenerator[Item]:
         """Yield the items of a stream, each made within :meth:`making`; then close the answer.

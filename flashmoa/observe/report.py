@@ -42,7 +42,6 @@ _MOST_EVENTS = 4096
 _MOST_NOTES = 10
 _FAILURES = ("failed", "upstream failed")
 _WIDTH = 100
-_MOST_COLUMNS = 120
 
 
 class Report(JupyterMixin):
@@ -90,8 +89,7 @@ class Report(JupyterMixin):
         console = console or Console(highlight=False)
 
         def draw_now() -> Text:
-            columns = min(console.width, _MOST_COLUMNS)
-            return Text(draw(lanes(self.events, time.time()), columns), no_wrap=True)
+            return Text(draw(lanes(self.events, time.time()), console.width), no_wrap=True)
 
         with Live(get_renderable=draw_now, console=console, refresh_per_second=8) as display:
             yield

@@ -15,6 +15,7 @@ BarKind = Literal["ahead", "waiting", "decode"]
 
 # Later kinds are drawn over earlier ones.
 _MARKS: dict[BarKind, str] = {"ahead": "░", "waiting": "·", "decode": "█"}
+_MOST_COLUMNS = 120
 LEGEND = "░ prefilled ahead   · request sent, no token yet   █ decode"
 
 
@@ -77,7 +78,8 @@ def _find_links(events: Sequence[Event]) -> dict[str, tuple[LinkOpened, float]]:
 
 
 def draw(run: Sequence[Lane], columns: int = 80) -> str:
-    """Draw lanes as text, ``columns`` characters wide; long names are shortened."""
+    """Draw lanes as text, ``columns`` characters wide, 120 at most; long names are shortened."""
+    columns = min(columns, _MOST_COLUMNS)
     bars = [bar for lane in run for bar in lane.bars]
     if not bars:
         return "(nothing happened)"

@@ -7,8 +7,8 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from itertools import islice
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from flashmoa._concurrency import all_of
+from flashmoa._concurrency import all_of, setting
 from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
 from flashmoa.linking.calls import CallObserver
@@ -144,23 +144,19 @@ async def _run(
     trace: Path | str | None,
     trace_prompts: bool,
 ) -> AsyncGenerator[Report]:
-    outer = _current.get()
     if (this := _open_run()) is not None:
         yield this.report
         return
     with traced(listener, trace, prompts=trace_prompts) as traced_listener:
         this = Run(_find_program(program), without_plugin, Report(traced_listener))
-        _current.set(this)
-        try:
-            yield this.report
-        except BaseException:
-            await this.close(learn=False)
-            raise
-        else:
-            await this.close(learn=True)
-        finally:
-            # Not with a token: this may be closed in another context than it was entered in.
-            _current.set(outer)
+        with setting(_current, this):
+            try:
+                yield this.report
+            except BaseException:
+                await this.close(learn=False)
+                raise
+            else:
+                await this.close(learn=True)
 
 
 def _find_program(name: str) -> Program:
@@ -250,21 +246,13 @@ def calling_agent() -> str:
     return named or " > ".join(_calling_lines()) or "call"
 
 
-@contextmanager
-def agent(name: str) -> Generator[None]:
+def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
     Without it calls have the name of their LangGraph node or Pydantic AI agent, or of the lines of
-    code that make them. Calls of one name, one engine and one model are counted, and compared with
-    those of the run before in this order.
+    code that make them.
     """
-    before = _agent.get()
-    _agent.set(name)
-    try:
-        yield
-    finally:
-        # A coroutine that is thrown away is closed in another context, where a token is invalid.
-        _agent.set(before)
+    return setting(_agent, name)
 
 
 def _langgraph_node() -> str | None:

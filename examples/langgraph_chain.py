@@ -15,7 +15,7 @@ from engines import GUIDE, one_engine, one_engine_arguments, run_program
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, StateGraph
 
-from flashmoa.openai import link, run
+from flashmoa.openai import instrument, run
 
 TASKS = ["Plan three days in Nepal.", "Plan a week in Nepal for people who like walking."]
 
@@ -68,7 +68,7 @@ def build_graph(model: ChatOpenAI) -> Any:
 
 def chat(url: str, model: str) -> ChatOpenAI:
     """Make LangChain's own client for an engine, and have its calls linked."""
-    return link(
+    return instrument(
         ChatOpenAI(
             model=model,
             base_url=f"{url}/v1",
@@ -76,7 +76,7 @@ def chat(url: str, model: str) -> ChatOpenAI:
             temperature=0,
             max_completion_tokens=64,
         )
-    )
+    ).client
 
 
 async def main() -> None:

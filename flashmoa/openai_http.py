@@ -118,7 +118,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         keep_by_loop(http)
 
     async def send(request: Request, **options: Any) -> _Response:
-        found = [find for each in finders if (find := each()) is not None]
+        found = [find for each in tuple(finders) if (find := each()) is not None]
         # Without them, prompts of megabytes need not be parsed.
         body = read_chat_body(request) if found else None
         if body is None:
@@ -133,6 +133,11 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
             raise
 
     http.send = send
+
+
+def stop_observing(http: Any, current: Callable[[], FindObserver | None]) -> None:
+    """Undo :func:`observe_completions` with these arguments, however often it was called."""
+    _finders.get(http, {}).pop(current, None)
 
 
 async def _send_observed(

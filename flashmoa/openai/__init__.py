@@ -5,16 +5,16 @@ Needs the extra ``openai``.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import openai
 
 from flashmoa.engine import self_hosted_url
 from flashmoa.openai._runs import agent, current_finder, run
 from flashmoa.openai._sent_requests import linked_clients
-from flashmoa.openai_http import observe_completions
+from flashmoa.openai_http import observe_completions, stop_observing
 
-__all__ = ["AsyncOpenAI", "agent", "link", "run"]
+__all__ = ["AsyncOpenAI", "Instrumentation", "agent", "instrument", "run"]
 
 Client = TypeVar("Client")
 
@@ -38,30 +38,61 @@ class AsyncOpenAI(openai.AsyncOpenAI):
         # Copies of a client are given the URL as an object of its HTTP library.
         url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
         super().__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
-        link(self)
+        instrument(self)
 
 
-def link(client: Client) -> Client:
+class Instrumentation(Generic[Client]):
+    """Has the chat completions of a client observed until it is closed (:func:`instrument`).
+
+    As a context manager, it gives the client.
+
+    Attributes:
+        client: what was instrumented.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._found = found = _find_client(client)
+        linked_clients.add(found)
+        observe_completions(found._client, current_finder)
+
+    def __repr__(self) -> str:
+        state = "" if self._found in linked_clients else ", closed"
+        return f"<Instrumentation of {type(self.client).__name__} at {self._found.base_url}{state}>"
+
+    def __enter__(self) -> Client:
+        return self.client
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the client's calls, and those of its copies, be sent as if it had never been there.
+
+        Repeating this is harmless. The client stays open.
+        """
+        linked_clients.discard(self._found)
+        stop_observing(self._found._client, current_finder)
+
+
+def instrument(client: Client) -> Instrumentation[Client]:
     """Have the chat completions of a client linked within :func:`flashmoa.openai.run`.
 
-    Repeating this is harmless. Copies of the client share its connections and are linked, too. Give
-    it clients of your own servers: one that charges for prompts also charges for what links prefill
-    there.
+    By itself it links nothing. Repeating this is harmless. Copies of the client share its
+    connections and are instrumented, too. Give it clients of your own servers: one that charges for
+    prompts also charges for what links prefill there.
 
     Args:
         client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
             ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
             the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``.
 
-    Returns: the client.
+    Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.
 
     Raises:
         TypeError: if there is no ``openai.AsyncOpenAI`` in it.
     """
-    found = _find_client(client)
-    linked_clients.add(found)
-    observe_completions(found._client, current_finder)
-    return client
+    return Instrumentation(client)
 
 
 def _find_client(holder: object) -> openai.AsyncOpenAI:
@@ -70,6 +101,6 @@ def _find_client(holder: object) -> openai.AsyncOpenAI:
         if isinstance(candidate, openai.AsyncOpenAI):
             return candidate
     raise TypeError(
-        f"there is no openai.AsyncOpenAI in {holder!r}; give link() the client itself, which must "
-        "be asynchronous"
+        f"there is no openai.AsyncOpenAI in {holder!r}; give instrument() the client itself, which "
+        "must be asynchronous"
     )

@@ -63,7 +63,7 @@ def run(
     later ones, the prompt of each call that the run before had is prefilled while the calls before
     it still write. Prompts and answers stay the
     same; a program that does something else this time only gains less. Calls count if their client
-    is an :class:`AsyncOpenAI` of this package or was given to :func:`link`.
+    is an :class:`AsyncOpenAI` of this package or was given to :func:`instrument`.
 
     Args:
         name: the program's name. Runs with the same name are of one program; by default those that

@@ -17,7 +17,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 from flashmoa.observe import Event, LinkDeclined
 from flashmoa.observe.calls import calls
-from flashmoa.openai import link
+from flashmoa.openai import instrument
 from tests.integration.openai.programs import (
     BODY,
     PROGRAMS,
@@ -48,7 +48,7 @@ class State(TypedDict):
 def langgraph_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
     """Make a graph with a node for each agent; those of a round run at once."""
     models = [
-        link(
+        instrument(
             ChatOpenAI(
                 model="tiny",
                 base_url=str(client.base_url),
@@ -57,7 +57,7 @@ def langgraph_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
                 max_completion_tokens=TOKENS,
                 extra_body=BODY,
             )
-        )
+        ).client
         for client in (clients.first, clients.second)
     ]
     graph = StateGraph(State)

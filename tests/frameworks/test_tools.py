@@ -19,7 +19,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from flashmoa.observe import Event, LinkOpened
-from flashmoa.openai import link
+from flashmoa.openai import instrument
 from tests.integration.openai.programs import Clients, play_linked, statuses
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,8 @@ async def langgraph_agent(client: Any, guide: str, tool: Tool) -> str:
         max_completion_tokens=TOKENS,
     )
     tools = [StructuredTool.from_function(coroutine=tool, name="look", description="Look.")]
-    forced = link(chat).bind_tools(tools, tool_choice="required", parallel_tool_calls=False)
+    instrument(chat)
+    forced = chat.bind_tools(tools, tool_choice="required", parallel_tool_calls=False)
     free = chat.bind_tools(tools)
 
     async def ask(state: MessagesState) -> Any:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import httpx
 from openai import AsyncOpenAI
 
-from flashmoa.openai import link, run
+from flashmoa.openai import instrument, run
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.report import Column, Report
 
@@ -95,7 +95,8 @@ async def _measure(report: Report) -> None:
 
 async def _measure_length(tokens: int, report: Report) -> Cost:
     http = httpx.AsyncClient(transport=ScriptedTransport(tokens))
-    client = link(AsyncOpenAI(base_url="http://engine/v1", api_key="EMPTY", http_client=http))
+    client = AsyncOpenAI(base_url="http://engine/v1", api_key="EMPTY", http_client=http)
+    instrument(client)
 
     async def ask(kind: str) -> None:
         options: dict[str, Any] = {

@@ -14,7 +14,7 @@ from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.prefix_breaks import find_breaks
 from flashmoa.observe.trace import read
-from flashmoa.openai import AsyncOpenAI, link, run
+from flashmoa.openai import AsyncOpenAI, instrument, run
 from tests.integration.openai.programs import (
     BODY,
     PROGRAMS,
@@ -101,7 +101,7 @@ async def test_every_way_to_call_the_client_is_linked(
         async def check(plan: str) -> str:
             messages = [{"role": "user", "content": f"{guide}\nCheck:\n{plan}"}]
             request = {"messages": messages, "extra_body": BODY, **SETTINGS}
-            client = link(stock) if way == "linked" else clients.second
+            client = instrument(stock).client if way == "linked" else clients.second
             if way in ("stream", "parse"):
                 # Both refuse an answer that is cut, and their error has it.
                 with pytest.raises(openai.LengthFinishReasonError) as cut:

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import openai
 import pytest
 
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
-from flashmoa.openai import _runs, agent, run
-from tests.unit.openai.fake_server import FakeServer, ask
+from flashmoa.openai import _runs, agent, instrument, run
+from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
 
@@ -137,3 +138,26 @@ async def test_calls_have_the_name_of_their_agent(
     names = [call.agent for call in report.calls]
     assert names[:3] == ["writer", "planner", "critic"]
     assert names[3].startswith("test_calls_have_the_name_of_their_agent:")
+
+
+async def test_a_client_is_observed_until_its_instrumentation_is_closed(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    seen: list[str] = []
+    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none")
+    async with client, run("undone", listener=lambda event: seen.append(type(event).__name__)):
+        with instrument(client) as same:
+            assert same is client
+            await ask(client.with_options(timeout=9), "Go.")
+        closed = instrument(client)
+        assert "AsyncOpenAI" in repr(closed) and "closed" not in repr(closed)
+        closed.close()
+        assert "closed" in repr(closed)
+        before = len(seen)
+        await ask(client, "Go.")
+        assert seen.count("CallFinished") == 1 and len(seen) == before
+        with instrument(client):
+            await ask(client, "Go.")
+    assert seen.count("CallFinished") == 2
+    with pytest.raises(TypeError, match=r"openai\.AsyncOpenAI in 'client'; give instrument"):
+        instrument("client")

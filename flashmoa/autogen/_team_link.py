@@ -30,7 +30,8 @@ from flashmoa.observe.report import Report
 
 _KV_SHARE = 0.5
 _LONGEST_DELIVERY_SECONDS = 1.0
-# How long links for a team's next run are kept after its run has ended.
+# How long links for a team's next run are kept after its run has ended. The first run of a team says
+# nothing of a next one: programs often make a team for each request.
 _NEXT_RUN_SECONDS = 10.0
 
 
@@ -252,10 +253,22 @@ class TeamLinkPlanner(LinkPlanner):
         self._members = members
         self._settings = settings
         self._inner = inner
+        # How many runs have begun, and the last of them until its end is noticed.
+        self._runs = 0
+        self._run: object = None
 
     @property
     def is_running(self) -> bool:
         return self._members.is_running
+
+    def begin(
+        self, agent: str, request: CallRequest, rewritten: str | None = None, linkable: bool = True
+    ) -> LinkedCall:
+        # A run may follow before the end of the one before is noticed.
+        run = self._members.current_run
+        if run is not self._run:
+            self._run, self._runs = run, self._runs + 1
+        return super().begin(agent, request, rewritten, linkable)
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         turns = await self._members.upcoming(caller)
@@ -353,7 +366,9 @@ class TeamLinkPlanner(LinkPlanner):
 
     def run_ended(self) -> None:
         super().run_ended()
-        self.host.start(self._link_next_run)
+        self._run = None
+        if self._runs > 1:
+            self.host.start(self._link_next_run)
 
     async def _link_next_run(self) -> None:
         """Prefill the known parts of the next run's first prompts, in case it comes soon."""

@@ -138,6 +138,12 @@ class TeamMembers:
     def is_running(self) -> bool:
         return self._parts.is_running()
 
+    @property
+    def current_run(self) -> object:
+        """Return an object that is another one in each run of a team with a runtime of its own."""
+        runtime = self._parts.runtime
+        return getattr(runtime, "_run_context", None) or runtime
+
     def name_of(self, agent: AgentId) -> str | None:
         """Return the name of the member with this AutoGen agent id, if it is one of this team."""
         team_id = self._parts.team_id

@@ -82,7 +82,9 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
     team = RoundRobinGroupChat(agents(model_client, "one two three"), max_turns=3)
     events: list[Event] = []
     linked = link(team, listener=events.append)
-    await team.run(task=guide[:600])
+    for task in (guide[:600], "More."):
+        assert not events_of(events, LinkOpened, "one")
+        await team.run(task=task)
     await until(lambda: events_of(events, LinkOpened, "one"))
     if between == "a reset":
         await team.reset()
@@ -90,7 +92,7 @@ async def test_the_known_part_of_the_next_runs_first_prompt_is_prefilled(
         task="And now?" if between != "another task" else TextMessage(content="And?", source="two")
     )
     await linked.close()
-    _, first = [call for call in finished_calls(events) if call.agent == "one"]
+    *_, first = [call for call in finished_calls(events) if call.agent == "one"]
     if between == "a reset":
         assert first.status is None
         assert events_of(events, LinkClosed, "one")[0].reason in {"mispredicted", "unused"}
@@ -109,7 +111,8 @@ async def test_links_for_a_next_run_end_if_it_does_not_come(
     team = graph(agents(model_client, "a b c"), [(0, 2), (1, 2)])
     events: list[Event] = []
     linked = link(team, listener=events.append)
-    await team.run(task=guide[:600])
+    for task in (guide[:600], "More."):
+        await team.run(task=task)
     await until(lambda: all(events_of(events, LinkClosed, name) for name in "ab"))
     assert {e.reason for name in "ab" for e in events_of(events, LinkClosed, name)} == {"unused"}
     await wait_until_idle(model_client.engine)

@@ -120,7 +120,6 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
         await pair.close()
         upstream_relay.release()
     assert reported_failures(pair.events) == [("writer", failure, action)]
-    # The writer may already have a link for a next run of the team.
     reading = [event for event in pair.events if event.agent == "reviewer"]
     cell = record_cell("team", failure, action, outcome, reading)
     if action == "abort":

@@ -21,13 +21,6 @@ from weakref import WeakKeyDictionary
 
 import anyio
 import httpx
-from openai import (
-    APIConnectionError,
-    APIError,
-    APITimeoutError,
-    AuthenticationError,
-    NotFoundError,
-)
 
 from flashmoa.engine.connections import keep_by_loop
 from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
@@ -558,14 +551,16 @@ def advising(url: str) -> Generator[None]:
         yield
     except Exception as error:
         # Agent Framework raises its own exceptions from those of OpenAI's client.
-        causes = [each for each in (error, error.__cause__) if isinstance(each, APIError)]
-        advice = _advice(causes[0], url) if causes else None
-        if advice is not None:
+        found = (_advice(each, url) for each in (error, error.__cause__))
+        if advice := next(filter(None, found), None):
             error.add_note(f"FlashMoA: {url} {advice}")
         raise
 
 
-def _advice(error: APIError, url: str) -> str | None:
+def _advice(error: BaseException | None, url: str) -> str | None:
+    # Other adapters do without this client.
+    from openai import APIConnectionError, APITimeoutError, AuthenticationError, NotFoundError
+
     if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
         return "cannot be reached. Is the engine running? `flashmoa serve` starts one."
     if isinstance(error, AuthenticationError):

@@ -22,10 +22,17 @@ from agent_framework.openai import OpenAIChatCompletionClient
 from openai.types.completion_usage import CompletionUsage
 
 from flashmoa._stack import owners
-from flashmoa.engine import EngineClient, WithoutPlugin, self_hosted_url
-from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, current_attempts
-from flashmoa.linking.linked_team import LinkedTeams
-from flashmoa.openai_http import advising, observe_completions
+from flashmoa.adapters import (
+    CallRequest,
+    CallResult,
+    EngineClient,
+    LinkedTeams,
+    ObservedCall,
+    current_attempts,
+    observe_completions,
+)
+from flashmoa.engine import WithoutPlugin, self_hosted_url
+from flashmoa.openai_http import advising
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
 _PROMPT_DETAILS = ("streamed_tokens", "late_tokens")

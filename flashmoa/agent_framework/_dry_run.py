@@ -39,9 +39,8 @@ from agent_framework._workflows._const import (
     WORKFLOW_RUN_KWARGS_KEY,
 )
 
+from flashmoa.adapters import ChatRequest, NotForecastable, RequestCaptured, first_request
 from flashmoa.agent_framework._client import FlashMoAChatClient
-from flashmoa.linking.forecasts import ChatRequest, RequestCaptured, first_request
-from flashmoa.linking.prompt import NotForecastable
 
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run

@@ -19,6 +19,17 @@ from agent_framework import (
 )
 from agent_framework._workflows._edge import EdgeGroup, InternalEdgeGroup
 
+from flashmoa.adapters import (
+    CallRequest,
+    Forecast,
+    LinkedCall,
+    LinkedTeam,
+    LinkPlanner,
+    NotForecastable,
+    Placeholders,
+    Report,
+    Turn,
+)
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._dry_run import (
     asks_no_model,
@@ -30,13 +41,8 @@ from flashmoa.agent_framework._dry_run import (
     why_not_run,
     why_rewritten,
 )
-from flashmoa.linking.calls import CallRequest
-from flashmoa.linking.forecasts import Forecast, Turn
-from flashmoa.linking.linked_team import LinkedTeam, traced
-from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import NotForecastable, Placeholders
+from flashmoa.linking.linked_team import traced
 from flashmoa.observe import Listener, ignore
-from flashmoa.observe.report import Report
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")

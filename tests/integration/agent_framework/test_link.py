@@ -10,10 +10,7 @@ from agent_framework.orchestrations import SequentialBuilder
 
 from flashmoa.agent_framework import link
 from flashmoa.observe import (
-    CallFinished,
     Event,
-    LinkClosed,
-    LinkOpened,
     LinkWaits,
     PromptSent,
 )
@@ -31,25 +28,6 @@ from tests.integration.agent_framework.workflows import (
 from tests.integration.support import slow
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_linked_sequence_answers_as_unlinked(
-    clients: Pair, guide: str, stream: bool
-) -> None:
-    plain = await run(chain(clients, guide), stream)
-    events: list[Event] = []
-    workflow = chain(clients, guide)
-    linked = link(workflow, listener=events.append)
-    assert await run(workflow, stream) == plain
-    assert len(plain) == 3 and all(plain)
-    assert statuses(events) == {"planner": None, "local": "hit", "summary": "hit"}
-    opened = {event.agent: event.upstream for event in events if isinstance(event, LinkOpened)}
-    assert opened == {"local": ("planner",), "summary": ("planner", "local")}
-    finished = [event.text for event in events if isinstance(event, CallFinished)]
-    assert finished == plain
-    await linked.close()
-    assert [e.reason for e in events if isinstance(e, LinkClosed)] == ["used"] * 2
 
 
 async def test_the_summary_was_prefilled_while_the_others_wrote(clients: Pair, guide: str) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.anyio
     [
         ("openai_client", ['"status": ?"hit"']),
         ("agent_framework_chain", ["local: hit", "summary: hit"]),
+        ("own_framework", [r"[12] of 3 calls linked"]),
         slow("langgraph_chain", [r"LinkClosed\(agent='summary'.*reason='used'"]),
         slow("openai_runs", [r"[1-9]\d* tokens of the prompts were streamed"]),
     ],

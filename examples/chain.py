@@ -15,7 +15,6 @@ the prompts, so that there is more to prefill; `--repeats 5` gives medians. On y
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from autogen_agentchat.agents import AssistantAgent
@@ -24,7 +23,8 @@ from comparison import Comparison, measure, two_clients
 from engines import GUIDE, run_program, two_engine_parser
 from rich.console import Console
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.linking.link import Ahead
 
 TASK = "Plan a three day trip to Nepal for two people who like walking and food."
 ROLES = {
@@ -33,11 +33,11 @@ ROLES = {
     "language": "You point out where language or customs matter for this plan, and how to act.",
     "summary": "You merge the plan and every remark into one complete final travel plan.",
 }
-# The function that is called with a team before it runs. ``link(team)`` is all it takes to link it.
-MODES = {
-    "unlinked": watch,  # Only reports events, for the comparison.
-    "warmed": partial(link, stream=False),  # Prefills only the part known beforehand.
-    "linked": link,
+# What is prefilled ahead of requests: ``link(team, ahead=...)``, by default ``text``.
+MODES: dict[str, Ahead] = {
+    "unlinked": "nothing",  # Only reports events, for the comparison.
+    "warmed": "known",  # Prefills only the part known beforehand.
+    "linked": "text",
 }
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import Call, calls
 
@@ -90,7 +91,7 @@ async def measure(
     build_team: Callable[[], BaseGroupChat],
     clients: Sequence[FlashMoAChatCompletionClient],
     task: str,
-    modes: Mapping[str, Callable[..., TeamLink]],
+    modes: Mapping[str, Ahead],
     repeats: int,
     console: Console,
 ) -> list[Run]:
@@ -114,18 +115,17 @@ async def run_once(
     clients: Sequence[FlashMoAChatCompletionClient],
     task: str,
     mode: str,
-    attach: Callable[..., TeamLink],
+    ahead: Ahead,
 ) -> Run:
-    """Run a team on empty caches, after ``attach`` has linked it or only watches it."""
+    """Run a team on empty caches; ``ahead`` says what is prefilled before its requests."""
     for client in clients:
         # On a busy machine an engine that has just started may still be busy with itself.
         await client.engine.flush_cache(wait_seconds=300)
     events: list[Event] = []
-    linked = attach(team, listener=events.append)
-    start = time.perf_counter()
-    await team.run(task=task)
-    seconds = time.perf_counter() - start
-    await linked.close()
+    async with link(team, ahead=ahead, listener=events.append):
+        start = time.perf_counter()
+        await team.run(task=task)
+        seconds = time.perf_counter() - start
     return Run(mode, seconds, tuple(events))
 
 

@@ -25,7 +25,8 @@ from comparison import run_once, two_clients
 from engines import PAPER, print_timeline, run_program, two_engine_parser
 from rich.console import Console
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.linking.link import Ahead
 
 TASK = "Review the paper for a conference on machine learning systems."
 REVIEWERS = {
@@ -71,10 +72,11 @@ async def main() -> None:
     arguments = two_engine_parser(__doc__, tokens=64).parse_args()
     console = Console()
     async with two_clients(arguments, PAPER, console) as (small, large):
-        for mode, attach in {"unlinked": watch, "linked": link}.items():
+        modes: dict[str, Ahead] = {"unlinked": "nothing", "linked": "text"}
+        for mode, ahead in modes.items():
             with console.status(f"reviewing, {mode}"):
                 team = build_team(small, large)
-                run = await run_once(team, [small, large], TASK, mode, attach)
+                run = await run_once(team, [small, large], TASK, mode, ahead)
             console.print(f"[bold]{mode}[/] ({run.seconds:.2f} s)")
             print_timeline(run.events, console)
     console.print(f"\nThe decision:\n{run.texts[-1]}", markup=False, highlight=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from flashmoa.adapters import (
     CallObserver,
@@ -16,13 +16,14 @@ from flashmoa.adapters import (
     CallResult,
     EngineClient,
     Forecast,
+    LinkOptions,
     LinkPlanner,
+    LinkSettings,
     ObservedCall,
     Placeholders,
     Report,
     Turn,
 )
-from flashmoa.observe import Listener, ignore
 
 
 @dataclass
@@ -76,9 +77,10 @@ class Relay:
 class RelayLink(LinkPlanner):
     """The adapter: who may call next, and what will they send?"""
 
-    def __init__(self, relay: Relay, listener: Listener = ignore) -> None:
-        self.report = Report(listener)
-        super().__init__(self.report)
+    def __init__(self, relay: Relay, **options: Unpack[LinkOptions]) -> None:
+        settings = LinkSettings(**options)
+        self.report = Report(settings.listen())
+        super().__init__(self.report, settings)
         self._relay = relay
         self._names = [agent.name for agent in relay.agents]
         relay.link = self

@@ -9,6 +9,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.errors import FlashMoAError
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.link import Link
+from flashmoa.linking.options import LinkOptions
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.streamed_text import Text
@@ -22,6 +23,7 @@ __all__ = [
     "FailurePolicy",
     "FlashMoAError",
     "Link",
+    "LinkOptions",
     "PendingRequest",
     "Prompt",
     "Slot",

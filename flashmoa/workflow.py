@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import anyio
 from anyio.abc import TaskGroup
@@ -20,12 +20,12 @@ from flashmoa.engine.connections import check_ttl
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.linking.link import Ahead
+from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import Text, find_texts
-from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
-from flashmoa.observe.report import Report
+from flashmoa.observe.report import Report, Reported
+from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -105,41 +105,34 @@ class Answer(Text):
         self._request_scope.cancel()
 
 
-class Workflow:
+class Workflow(Reported):
     """Sends calls to one or several engines, and links each call to the texts in its prompt.
 
     Args:
         engine: the engine that requests are sent to by default.
-        on_failure: what happens by default to a request when a text in it fails.
-        ahead: how much of a prompt is prefilled before its request can be sent: ``text``: texts as
-            they are written; for comparisons ``known``: what is known beforehand, or ``nothing``.
         stream_ttl_seconds: how long engines keep KV that was prefilled for future requests if this
             process vanishes; by default as their clients say.
-        listener: receives the workflow's events.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
-    Attributes:
-        report: tells what the links have gained; print it.
-
-    Use it as a context manager, which the same task enters and leaves. Leaving it waits for the
-    requests that it sends itself, or cancels them if it is left by an exception. Then it ends its
-    links and releases the streams of requests that were never sent; if an engine does not answer
-    within 0.3 s, it lets them expire. The clients of the engines stay open.
+    Print it to see what the links have gained so far. Use it as a context manager, which the same
+    task enters and leaves. Leaving it waits for the requests that it sends itself, or cancels them
+    if it is left by an exception. Then it ends its links and releases the streams of requests that
+    were never sent; if an engine does not answer within 0.3 s, it lets them expire. The clients of
+    the engines stay open.
     """
 
     def __init__(
         self,
         engine: EngineClient,
         *,
-        on_failure: OnFailure = "abort",
-        ahead: Ahead = "text",
         stream_ttl_seconds: float | None = None,
-        listener: Listener = ignore,
+        **options: Unpack[LinkOptions],
     ) -> None:
         self._engine = engine
-        self._ahead: Ahead = ahead
+        self._settings = LinkSettings(**options)
         self._ttl = None if stream_ttl_seconds is None else check_ttl(stream_ttl_seconds)
-        self._policy = FailurePolicy.of(on_failure)
-        self.report = Report(contained(listener))
+        self._listener = self._settings.listen()
+        self.report = Report(self._listener)
         self._texts: dict[str, Text] = {}
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}  # The last one that each name got.
@@ -200,6 +193,7 @@ class Workflow:
             links.cancel_scope.cancel()
             await links.__aexit__(None, None, None)
             self._groups = None
+            end_trace(self._listener)
             self._report_unread_errors()
 
     def text(self, name: str = "text") -> Text:
@@ -251,7 +245,8 @@ class Workflow:
         requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
         answer = Answer(self._unused_name(name))
         self._texts[answer.mark] = answer
-        pending = self._make_pending(messages, answer.name, on_failure)
+        policy = on_failure or self._settings.policy(name)
+        pending = self._make_pending(messages, answer.name, policy)
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
         return answer
 
@@ -293,7 +288,7 @@ class Workflow:
     ) -> Pending:
         """Announce a request as :meth:`expect` does, whose arguments these are, without waiting."""
         self._entered()
-        pending = self._make_pending(messages, name, on_failure)
+        pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
         self._link(pending, engine or self._engine, fields, namespace)
         self._expected.append(pending)
         return pending
@@ -302,8 +297,7 @@ class Workflow:
         """Run a function concurrently; leaving the workflow waits for it, or cancels it."""
         self._requests.start_soon(function)
 
-    def _make_pending(self, messages: Messages, name: str, on_failure: OnFailure | None) -> Pending:
-        policy = self._policy if on_failure is None else FailurePolicy.of(on_failure)
+    def _make_pending(self, messages: Messages, name: str, on_failure: OnFailure) -> Pending:
         texts = find_texts(messages, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
@@ -314,10 +308,10 @@ class Workflow:
         return PendingRequest(
             [*map(dict, messages)],
             texts,
-            policy,
+            FailurePolicy.of(on_failure),
             name,
             self.report,
-            streams=self._ahead == "text",
+            streams=self._settings.ahead == "text",
             stream_ttl_seconds=self._ttl,
         )
 
@@ -328,7 +322,7 @@ class Workflow:
         body: Mapping[str, Any],
         namespace: Mapping[str, str] | None,
     ) -> None:
-        if self._ahead != "nothing":
+        if self._settings.ahead != "nothing":
             self._links.start_soon(pending.prepare_link(engine, body, namespace))
 
     async def _run_request(

@@ -55,11 +55,12 @@ from flashmoa.linking.forecasts import (
     Turn,
     first_request,
 )
-from flashmoa.linking.linked_team import LinkedTeam, LinkedTeams
+from flashmoa.linking.linked_team import LinkedTeam, LinkedTeams, listen_for
+from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 from flashmoa.observe.report import Report
-from flashmoa.observe.trace import add_trace, end_trace
+from flashmoa.observe.trace import end_trace
 from flashmoa.openai_http import observe_completions
 
 __all__ = [
@@ -69,7 +70,9 @@ __all__ = [
     "ChatRequest",
     "EngineClient",
     "Forecast",
+    "LinkOptions",
     "LinkPlanner",
+    "LinkSettings",
     "LinkedCall",
     "LinkedTeam",
     "LinkedTeams",
@@ -81,9 +84,9 @@ __all__ = [
     "RequestAfterTools",
     "RequestCaptured",
     "Turn",
-    "add_trace",
     "current_attempts",
     "end_trace",
     "first_request",
+    "listen_for",
     "observe_completions",
 ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from agent_framework import (
     AgentExecutorResponse,
@@ -24,11 +23,14 @@ from flashmoa.adapters import (
     Forecast,
     LinkedCall,
     LinkedTeam,
+    LinkOptions,
     LinkPlanner,
+    LinkSettings,
     NotForecastable,
     Placeholders,
     Report,
     Turn,
+    listen_for,
 )
 from flashmoa.agent_framework._client import FlashMoAChatClient
 from flashmoa.agent_framework._dry_run import (
@@ -41,20 +43,13 @@ from flashmoa.agent_framework._dry_run import (
     why_not_run,
     why_rewritten,
 )
-from flashmoa.linking.linked_team import traced
-from flashmoa.observe import Listener, ignore
+from flashmoa.observe import Listener
 
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
 
-def link(
-    workflow: Workflow,
-    *,
-    trace: Path | str | None = None,
-    trace_prompts: bool = False,
-    listener: Listener = ignore,
-) -> WorkflowLink:
+def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
     """Link a workflow's agents: each one's tokens stream into the prompts of those after it.
 
     Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
@@ -66,27 +61,21 @@ def link(
             ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
             agents with middleware (also of the client or the run), compaction strategies, context
             providers or MCP servers run unlinked.
-        trace: a file to write all events to, for ``flashmoa trace``. An existing trace is replaced,
-            unless another link is writing it: then both write to it.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
-            says why prefixes broke.
-        listener: receives all events.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
         TypeError: if ``workflow`` is not a workflow.
-        OSError: if the trace cannot be written.
-        ValueError: if no agent of the workflow uses a FlashMoA client; if ``trace`` names an
-            existing file that is not a trace; if ``trace_prompts`` is given without
-            ``trace``.
+        ValueError: if no agent of the workflow uses a FlashMoA client, or ``on_failure`` names an
+            unknown one.
     """
     if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
             "build it first"
         )
-    clients = _find_clients(workflow)
-    listener = traced(workflow, listener, trace, prompts=trace_prompts)
-    return WorkflowLink(workflow, clients, listener)
+    settings, clients = LinkSettings(**options), _find_clients(workflow)
+    settings.check_agents(workflow.executors)
+    return WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
 
 
 def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
@@ -121,11 +110,12 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
         self,
         workflow: Workflow,
         clients: Collection[FlashMoAChatClient],
+        settings: LinkSettings,
         listener: Listener,
     ) -> None:
         self._workflow = workflow
         report = Report(listener)
-        planner = WorkflowLinkPlanner(workflow, report)
+        planner = WorkflowLinkPlanner(workflow, settings, report)
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
 
@@ -159,8 +149,8 @@ class KnownMessages:
 class WorkflowLinkPlanner(LinkPlanner):
     """Plans the links of one workflow."""
 
-    def __init__(self, workflow: Workflow, listener: Listener) -> None:
-        super().__init__(listener)
+    def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
+        super().__init__(listener, settings)
         self._workflow = workflow
         self._deliveries = {
             each.target: each

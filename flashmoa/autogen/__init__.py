@@ -16,7 +16,7 @@ from flashmoa.autogen._client import (
     FlashMoAChatCompletionClient,
     FlashMoAClientConfigurationConfigModel,
 )
-from flashmoa.autogen._team_link import TeamLink, link, watch
+from flashmoa.autogen._team_link import TeamLink, link
 from flashmoa.autogen._team_members import SELECTOR_PROMPT
 
 __all__ = [
@@ -26,5 +26,4 @@ __all__ = [
     "FlashMoAClientConfigurationConfigModel",
     "TeamLink",
     "link",
-    "watch",
 ]

@@ -91,7 +91,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         merge_user_messages: send consecutive user messages as one, for chat templates that refuse
             them (Mistral, Gemma); in AutoGen's teams most messages have the role ``user``.
         auto_link: link the teams of its agents automatically, at their first call.
-        on_failure: what happens to links to its prompts when a text in them fails.
+        on_failure: what happens to these teams' links when a text fails.
         stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
             this process vanishes.
         without_plugin: what links to its prompts do on a server that does not have the plugin:
@@ -401,7 +401,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             from flashmoa.autogen._team_link import link_caller
 
             try:
-                link_caller(self._listener)
+                link_caller(on_failure=self.on_failure, listener=self._listener)
             except Exception:
                 # Whatever is wrong with a link, the agent's call must be made.
                 text = "The team of %s runs unlinked because of the error below"

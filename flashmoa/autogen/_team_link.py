@@ -1,11 +1,10 @@
-"""Link a team's agents (``link``), or only report their calls (``watch``)."""
+"""Link a team's agents (``link``)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 from autogen_agentchat.agents import SocietyOfMindAgent
@@ -19,32 +18,27 @@ from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import DryRun, client_of
 from flashmoa.autogen._team_members import MANAGER, SUMMARY, TeamMembers, TeamParts
 from flashmoa.linking.calls import CallRequest, CallResult
-from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest, Forecast, RequestAfterTools, Turn
-from flashmoa.linking.link import Ahead, Link
-from flashmoa.linking.linked_team import LinkedTeam, link_of, traced
+from flashmoa.linking.link import Link
+from flashmoa.linking.linked_team import LinkedTeam, link_of, listen_for
+from flashmoa.linking.options import LinkOptions, LinkSettings, check_names
 from flashmoa.linking.planner import DELIVERY_SECONDS, END_POLL_SECONDS, LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import UNCERTAIN, Placeholders, Prompt
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import Listener
 from flashmoa.observe.report import Report
 
-_KV_SHARE = 0.5
 _LONGEST_DELIVERY_SECONDS = 1.0
 # How long links for a team's next run are kept after its run has ended. The first run of a team says
 # nothing of a next one: programs often make a team for each request.
 _NEXT_RUN_SECONDS = 10.0
 
 
-def link(  # noqa: PLR0913 - all but the team have a default
+def link(
     team: BaseGroupChat,
     *,
-    stream: bool = True,
-    on_failure: OnFailure | Mapping[str, OnFailure] | None = None,
-    kv_share: float = _KV_SHARE,
+    kv_share: float = 0.5,
     include: Collection[str] = (),
-    trace: Path | str | None = None,
-    trace_prompts: bool = False,
-    listener: Listener = ignore,
+    **options: Unpack[LinkOptions],
 ) -> TeamLink:
     """Link a team's agents: each one's tokens stream into the prompts of those after it.
 
@@ -59,52 +53,41 @@ def link(  # noqa: PLR0913 - all but the team have a default
             agents that are not a stock ``AssistantAgent`` (alone or in a ``MessageFilterAgent``),
             and agents that override methods which build their prompts. Linking runs no code but
             AutoGen's own.
-        stream: ``False`` prefills only what is known beforehand, and streams no tokens.
-        on_failure: what happens to a link whose upstream agent fails; one policy for all links, or
-            one for each agent linked to, by its name. By default the policy of the agent's client.
         kv_share: the share of an engine's KV pool for agents that may speak next but need not.
+            Only a team that chooses its speakers has such agents.
         include: names of agents to link although they are of user-defined classes, or hold a
             user-defined workbench, tool or client. To predict its next prompt, such an agent is
             run on a copy, up to its model call. It must keep its model client as ``_model_client``,
             send others exactly its model's text, and change nothing before the call but its own
             lists, dicts, sets and contexts.
-        trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of
-            it; an existing trace is replaced, unless another link is writing it.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
-            says why prefixes broke.
-        listener: receives all events.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
         TypeError: if ``team`` is not a team that can be linked, or ``include`` is a string.
-        OSError: if the trace cannot be written.
         ValueError: if no agent of the team uses a FlashMoA client; if ``on_failure`` or
-            ``include`` names an unknown agent or action, or an agent that cannot be linked; if
-            ``kv_share`` is not between 0 and 1; if
-            ``trace`` names an existing file that is not a trace; if
-            ``trace_prompts`` is given without ``trace``.
+            ``include`` names an unknown agent, or one that cannot be linked; if ``kv_share`` is
+            not between 0 and 1.
     """
-    parts = _get_parts(team)
-    policies = _make_policies(on_failure, parts)
+    if not isinstance(team, BaseGroupChat):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"only a team can be linked, not a {type(team).__name__}; give an AgentChat team, "
+            "RoundRobinGroupChat for example"
+        )
+    parts = TeamParts.of(team)
+    settings = TeamSettings(**options, kv_share=kv_share, include=include)
+    settings.check_agents(_all_agents(parts))
     _check_included(include, parts)
-    settings = Settings("text" if stream else "known", policies, kv_share, frozenset(include))
-    return TeamLink(parts, settings, traced(parts.owner, listener, trace, prompts=trace_prompts))
+    return TeamLink(parts, settings, listen_for(parts.owner, settings))
 
 
-def watch(team: BaseGroupChat, listener: Listener) -> TeamLink:
-    """Report a team's calls to ``listener`` and link nothing; to compare with a linked team.
-
-    Raises: TypeError, ValueError; see :func:`link`.
-    """
-    return TeamLink(_get_parts(team), Settings("nothing", None, 0.0), contained(listener))
-
-
-def link_caller(listener: Listener) -> None:
+def link_caller(**options: Unpack[LinkOptions]) -> None:
     """Link the team on whose behalf a client is being called, if there is one (``auto_link``)."""
     parts = TeamParts.of_caller()
     if parts is None or link_of(parts.owner) is not None:
         return
     if _find_clients(parts) or _find_inner_teams(parts):
-        TeamLink(parts, Settings("text", None, _KV_SHARE), listener)
+        settings = TeamSettings(**options)
+        TeamLink(parts, settings, settings.listen())
 
 
 class TeamLink(LinkedTeam["TeamLinkPlanner"]):
@@ -119,7 +102,7 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
     def __init__(
         self,
         parts: TeamParts,
-        settings: Settings,
+        settings: TeamSettings,
         listener: Listener,
         *,
         outer: Report | None = None,
@@ -156,41 +139,17 @@ class TeamLink(LinkedTeam["TeamLinkPlanner"]):
         return self._planner.begin(name, request, rewritten=self._members.why_rewritten(name))
 
 
-def _get_parts(team: Any) -> TeamParts:
-    if not isinstance(team, BaseGroupChat):
-        raise TypeError(
-            f"only a team can be linked, not a {type(team).__name__}; give an AgentChat team, "
-            "RoundRobinGroupChat for example"
-        )
-    return TeamParts.of(team)
-
-
-def _make_policies(
-    given: OnFailure | Mapping[str, OnFailure] | None, parts: TeamParts
-) -> FailurePolicy | dict[str, FailurePolicy] | None:
-    if given is None or not isinstance(given, Mapping):
-        return None if given is None else FailurePolicy.of(given)
-    _find_agents(given, parts, "on_failure")
-    return {name: FailurePolicy.of(policy) for name, policy in given.items()}
-
-
 def _check_included(names: Collection[str], parts: TeamParts) -> None:
     if isinstance(names, str):
         raise TypeError(f"include is {names!r}; it must be a list of names, as [{names!r}]")
-    for name, agent in _find_agents(names, parts, "include").items():
-        if client_of(agent) is None:
+    agents = _all_agents(parts)
+    check_names("include", names, agents)
+    for name in names:
+        if client_of(agents[name]) is None:
             raise ValueError(
                 f"include names {name}, which has no FlashMoAChatCompletionClient as its "
                 f"_model_client; keep the client there, or leave {name} out"
             )
-
-
-def _find_agents(names: Iterable[str], parts: TeamParts, argument: str) -> dict[str, Any]:
-    """Return the agents with these names. Raises: ValueError if the team lacks one of them."""
-    agents = _all_agents(parts)
-    if unknown := [name for name in names if name not in agents]:
-        raise ValueError(f"{argument} names {unknown}; the team has {sorted(agents)}")
-    return {name: agents[name] for name in names}
 
 
 def _all_agents(parts: TeamParts) -> dict[str, Any]:
@@ -218,20 +177,12 @@ def _find_inner_teams(parts: TeamParts) -> list[TeamParts]:
     return [team for team in inner if _find_clients(team) or _find_inner_teams(team)]
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True)
+class TeamSettings(LinkSettings):
     """Says how a team is linked; see :func:`flashmoa.autogen.link`."""
 
-    ahead: Ahead
-    on_failure: FailurePolicy | Mapping[str, FailurePolicy] | None
-    kv_share: float
+    kv_share: float = 0.5
     include: Collection[str] = ()
-
-    def policy(self, agent: str, client: FlashMoAChatCompletionClient) -> FailurePolicy:
-        """Return the policy of the link to an agent."""
-        given = self.on_failure
-        policy = given.get(agent) if isinstance(given, Mapping) else given
-        return policy or client.on_failure
 
 
 class TeamLinkPlanner(LinkPlanner):
@@ -245,13 +196,12 @@ class TeamLinkPlanner(LinkPlanner):
     def __init__(
         self,
         members: TeamMembers,
-        settings: Settings,
+        settings: TeamSettings,
         listener: Listener,
         inner: Mapping[str, TeamLinkPlanner],
     ) -> None:
-        super().__init__(listener, ahead=settings.ahead, kv_share=settings.kv_share)
+        super().__init__(listener, settings, kv_share=settings.kv_share)
         self._members = members
-        self._settings = settings
         self._inner = inner
         # How many runs have begun, and the last of them until its end is noticed.
         self._runs = 0
@@ -297,7 +247,6 @@ class TeamLinkPlanner(LinkPlanner):
             client.engine,
             placeholders,
             [request.render for request in requests],
-            on_failure=self._settings.policy(agent, client),
             holds=holds,
         )
 
@@ -336,7 +285,6 @@ class TeamLinkPlanner(LinkPlanner):
         request = self._members.own_request(agent, answer)
         if request is None:
             return None
-        request.on_failure = self._settings.policy(agent, self._members.client(agent))
 
         def learn(place: int, result: str | None) -> None:
             if result is None:

@@ -16,7 +16,6 @@ from flashmoa.engine import (
     kv_namespace,
     prompt_fields,
 )
-from flashmoa.linking.failure_policy import OnFailure
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 
 # Names of agents that write at the same time, and so finish in any order.
@@ -55,7 +54,6 @@ class Forecast:
         placeholders: the placeholders for texts in the prompt that are still being written.
         renders: functions that render the prompts which the request may have, a single one if that
             is certain. They raise EngineError.
-        on_failure: what happens to a link to the prompt when a text in it fails.
         namespace: the namespace of the request's KV; by default the engine client's.
         holds: returns whether a link by this forecast is still right, given its prompt as written
             so far, and the turn as it is expected now; ``None`` in place of a turn if the agent is
@@ -66,7 +64,6 @@ class Forecast:
     engine: EngineClient
     placeholders: Placeholders
     renders: Sequence[Callable[[], Awaitable[str]]]
-    on_failure: OnFailure = "abort"
     namespace: Mapping[str, str] | None = None
     holds: Callable[[Prompt, Turn | None], bool] = _always
 
@@ -97,7 +94,7 @@ class RequestAfterTools:
             prompt, so they must differ from each other and from agents' names.
         render: renders the prompt of the request, given the tools' results by these names. It may
             raise EngineError.
-        on_failure, namespace: see :class:`Forecast`.
+        namespace: see :class:`Forecast`.
         writers: the agents whose texts results may hold; ``render`` is given what stands for these
             texts, too, by the agents' names.
         results: the results so far, by the tools' names.
@@ -109,7 +106,6 @@ class RequestAfterTools:
     engine: EngineClient
     tools: Sequence[str]
     render: Callable[[Mapping[str, str]], Awaitable[str]]
-    on_failure: OnFailure = "abort"
     namespace: Mapping[str, str] | None = None
     writers: Collection[str] = ()
     results: dict[str, str] = field(default_factory=dict[str, str])
@@ -142,7 +138,6 @@ class RequestAfterTools:
             self.engine,
             placeholders,
             [lambda: self.render(texts)],
-            on_failure=self.on_failure,
             namespace=self.namespace,
             holds=lambda _, now: now is None or len(self.results) == len(results),
         )

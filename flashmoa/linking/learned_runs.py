@@ -30,6 +30,7 @@ from flashmoa.linking.learned_texts import (
     have_same_start,
     similarity,
 )
+from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.observe import Listener
@@ -426,8 +427,9 @@ class LearnedLinkPlanner(LinkPlanner):
         program: Program,
         listener: Listener,
         find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
+        settings: LinkSettings,
     ) -> None:
-        super().__init__(listener)
+        super().__init__(listener, settings)
         # All runs of a program report a reason once, and expect answers as long as in earlier runs.
         self.reported_declines = program.reported_declines
         self.output_lengths = program.output_lengths

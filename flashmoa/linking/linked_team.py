@@ -6,20 +6,18 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import anyio
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
 
 from flashmoa._concurrency import all_of
 from flashmoa.linking.calls import CallObserver, CallRequest
+from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.observe import Listener
-from flashmoa.observe.report import Report
-from flashmoa.observe.trace import add_trace, end_trace
+from flashmoa.observe.report import Report, Reported
+from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +27,11 @@ Planner = TypeVar("Planner", bound=LinkPlanner)
 _LINK_ATTRIBUTE = "_flashmoa_link"
 
 
-class LinkedTeam(JupyterMixin, ABC, Generic[Planner]):
+class LinkedTeam(Reported, ABC, Generic[Planner]):
     """Links one team or workflow, until it or the clients of its agents are closed.
 
-    Print it, or show it in a notebook, to see what the links have gained so far.
+    Print it, or show it in a notebook, to see what the links have gained so far. Close it, or use
+    it as a context manager.
 
     Args:
         owner: the object that it is kept on; its earlier link is ended.
@@ -41,9 +40,6 @@ class LinkedTeam(JupyterMixin, ABC, Generic[Planner]):
         report: receives its events.
         listener: receives them from the report, and its trace ends with the link; ``None`` for a
             team within a linked team, whose report it shares.
-
-    Attributes:
-        report: tells what the links have gained.
     """
 
     def __init__(
@@ -65,11 +61,11 @@ class LinkedTeam(JupyterMixin, ABC, Generic[Planner]):
         for teams in self._observed:
             teams.add(self)
 
-    def __str__(self) -> str:
-        return str(self.report)
+    async def __aenter__(self) -> Self:
+        return self
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.report
+    async def __aexit__(self, *problem: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """End every link and wait until the engines have their KV back; the team can still run."""
@@ -149,11 +145,7 @@ def link_of(owner: Any) -> LinkedTeam[Any] | None:
     return getattr(owner, _LINK_ATTRIBUTE, None)
 
 
-def traced(owner: Any, listener: Listener, path: Path | str | None, *, prompts: bool) -> Listener:
-    """Return a listener for a link of ``owner`` that also writes a trace; see :func:`add_trace`.
-
-    It replaces the trace of an earlier link.
-    """
+def listen_for(owner: Any, settings: LinkSettings) -> Listener:
+    """Return the listener of a new link of ``owner``, whose trace replaces the earlier link's."""
     previous = link_of(owner)
-    successor_of = previous._listener if previous is not None else None
-    return add_trace(listener, path, prompts=prompts, successor_of=successor_of)
+    return settings.listen(previous._listener if previous is not None else None)

@@ -22,7 +22,8 @@ from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineClient, EngineError, PluginMissing
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
-from flashmoa.linking.link import Ahead, Link, kind_of, report_no_link
+from flashmoa.linking.link import Link, kind_of, report_no_link
+from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import Text
@@ -125,7 +126,7 @@ class LinkPlanner(ABC):
 
     Args:
         listener: receives the events.
-        ahead: how much of a prompt is sent before its request.
+        settings: says what is linked ahead, and what happens when agents fail.
         kv_share: the share of an engine's KV pool for links to agents that need not be next.
 
     Attributes:
@@ -142,11 +143,14 @@ class LinkPlanner(ABC):
     Raises: ValueError if ``kv_share`` is not between 0 and 1.
     """
 
-    def __init__(self, listener: Listener, *, ahead: Ahead = "text", kv_share: float = 1.0) -> None:
+    def __init__(
+        self, listener: Listener, settings: LinkSettings, *, kv_share: float = 1.0
+    ) -> None:
         if not 0 <= kv_share <= 1:
             raise ValueError(f"kv_share is {kv_share!r}; it must be a number from 0 to 1")
         self.listener = listener
-        self.streams = ahead == "text"
+        self.settings = settings
+        self.streams = settings.ahead == "text"
         self.output_lengths = OutputLengths()
         self.host = TaskHost("A link failed; its agents run unlinked")
         self.running: dict[str, LinkedCall] = {}
@@ -154,7 +158,6 @@ class LinkPlanner(ABC):
         self.changes = 0
         # Unlinked agents, each with a kind of reason that has been reported; each is reported once.
         self.reported_declines: set[tuple[str, str]] = set()
-        self._ahead: Ahead = ahead
         self._kv_share = kv_share
         # By agent, the link to it and what it was made from; requests that are held while the
         # agent's tools run; and why there is no link, if one was tried.
@@ -283,7 +286,7 @@ class LinkPlanner(ABC):
         """Complete the text, or end the links that were fed text which others will not get."""
         if result.usage is not None:
             self.output_lengths.add(call.agent, result.usage.completion_tokens)
-        if result.tool_calls is not None and self._ahead != "nothing":
+        if result.tool_calls is not None and self.settings.ahead != "nothing":
             self._hold_next(call.agent, result.tool_calls)
         if not self.streams:
             return
@@ -360,7 +363,7 @@ class LinkPlanner(ABC):
 
     def plan(self) -> None:
         """Bring the links up to date in the background."""
-        if self._ahead != "nothing":
+        if self.settings.ahead != "nothing":
             self._planning.request()
             self._watching.start_if_idle()
 
@@ -471,7 +474,7 @@ class LinkPlanner(ABC):
             engine,
             prompt,
             agent=turn.agent,
-            on_failure=forecast.on_failure,
+            on_failure=self.settings.policy(turn.agent),
             namespace=forecast.namespace,
             expected_output_tokens=self.output_lengths.expect(turn.agent),
             expect=self.output_lengths.expect,

@@ -95,6 +95,9 @@ class Report(JupyterMixin):
             yield
             display.refresh()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary}>"
+
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=_WIDTH, highlight=False)
         with console.capture() as shown:
@@ -103,6 +106,25 @@ class Report(JupyterMixin):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from show_calls(self.events)
+
+
+class Reported(JupyterMixin):
+    """Is shown as its report, printed or in a notebook.
+
+    Attributes:
+        report: tells what the links have gained.
+    """
+
+    report: Report
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.report.summary}>"
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.report
 
 
 def show_calls(events: Sequence[Event]) -> RenderResult:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -125,12 +124,9 @@ def add_trace(
 
     Raises:
         OSError, ValueError: see :class:`Trace`.
-        ValueError: if prompts are wanted, but no trace.
     """
     if path is not None:
         return _TracedListener(listener, path, prompts=prompts, successor_of=successor_of)
-    if prompts:
-        raise ValueError("trace_prompts=True records prompts in a trace; give trace=FILE, too")
     return contained(listener)
 
 
@@ -139,16 +135,6 @@ def end_trace(listener: Listener) -> None:
     with _lock:
         if isinstance(listener, _TracedListener):
             _open.discard(listener)
-
-
-@contextmanager
-def traced(listener: Listener, path: Path | str | None, *, prompts: bool) -> Generator[Listener]:
-    """Yield what :func:`add_trace` returns, and end its trace. The file is made on entry."""
-    traced_listener = add_trace(listener, path, prompts=prompts)
-    try:
-        yield traced_listener
-    finally:
-        end_trace(traced_listener)
 
 
 def read(path: Path | str) -> list[Event]:

@@ -14,16 +14,16 @@ from functools import cache, partial, wraps
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 from flashmoa._concurrency import all_of, setting
 from flashmoa.engine import EngineClient, WithoutPlugin
 from flashmoa.engine.plain import check_choice
 from flashmoa.linking.calls import CallObserver
 from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
-from flashmoa.observe import Listener, ignore
+from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.observe.report import Report
-from flashmoa.observe.trace import traced
+from flashmoa.observe.trace import end_trace
 from flashmoa.openai._sent_requests import headers_now, read_request
 from flashmoa.openai_http import FindObserver, Request
 
@@ -51,9 +51,7 @@ def run(
     name: str | None = None,
     *,
     without_plugin: WithoutPlugin = "prefill",
-    trace: Path | str | None = None,
-    trace_prompts: bool = False,
-    listener: Listener = ignore,
+    **options: Unpack[LinkOptions],
 ) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
@@ -71,19 +69,14 @@ def run(
             after its user or request: only the last 256 programs of this process are remembered.
         without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
             in a few steps, as far as that pays, or nothing (``off``).
-        trace: a file to write all events to, for ``flashmoa trace``. Runs at the same time may
-            write to one file.
-        trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then
-            says why prefixes broke.
-        listener: receives all events.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions; what concerns the trace is
+            raised on entry.
 
     Within another run, this does nothing, and gives that one's report. A run that ends with an
     exception is not learned from.
 
     Raises:
-        ValueError: if ``without_plugin`` is none of these; on entry if the trace's file holds
-            something that is not a trace, or if ``trace_prompts`` is given without ``trace``.
-        OSError: on entry if the trace's file cannot be written.
+        ValueError: if ``without_plugin`` is none of these.
         RuntimeError: on entry if this very run has been entered and not been left.
     """
     check_choice(without_plugin)
@@ -93,7 +86,7 @@ def run(
     if file.startswith("<"):
         file = re.sub(r"-\d+", "", file, count=1)
     program = name or f"{file}:{caller.f_lineno}"
-    return RunContext(partial(_run, program, without_plugin, listener, trace, trace_prompts))
+    return RunContext(partial(_run, program, without_plugin, LinkSettings(**options)))
 
 
 class RunContext(AbstractAsyncContextManager[Report, None]):
@@ -138,17 +131,14 @@ class RunContext(AbstractAsyncContextManager[Report, None]):
 
 @asynccontextmanager
 async def _run(
-    program: str,
-    without_plugin: WithoutPlugin,
-    listener: Listener,
-    trace: Path | str | None,
-    trace_prompts: bool,
+    program: str, without_plugin: WithoutPlugin, settings: LinkSettings
 ) -> AsyncGenerator[Report]:
     if (this := _open_run()) is not None:
         yield this.report
         return
-    with traced(listener, trace, prompts=trace_prompts) as traced_listener:
-        this = Run(_find_program(program), without_plugin, Report(traced_listener))
+    listener = settings.listen()
+    try:
+        this = Run(_find_program(program), without_plugin, settings, Report(listener))
         with setting(_current, this):
             try:
                 yield this.report
@@ -157,6 +147,8 @@ async def _run(
                 raise
             else:
                 await this.close(learn=True)
+    finally:
+        end_trace(listener)
 
 
 def _find_program(name: str) -> Program:
@@ -179,12 +171,18 @@ def _warn_of_names() -> None:
 class Run:
     """One run of a program."""
 
-    def __init__(self, program: Program, without_plugin: WithoutPlugin, report: Report) -> None:
+    def __init__(
+        self,
+        program: Program,
+        without_plugin: WithoutPlugin,
+        settings: LinkSettings,
+        report: Report,
+    ) -> None:
         self.is_closed = False
         self.thread = threading.get_ident()
         self.report = report
         self._without_plugin: WithoutPlugin = without_plugin
-        self._planner = LearnedLinkPlanner(program, report, self._find_engine)
+        self._planner = LearnedLinkPlanner(program, report, self._find_engine, settings)
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
 

@@ -15,7 +15,7 @@ from autogen_agentchat.teams import BaseGroupChat
 from autogen_core.models import ChatCompletionClient
 
 from flashmoa._concurrency import all_of
-from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
 from flashmoa.engine import EngineClient
 from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import Call, calls
@@ -149,7 +149,7 @@ class TeamRunner:
         try:
             if way == "linked":
                 return link(team, include=self.include, listener=listener)
-            return watch(team, listener)
+            return link(team, ahead="nothing", listener=listener)
         except ValueError as error:
             raise PlanError(f"the team cannot be linked: {error}") from error
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa import Workflow
-from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
 from flashmoa.observe.calls import calls
@@ -135,18 +135,8 @@ async def _run_team(
     team: BaseGroupChat, task: str, way: WorkflowWay, copy: int, listener: Listener
 ) -> None:
     """Run a team whose task has the copy's number."""
-    linked = attach(team, _AHEAD[way], listener)
-    try:
+    async with link(team, ahead=_AHEAD[way], listener=listener):
         await team.run(task=f"{task} This is request {copy}.")
-    finally:
-        await linked.close()
-
-
-def attach(team: BaseGroupChat, ahead: Ahead, listener: Listener) -> TeamLink:
-    """Link a team, or only watch it if ``ahead`` is ``"nothing"``."""
-    if ahead == "nothing":
-        return watch(team, listener)
-    return link(team, stream=ahead == "text", listener=listener)
 
 
 async def _run_slides(clients: Clients, way: WorkflowWay, copy: int, listener: Listener) -> None:

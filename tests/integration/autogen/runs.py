@@ -12,9 +12,10 @@ from typing import Any, Literal
 from autogen_agentchat.messages import BaseChatMessage
 from autogen_agentchat.teams import BaseGroupChat
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine
+from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from tests.integration.support import wait_until_idle
@@ -22,6 +23,7 @@ from tests.integration.support import wait_until_idle
 Client = FlashMoAChatCompletionClient
 Mode = Literal["unlinked", "warmed", "linked"]
 MODES: tuple[Mode, ...] = ("unlinked", "warmed", "linked")
+AHEAD: dict[Mode, Ahead] = {"unlinked": "nothing", "warmed": "known", "linked": "text"}
 BuildTeam = Callable[[], BaseGroupChat]
 
 
@@ -121,15 +123,8 @@ async def run_team(
 ) -> Run:
     """Run a team that is not linked yet; its events are also added to ``events``."""
     events = [] if events is None else events
-    if mode == "unlinked":
-        linked = watch(team, events.append)
-    else:
-        stream = mode == "linked"
-        linked = link(team, stream=stream, include=include, listener=events.append)
-    try:
+    async with link(team, ahead=AHEAD[mode], include=include, listener=events.append):
         result = await team.run(task=task)
-    finally:
-        await linked.close()
     return Run(texts(result.messages), events)
 
 

@@ -18,7 +18,6 @@ from flashmoa_bench.workflows.benchmark import (
 )
 from pptx import Presentation
 
-from flashmoa.autogen import link, watch
 from flashmoa.engine.local import LocalEngine
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import Event
@@ -50,8 +49,8 @@ async def test_the_chain_example_is_the_same_in_every_mode(
     comparison: Any = importlib.import_module("comparison")
     both = [clients.small, clients.large]
     runs = [
-        await comparison.run_once(example.build_team(*both), both, example.TASK, mode, attach)
-        for mode, attach in example.MODES.items()
+        await comparison.run_once(example.build_team(*both), both, example.TASK, mode, ahead)
+        for mode, ahead in example.MODES.items()
     ]
     assert all(run.texts == runs[0].texts for run in runs)
     compared = comparison.Comparison(runs)
@@ -65,8 +64,8 @@ async def test_the_mapreduce_example_is_the_same_linked(clients: Clients) -> Non
     example: Any = importlib.import_module("mapreduce")
     both = [clients.small, clients.large]
     runs = [
-        await example.run_once(example.build_team(*both), both, example.TASK, mode, attach)
-        for mode, attach in {"unlinked": watch, "linked": link}.items()
+        await example.run_once(example.build_team(*both), both, example.TASK, mode, ahead)
+        for mode, ahead in {"unlinked": "nothing", "linked": "text"}.items()
     ]
     said = [{call.agent: call.finished.text for call in run.calls} for run in runs]
     assert said[0] == said[1] and len(said[0]) == 4

@@ -101,10 +101,10 @@ async def test_a_failing_agent_follows_the_readers_policy(  # noqa: PLR0913 - fi
     async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset" if failure == "error" else "stall")
         writing = make(upstream_relay.url, 150, timeout=PATIENCE if failure == "timeout" else 60.0)
-        # One policy is set for the client, the other one for this link.
-        client_wide = {"on_failure": policy(failure, action)} if action == "abort" else {}
-        linking = {} if client_wide else {"on_failure": {"reviewer": policy(failure, action)}}
-        pair = Pair(writing, make(downstream.url, **client_wide), task, **linking)
+        # One policy is set for the team, the other one for one agent.
+        given = policy(failure, action)
+        on_failure = given if action == "abort" else {"reviewer": given}
+        pair = Pair(writing, make(downstream.url), task, on_failure=on_failure)
         await until(lambda: upstream_relay.has_struck and is_linked(pair.events))
         if failure == "cancel":
             pair.token.cancel()

@@ -68,12 +68,12 @@ async def run_own_framework(
     guide: str,
     stream: bool,
     listener: Listener | None,
-    adapter: Callable[[Relay, Listener], RelayLink] = RelayLink,
+    adapter: Callable[..., RelayLink] = RelayLink,
 ) -> list[str]:
     """Run a relay; an adapter for which no run ends does not close its link either."""
     settings = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     relay = Relay([Speaker(name, engines[name == "summary"], settings) for name in NAMES])
-    link = None if listener is None else adapter(relay, listener)
+    link = None if listener is None else adapter(relay, listener=listener)
     try:
         await relay.run(guide[:2000])
         return relay.said[1:]
@@ -154,7 +154,7 @@ async def test_a_broken_adapter_is_refused(
     made: list[RelayLink] = []
 
     def make(relay: Relay, listener: Listener) -> RelayLink:
-        made.append(adapter(relay, listener))
+        made.append(adapter(relay, listener=listener))
         return made[-1]
 
     team = partial(run_own_framework, engines, guide, True, adapter=make)

@@ -48,8 +48,8 @@ def make_team(client: Any, *names: str) -> RoundRobinGroupChat:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"include": ["four"]}, r"include names \['four'\]; the team has"),
-        ({"on_failure": {"four": "finalize"}}, r"on_failure names \['four'\]; the team has"),
+        ({"include": ["four"]}, r"include names \['four'\]; the agents are"),
+        ({"on_failure": {"four": "finalize"}}, r"on_failure names \['four'\]; the agents are"),
         ({"on_failure": "ignore"}, "error must be 'abort' or 'finalize'"),
         ({"trace_prompts": True}, "give trace=FILE, too"),
     ],

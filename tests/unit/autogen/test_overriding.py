@@ -34,10 +34,11 @@ from autogen_core.tools import (
 )
 from pydantic import BaseModel, field_serializer
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, link, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.autogen._dry_run import agent_dry_runs, require_stock_message, require_stock_methods
 from flashmoa.autogen._team_link import TeamLinkPlanner
 from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.link import Ahead
 from flashmoa.linking.prompt import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.openai.fake_server import URL, FakeServer
@@ -236,9 +237,8 @@ async def run_team(
     server, events, numbers = FakeServer(), list[Event](), itertools.count(1)
     client = Client(model="m", base_url=URL, model_info=INFO)
     team = build(client, lambda: next(numbers))
-    running = watch(team, events.append)
-    if linked:
-        running = link(team, include=include, listener=events.append)
+    ahead: Ahead = "text" if linked else "nothing"
+    running = link(team, ahead=ahead, include=include, listener=events.append)
     planners = [each._planner for each in (running, *running._inner)]
     forecasts: list[Forecast] = []
     forecast = TeamLinkPlanner.forecast

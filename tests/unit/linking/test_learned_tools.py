@@ -18,6 +18,7 @@ from flashmoa.linking.learned_runs import (
     RecordedRequest,
     likely_results,
 )
+from flashmoa.linking.options import LinkSettings
 from flashmoa.observe import ignore
 
 Call = tuple[str, str]
@@ -196,7 +197,9 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
         run.begin("agent", make(ASKED)).tool_answer = answer
         run.begin("agent", make([*ASKED, answer, *results(answer, "Blue.")])).answer = "There."
         run.finish()
-    planner = LearnedLinkPlanner(program, ignore, lambda *_: cast("EngineClient", Engine()))
+    planner = LearnedLinkPlanner(
+        program, ignore, lambda *_: cast("EngineClient", Engine()), LinkSettings()
+    )
     planner.observe("agent", make(ASKED), "it calls tools")
     planner._learned.calls["agent"].tool_answer = answer
     turn = planner.request_after_tools("agent", answer)

@@ -19,6 +19,7 @@ from flashmoa.engine import (
 )
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import CallStarted, Event, LinkDeclined, ignore
@@ -39,7 +40,7 @@ class Pair(LinkPlanner):
 
     def __init__(self, engine: EngineClient, kv_share: float = 1.0) -> None:
         self.events: list[Event] = []
-        super().__init__(self.events.append, kv_share=kv_share)
+        super().__init__(self.events.append, LinkSettings(), kv_share=kv_share)
         self.forecasts = 0
         self.may_forecast = anyio.Event()
         self.may_forecast.set()

@@ -14,6 +14,7 @@ from flashmoa import EngineClient, errors
 from flashmoa.engine import client
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, Turn
+from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkPlanner
 from flashmoa.linking.prompt import Placeholders
 from flashmoa.observe import Event, LinkDeclined
@@ -30,7 +31,7 @@ class Candidates(LinkPlanner):
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.events: list[Event] = []
-        super().__init__(self.events.append)
+        super().__init__(self.events.append, LinkSettings())
         self._engines = dict(zip(READERS, engines, strict=True))
 
     @property

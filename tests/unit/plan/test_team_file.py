@@ -17,7 +17,7 @@ from flashmoa_bench.plan.team import (
     limit_turns,
 )
 
-from flashmoa.autogen import FlashMoAChatCompletionClient, watch
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from tests.conftest import ROOT
 from tests.unit.plan import teams
 
@@ -193,7 +193,7 @@ async def test_a_link_of_the_file_gives_way_to_the_plan(tmp_path: Path) -> None:
     clients = [modelled_client(caller, "http://127.0.0.1:9", 8) for caller in callers]
     for caller, client in zip(callers, clients, strict=True):
         caller.replace_client(client)
-    watched = watch(team, lambda _event: None)
+    watched = link(team, ahead="nothing")
     assert not old.linked_teams
     assert all(client.linked_teams for client in clients)
     await watched.close()

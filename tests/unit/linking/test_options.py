@@ -1,0 +1,204 @@
+"""The options of links mean the same in AutoGen, in Agent Framework, in runs and in workflows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_framework import Agent
+from agent_framework.orchestrations import SequentialBuilder
+from anyio.abc import SocketStream
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+
+import flashmoa.agent_framework
+import flashmoa.autogen
+import flashmoa.openai
+from flashmoa import EngineClient, LinkOptions, Workflow
+from flashmoa.linking.link import Ahead
+from flashmoa.linking.options import LinkSettings
+from flashmoa.observe import CallFinished, Event, PromptSent, UpstreamFailed
+from flashmoa.observe.trace import read
+from tests.unit.engine.faulty_engine import chunk, listening, send_event, start_events
+from tests.unit.linking.hung_engine import HungEngine, Route
+from tests.unit.openai.test_observed_calls import INFO
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+WORD = "Himalaya "
+
+
+class Scribe(HungEngine):
+    """Answers a writer and a reader; the writer goes on once its first word has gone far enough.
+
+    Attributes:
+        ahead: how far: into the reader's prompt, to the opening of its link, or nowhere.
+        fails: whether the writer's connection then breaks.
+    """
+
+    ahead: Ahead = "nothing"
+    fails = False
+
+    @property
+    def streamed(self) -> str:
+        bodies = (body for route, body in self.requests if route in ("open", "append"))
+        return "".join(body.get("text") or "" for body in bodies)
+
+    async def _answer(self, client: SocketStream, route: Route, body: dict[str, Any]) -> None:
+        if route != "chat":
+            await super()._answer(client, route, body)
+            return
+        await start_events(client)
+        if "reader" not in str(body["messages"]):
+            await send_event(client, chunk({"content": WORD}))
+            if self.ahead == "text":
+                await until(lambda: WORD.strip() in self.streamed)
+            elif self.ahead == "known":
+                await self.until("open")
+            if self.fails:
+                return
+        await send_event(client, chunk({"content": "is high."}))
+        await send_event(client, chunk({}, "stop"))
+        await send_event(client, "[DONE]")
+        await client.send(b"0\r\n\r\n")
+
+
+@pytest.fixture
+async def scribe() -> AsyncGenerator[Scribe]:
+    async with listening(lambda url: Scribe(url, ())) as engine:
+        yield engine
+
+
+async def play_autogen(scribe: Scribe, **options: Any) -> None:
+    client = flashmoa.autogen.FlashMoAChatCompletionClient(
+        model="m", base_url=scribe.url, model_info=INFO, max_retries=0
+    )
+    team = RoundRobinGroupChat(
+        [AssistantAgent(name, client, system_message=name) for name in ("writer", "reader")],
+        max_turns=2,
+    )
+    async with flashmoa.autogen.link(team, **options) as linked:
+        await team.run(task="Go.")
+        check_shown(linked)
+    await client.close()
+
+
+async def play_agent_framework(scribe: Scribe, **options: Any) -> None:
+    async with flashmoa.agent_framework.FlashMoAChatClient("m", base_url=scribe.url) as client:
+        agents = [Agent(client, name, name=name) for name in ("writer", "reader")]
+        workflow = SequentialBuilder(participants=agents).build()  # type: ignore[arg-type]
+        async with flashmoa.agent_framework.link(workflow, **options) as linked:
+            await workflow.run("Go.")
+            check_shown(linked)
+
+
+async def play_run(scribe: Scribe, **options: Any) -> None:
+    async with flashmoa.openai.AsyncOpenAI(base_url=scribe.url, max_retries=0) as client:
+
+        async def ask(name: str, text: str) -> str:
+            messages: Any = [{"role": "user", "content": f"{name}: {text}"}]
+            with flashmoa.openai.agent(name):
+                answer = await client.chat.completions.create(model="m", messages=messages)
+            return answer.choices[0].message.content or ""
+
+        ahead, fails, scribe.ahead, scribe.fails = scribe.ahead, scribe.fails, "nothing", False
+        async with flashmoa.openai.run(scribe.url):  # What is not known yet cannot be linked.
+            await ask("reader", await ask("writer", "Go."))
+        scribe.ahead, scribe.fails = ahead, fails
+        scribe.requests.clear()
+        async with flashmoa.openai.run(scribe.url, **options) as report:
+            await ask("reader", await ask("writer", "Go."))
+            check_shown(report)
+
+
+async def play_workflow(scribe: Scribe, **options: Any) -> None:
+    async with EngineClient(scribe.url) as engine, Workflow(engine, **options) as flow:
+        draft = flow.ask([{"role": "user", "content": "Go."}], name="writer")
+        read = [{"role": "user", "content": f"reader: {draft}"}]
+        await flow.ask(read, name="reader")
+        check_shown(flow)
+
+
+def check_shown(handle: object) -> None:
+    assert f"{handle}".count("2 calls linked") == repr(handle).count("2 calls linked") == 1
+    assert repr(handle).startswith(f"<{type(handle).__name__}: ")
+
+
+Play = Callable[..., Awaitable[None]]
+PLAYS = {
+    play.__name__: play for play in (play_autogen, play_agent_framework, play_run, play_workflow)
+}
+everywhere = pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+
+
+@everywhere
+@pytest.mark.parametrize("ahead", ["nothing", "known", "text", None])
+async def test_ahead_says_how_much_is_prefilled(
+    scribe: Scribe, play: Play, ahead: Ahead | None
+) -> None:
+    scribe.ahead = ahead or "text"
+    events: list[Event] = []
+    options: LinkOptions = {"listener": events.append}
+    await play(scribe, **(options if ahead is None else {**options, "ahead": ahead}))
+    assert sum(isinstance(event, CallFinished) for event in events) == 2
+    assert ("open" in scribe.routes()) == (ahead != "nothing")
+    if ahead in ("nothing", "known"):
+        assert WORD.strip() not in scribe.streamed
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("given", "action"),
+    [
+        ({}, "abort"),
+        ({"on_failure": "finalize"}, "finalize"),
+        ({"on_failure": {"reader": "finalize"}}, "finalize"),
+        ({"on_failure": {"writer": "finalize"}}, "abort"),
+    ],
+    ids=str,
+)
+async def test_on_failure_says_what_happens_to_the_readers_link(
+    scribe: Scribe, play: Play, given: dict[str, Any], action: str
+) -> None:
+    scribe.ahead, scribe.fails = "text", True
+    events: list[Event] = []
+    with suppress(Exception):  # A reader may raise the writer's error.
+        await play(scribe, **given, listener=events.append)
+    failed = [event for event in events if isinstance(event, UpstreamFailed)]
+    assert [(one.agent, one.upstream, one.action) for one in failed] == [
+        ("reader", "writer", action)
+    ]
+
+
+@everywhere
+@pytest.mark.parametrize("prompts", [False, True])
+async def test_a_trace_has_what_the_listener_hears_and_prompts_if_asked_for(
+    scribe: Scribe, play: Play, prompts: bool, tmp_path: Path
+) -> None:
+    file, events = tmp_path / "run.jsonl", list[Event]()
+    await play(scribe, trace=file, trace_prompts=prompts, listener=events.append)
+    assert sum(isinstance(event, PromptSent) for event in events) == 2
+    assert read(file) == [one for one in events if prompts or not isinstance(one, PromptSent)]
+    await play(scribe, trace=file)
+    assert len(read(file)) <= len(events)
+
+
+@everywhere
+async def test_unknown_options_are_refused(scribe: Scribe, play: Play) -> None:
+    with pytest.raises(TypeError, match="'stream'"):
+        await play(scribe, stream=False)
+    with pytest.raises(ValueError, match="ahead must be 'nothing', 'known' or 'text', not 'all'"):
+        await play(scribe, ahead="all")
+    with pytest.raises(ValueError, match="'abort' or 'finalize', not 'ignore'"):
+        await play(scribe, on_failure={"reader": "ignore"})
+    with pytest.raises(ValueError, match="give trace=FILE, too"):
+        await play(scribe, trace_prompts=True)
+
+
+def test_further_calls_of_an_agent_have_its_policy() -> None:
+    settings = LinkSettings(on_failure={"writer": "finalize", "odd (2)": "finalize"})
+    actions = {name: settings.policy(name).error for name in ("writer (2)", "odd (2)", "odd (3)")}
+    assert actions == {"writer (2)": "finalize", "odd (2)": "finalize", "odd (3)": "abort"}

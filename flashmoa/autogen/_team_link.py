@@ -28,8 +28,8 @@ from flashmoa.observe import Listener
 from flashmoa.observe.report import Report
 
 _LONGEST_DELIVERY_SECONDS = 1.0
-# How long links for a team's next run are kept after its run has ended. The first run of a team says
-# nothing of a next one: programs often make a team for each request.
+# How long links for a team's next run are kept after its run has ended. There are none after its
+# first run: programs often make a team for each request.
 _NEXT_RUN_SECONDS = 10.0
 
 

@@ -5,7 +5,7 @@ them, and the engines of those agents prefill the prompts. ``flashmoa.autogen`` 
 teams; this package itself does not depend on any agent framework.
 """
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.errors import FlashMoAError
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
 from flashmoa.linking.link import Link
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "EngineClient",
+    "EngineSettings",
     "FailurePolicy",
     "FlashMoAError",
     "Link",

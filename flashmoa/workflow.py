@@ -16,7 +16,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
-from flashmoa.engine.connections import check_ttl
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
@@ -110,8 +109,6 @@ class Workflow(Reported):
 
     Args:
         engine: the engine that requests are sent to by default.
-        stream_ttl_seconds: how long engines keep KV that was prefilled for future requests if this
-            process vanishes; by default as their clients say.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Print it to see what the links have gained so far. Use it as a context manager, which the same
@@ -121,16 +118,9 @@ class Workflow(Reported):
     the engines stay open.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        *,
-        stream_ttl_seconds: float | None = None,
-        **options: Unpack[LinkOptions],
-    ) -> None:
+    def __init__(self, engine: EngineClient, **options: Unpack[LinkOptions]) -> None:
         self._engine = engine
         self._settings = LinkSettings(**options)
-        self._ttl = None if stream_ttl_seconds is None else check_ttl(stream_ttl_seconds)
         self._listener = self._settings.listen()
         self.report = Report(self._listener)
         self._texts: dict[str, Text] = {}
@@ -312,7 +302,6 @@ class Workflow(Reported):
             name,
             self.report,
             streams=self._settings.ahead == "text",
-            stream_ttl_seconds=self._ttl,
         )
 
     def _link(

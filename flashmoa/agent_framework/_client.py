@@ -31,7 +31,7 @@ from flashmoa.adapters import (
     current_attempts,
     observe_completions,
 )
-from flashmoa.engine import WithoutPlugin, self_hosted_url
+from flashmoa.engine import EngineSettings, self_hosted_url
 from flashmoa.openai_http import advising
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.
@@ -51,10 +51,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             environment, else the address on which SGLang listens by default.
         api_key: the key that the server was started with, if any.
         default_headers: headers to send with every request.
-        stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
-            this process vanishes.
-        without_plugin: what links to its prompts do on a server that does not have the plugin:
-            ``prefill`` them in a few steps, as far as that pays, or nothing (``off``).
+        engine_settings: says how links use the engine.
         **kwargs: see the stock client; all but ``async_client``.
 
     Raises: ValueError if ``async_client`` is given.
@@ -76,8 +73,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers: Mapping[str, str] | None = None,
-        stream_ttl_seconds: float = 30.0,
-        without_plugin: WithoutPlugin = "prefill",
+        engine_settings: EngineSettings | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("async_client") is not None:
@@ -98,9 +94,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
             url,
             api_key=api_key,
             headers=default_headers,
-            stream_ttl_seconds=stream_ttl_seconds,
             model=self.model,
-            without_plugin=without_plugin,
+            engine_settings=engine_settings,
         )
         self.linked_teams = LinkedTeams()
 

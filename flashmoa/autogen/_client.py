@@ -32,10 +32,10 @@ from flashmoa.autogen._calls import (
 from flashmoa.engine import (
     EngineClient,
     EngineError,
+    EngineSettings,
     EngineTimeout,
     EngineUnreachable,
     RequestRefused,
-    WithoutPlugin,
     kv_namespace,
     self_hosted_url,
 )
@@ -72,8 +72,7 @@ class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigMode
     auto_link: bool = False
     merge_user_messages: bool = False
     on_failure: OnFailure = FailurePolicy()
-    stream_ttl_seconds: float = 30.0
-    without_plugin: WithoutPlugin = "prefill"
+    engine_settings: EngineSettings = EngineSettings()
 
 
 class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
@@ -92,10 +91,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             them (Mistral, Gemma); in AutoGen's teams most messages have the role ``user``.
         auto_link: link the teams of its agents automatically, at their first call.
         on_failure: what happens to these teams' links when a text fails.
-        stream_ttl_seconds: seconds after which the engine releases what links have prefilled if
-            this process vanishes.
-        without_plugin: what links to its prompts do on a server that does not have the plugin:
-            ``prefill`` them in a few steps, as far as that pays, or nothing (``off``).
+        engine_settings: says how links use the engine.
         listener: receives events of its calls, and of links to their prompts, but not in teams that
             were given to ``link``. Neither ``dump_component`` nor a pickle keeps it.
         **kwargs: see the stock client.
@@ -110,8 +106,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         auto_link: bool = False,
         merge_user_messages: bool = False,
         on_failure: OnFailure = "abort",
-        stream_ttl_seconds: float = 30.0,
-        without_plugin: WithoutPlugin = "prefill",
+        engine_settings: EngineSettings | None = None,
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
@@ -132,8 +127,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         self._auto_link = auto_link
         self._merge_user_messages = merge_user_messages
         self.on_failure = FailurePolicy.of(on_failure)
-        self._stream_ttl_seconds = stream_ttl_seconds
-        self._without_plugin: WithoutPlugin = without_plugin
+        self._engine_settings = engine_settings or EngineSettings()
         self._listener = contained(listener)
         self._connect()
 
@@ -145,10 +139,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             api_key=None if key == "EMPTY" else key,
             timeout=self._raw_config.get("timeout") or 600.0,
             headers=self._raw_config.get("default_headers"),
-            stream_ttl_seconds=self._stream_ttl_seconds,
             namespace=kv_namespace({"model": model, **(self._create_args.get("extra_body") or {})}),
             model=model,
-            without_plugin=self._without_plugin,
+            engine_settings=self._engine_settings,
         )
         self.linked_teams = LinkedTeams()
 
@@ -168,7 +161,9 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if isinstance(config.api_key, SecretStr):
             fields["api_key"] = config.api_key.get_secret_value()
         if isinstance(config, FlashMoAClientConfigurationConfigModel):
+            # These are no dictionaries.
             fields["on_failure"] = config.on_failure
+            fields["engine_settings"] = config.engine_settings
         return cls(**fields)
 
     def _to_config(self) -> FlashMoAClientConfigurationConfigModel:
@@ -177,8 +172,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             auto_link=self._auto_link,
             merge_user_messages=self._merge_user_messages,
             on_failure=self.on_failure,
-            stream_ttl_seconds=self._stream_ttl_seconds,
-            without_plugin=self._without_plugin,
+            engine_settings=self._engine_settings,
         )
 
     @property

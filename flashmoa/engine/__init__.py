@@ -1,8 +1,7 @@
 """Talk to SGLang servers: a typed client, its answers as types, and its errors."""
 
-from flashmoa.engine.client import EngineClient
+from flashmoa.engine.client import EngineClient, EngineSettings
 from flashmoa.engine.connections import engine_url, self_hosted_url
-from flashmoa.engine.plain import WithoutPlugin
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -40,6 +39,7 @@ __all__ = [
     "EngineDraining",
     "EngineError",
     "EngineInfo",
+    "EngineSettings",
     "EngineTimeout",
     "EngineUnreachable",
     "KvState",
@@ -56,7 +56,6 @@ __all__ = [
     "StreamUnknown",
     "StreamUse",
     "TooManyStreams",
-    "WithoutPlugin",
     "engine_url",
     "kv_namespace",
     "prompt_fields",

@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from typing import Any, Self
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -14,9 +16,9 @@ import httpx
 
 from flashmoa import errors
 from flashmoa.engine import wire
-from flashmoa.engine.connections import check_ttl, engine_url, make_http_client
+from flashmoa.engine.connections import engine_url, make_http_client
 from flashmoa.engine.generation import is_event_stream, read_chat, read_events, read_generation
-from flashmoa.engine.plain import PlainServer, WithoutPlugin, check_choice
+from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.refusals import (
     Answer,
     bad_answer,
@@ -45,6 +47,30 @@ MOST_AT_ONCE = 8
 _SILENT_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """Says how links use an engine. Every client of engines takes it as ``engine_settings``.
+
+    Attributes:
+        stream_ttl_seconds: how long the engine keeps what links have prefilled if this process
+            vanishes.
+        without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
+            a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
+
+    Raises: ValueError if one of them is none of these, or not positive and finite.
+    """
+
+    stream_ttl_seconds: float = 30.0
+    without_plugin: Literal["prefill", "off"] = "prefill"
+
+    def __post_init__(self) -> None:
+        seconds, choice = self.stream_ttl_seconds, self.without_plugin
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
+        if choice not in ("prefill", "off"):
+            raise ValueError(f"without_plugin must be 'prefill' or 'off', not {choice!r}")
+
+
 class EngineClient:
     """A client of one SGLang server, with the plugin or without, or of another OpenAI server.
 
@@ -53,13 +79,10 @@ class EngineClient:
         api_key: the server's ``--api-key``, if it has one.
         timeout: seconds to wait for an answer, and for the next piece of a streamed one.
         headers: headers to send with every request.
-        stream_ttl_seconds: how long the engine keeps a prompt stream of this client, for instance
-            that of a link, once the client has vanished.
         namespace: the namespace of the KV of its prompt streams and chats, as :func:`kv_namespace`
             returns it.
         model: the served model's name, for servers that require it, or ``base:adapter``.
-        without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
-            a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
+        engine_settings: says how links use the server.
 
     Every method raises :class:`EngineUnreachable`, :class:`EngineTimeout` and
     :class:`BadAnswer`; those that use the plugin's routes also :class:`PluginMissing` and
@@ -74,16 +97,14 @@ class EngineClient:
         api_key: str | None = None,
         timeout: float | httpx.Timeout = 600.0,
         headers: Mapping[str, str] | None = None,
-        stream_ttl_seconds: float = 30.0,
         namespace: Mapping[str, str] | None = None,
         model: str | None = None,
-        without_plugin: WithoutPlugin = "prefill",
+        engine_settings: EngineSettings | None = None,
     ) -> None:
         self.url = engine_url(base_url)
-        self.stream_ttl_seconds = check_ttl(stream_ttl_seconds)
         self.model = model or "default"
         self.namespace = kv_namespace({"model": self.model, **(namespace or {})})
-        self.without_plugin = check_choice(without_plugin)
+        self.settings = engine_settings or EngineSettings()
         # Whether it has opened a prompt stream; ``None`` before it was asked to.
         self.has_plugin: bool | None = None
         # How links prefill if the server does not have the plugin.
@@ -150,7 +171,7 @@ class EngineClient:
                 body = {"messages": list(messages), **fields}
                 return (await self.ask("POST", "/render", wire.RenderedText, body)).text
             except errors.PluginMissing:
-                if self.without_plugin == "off":
+                if self.settings.without_plugin == "off":
                     raise
                 return await self.plain.render(messages, fields)
 

@@ -7,7 +7,6 @@ import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from functools import cache
-from math import isfinite
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -54,13 +53,6 @@ def self_hosted_url(base_url: str | None) -> str:
     The default is ``OPENAI_BASE_URL`` in the environment, and then SGLang's default address.
     """
     return engine_url(base_url or os.environ.get("OPENAI_BASE_URL") or _LOCAL)
-
-
-def check_ttl(seconds: float) -> float:
-    """Return ``seconds``. Raises: ValueError if they are not positive and finite."""
-    if not (isfinite(seconds) and seconds > 0):
-        raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
-    return seconds
 
 
 def make_http_client(

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from pydantic import AliasChoices, BaseModel, Field
 
@@ -19,8 +19,6 @@ from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.refusals import Answer, make_abort_refusal
 from flashmoa.engine.wire import PromptUsage
-
-WithoutPlugin = Literal["prefill", "off"]
 
 # What SGLang's /generate takes of a namespace; its OpenAI routes take all of it.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
@@ -34,13 +32,6 @@ _REMEMBERED_STEPS = 32
 # Of a text that goes on for longer than expected, or whose length is unknown, this part of what has
 # been written is expected to come.
 _PART_TO_COME = 1 / 3
-
-
-def check_choice(choice: WithoutPlugin) -> WithoutPlugin:
-    """Return ``choice``. Raises: ValueError if it is none of the choices."""
-    if choice not in ("prefill", "off"):
-        raise ValueError(f"without_plugin must be 'prefill' or 'off', not {choice!r}")
-    return choice
 
 
 class PlainServer:

@@ -69,8 +69,6 @@ class Link:
         on_failure: what happens to the link when an upstream agent fails.
         unused_seconds: how long to wait for the downstream request once the prompt is
             complete; then the KV is released.
-        stream_ttl_seconds: how long the engine keeps the KV if this process vanishes; by default
-            as the engine client says.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: how long the agent's answer is likely to be, if that is known.
         add_special_tokens: whether the engine adds these to the prompt, which has none yet.
@@ -88,7 +86,6 @@ class Link:
         agent: str,
         on_failure: OnFailure = "abort",
         unused_seconds: float = 30.0,
-        stream_ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
         add_special_tokens: bool = False,
@@ -107,7 +104,6 @@ class Link:
             engine,
             prompt,
             self._report_state,
-            ttl_seconds=stream_ttl_seconds,
             namespace=namespace,
             expected_output_tokens=expected_output_tokens,
             add_special_tokens=add_special_tokens,
@@ -231,7 +227,7 @@ class Link:
                 await self._feed.run()
             except PluginMissing as problem:
                 report_plain_engine(self.engine, problem)
-                if self.engine.without_plugin == "off" or self.is_over:
+                if self.engine.settings.without_plugin == "off" or self.is_over:
                     raise
                 self._feed = PlainFeed(
                     self.engine,

@@ -34,10 +34,9 @@ class PendingRequest:
         listener: receives the events of the request's link.
         streams: whether texts are prefilled as they are written. ``False`` prefills only the
             prompt before the first unfinished text.
-        stream_ttl_seconds: see :class:`Link`.
     """
 
-    def __init__(  # noqa: PLR0913 - the last three have a default
+    def __init__(
         self,
         messages: Messages,
         texts: Sequence[Text],
@@ -46,11 +45,9 @@ class PendingRequest:
         listener: Listener = ignore,
         *,
         streams: bool = True,
-        stream_ttl_seconds: float | None = None,
     ) -> None:
         self._messages = messages
         self._streams = streams
-        self._stream_ttl_seconds = stream_ttl_seconds
         self._texts = texts
         self._policy = policy
         self._agent = agent
@@ -167,7 +164,6 @@ class PendingRequest:
                     prompt,
                     agent=self._agent,
                     on_failure=self._policy,
-                    stream_ttl_seconds=self._stream_ttl_seconds,
                     namespace=namespace,
                     listener=self._listener,
                 )

@@ -155,22 +155,19 @@ class PromptFeed(Feed):
         prompt: text as a chat template renders it, special tokens included, or token ids.
         on_state: see :class:`Feed`; the first answer opens the stream.
         add_special_tokens: whether the engine is to add special tokens to the text.
-        ttl_seconds: how long the engine keeps the stream of a client that has vanished; by
-            default the client's ``stream_ttl_seconds``.
         namespace: the namespace of the stream's KV; by default the client's.
         expected_output_tokens: how long the request's answer is likely to be, if that is known.
 
     Unless a request that uses the stream was sent, :meth:`delete` must be called after :meth:`run`.
     """
 
-    def __init__(  # noqa: PLR0913 - all but the first two have a default
+    def __init__(
         self,
         engine: EngineClient,
         prompt: PromptSource,
         on_state: Callable[[StreamState], None] = lambda _: None,
         *,
         add_special_tokens: bool = False,
-        ttl_seconds: float | None = None,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
     ) -> None:
@@ -178,7 +175,7 @@ class PromptFeed(Feed):
         self._namespace = namespace
         self._expected_output_tokens = expected_output_tokens
         self._engine = engine
-        self._ttl = engine.stream_ttl_seconds if ttl_seconds is None else ttl_seconds
+        self._ttl = engine.settings.stream_ttl_seconds
         # Both by the event loop's clock: when the engine must receive something again, and until
         # when a cancelled caller waits for the engine.
         self._keep_alive_at = float("inf")
@@ -445,7 +442,7 @@ def report_plain_engine(engine: EngineClient, problem: PluginMissing) -> None:
     """
     engine.has_plugin = False
     level, text = warn_once(engine.url, "plain"), f"{problem}".removesuffix(".")
-    if engine.without_plugin == "off":
+    if engine.settings.without_plugin == "off":
         logger.log(level, "%s. Its agents run unlinked.", text)
         return
     logger.log(

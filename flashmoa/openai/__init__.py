@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import openai
 
-from flashmoa.engine import self_hosted_url
+from flashmoa.engine import EngineSettings, self_hosted_url
 from flashmoa.openai._runs import agent, current_finder, run
-from flashmoa.openai._sent_requests import linked_clients
+from flashmoa.openai._sent_requests import linked_clients, settings_by_http
 from flashmoa.openai_http import observe_completions, stop_observing
 
 __all__ = ["AsyncOpenAI", "Instrumentation", "agent", "instrument", "run"]
@@ -29,16 +29,22 @@ class AsyncOpenAI(openai.AsyncOpenAI):
     Args:
         base_url: the engine's URL, with or without ``/v1``.
         api_key: the key that the engine was started with, if any.
+        engine_settings: says how links use the engine.
         **kwargs: see the stock client.
     """
 
     def __init__(
-        self, *, base_url: object = None, api_key: str | None = None, **kwargs: Any
+        self,
+        *,
+        base_url: object = None,
+        api_key: str | None = None,
+        engine_settings: EngineSettings | None = None,
+        **kwargs: Any,
     ) -> None:
         # Copies of a client are given the URL as an object of its HTTP library.
         url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
         super().__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
-        instrument(self)
+        instrument(self, engine_settings)
 
 
 class Instrumentation(Generic[Client]):
@@ -50,11 +56,13 @@ class Instrumentation(Generic[Client]):
         client: what was instrumented.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, engine_settings: EngineSettings | None) -> None:
         self.client = client
         self._found = found = _find_client(client)
         linked_clients.add(found)
         observe_completions(found._client, current_finder)
+        if engine_settings is not None:
+            settings_by_http[found._client] = engine_settings
 
     def __repr__(self) -> str:
         state = "" if self._found in linked_clients else ", closed"
@@ -75,7 +83,9 @@ class Instrumentation(Generic[Client]):
         stop_observing(self._found._client, current_finder)
 
 
-def instrument(client: Client) -> Instrumentation[Client]:
+def instrument(
+    client: Client, engine_settings: EngineSettings | None = None
+) -> Instrumentation[Client]:
     """Have the chat completions of a client linked within :func:`flashmoa.openai.run`.
 
     By itself it links nothing. Repeating this is harmless. Copies of the client share its
@@ -86,13 +96,14 @@ def instrument(client: Client) -> Instrumentation[Client]:
         client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
             ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
             the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``.
+        engine_settings: says how links use its server; by default as before.
 
     Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.
 
     Raises:
         TypeError: if there is no ``openai.AsyncOpenAI`` in it.
     """
-    return Instrumentation(client)
+    return Instrumentation(client, engine_settings)
 
 
 def _find_client(holder: object) -> openai.AsyncOpenAI:

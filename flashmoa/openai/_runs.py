@@ -17,14 +17,13 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 from flashmoa._concurrency import all_of, setting
-from flashmoa.engine import EngineClient, WithoutPlugin
-from flashmoa.engine.plain import check_choice
+from flashmoa.engine import EngineClient
 from flashmoa.linking.calls import CallObserver
 from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
 from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
-from flashmoa.openai._sent_requests import headers_now, read_request
+from flashmoa.openai._sent_requests import headers_now, read_request, settings_for
 from flashmoa.openai_http import FindObserver, Request
 
 logger = logging.getLogger(__name__)
@@ -47,12 +46,7 @@ _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 _agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
 
 
-def run(
-    name: str | None = None,
-    *,
-    without_plugin: WithoutPlugin = "prefill",
-    **options: Unpack[LinkOptions],
-) -> RunContext:
+def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
     ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
@@ -67,8 +61,6 @@ def run(
         name: the program's name. Runs with the same name are of one program; by default those that
             are entered at the same line of code, or of the same text of a shell. Do not name a run
             after its user or request: only the last 256 programs of this process are remembered.
-        without_plugin: what links do on a server that does not have the plugin: ``prefill`` prompts
-            in a few steps, as far as that pays, or nothing (``off``).
         options: see :class:`flashmoa.LinkOptions`, also for exceptions; what concerns the trace is
             raised on entry.
 
@@ -76,17 +68,15 @@ def run(
     exception is not learned from.
 
     Raises:
-        ValueError: if ``without_plugin`` is none of these.
         RuntimeError: on entry if this very run has been entered and not been left.
     """
-    check_choice(without_plugin)
     caller = sys._getframe(1)
     file = caller.f_code.co_filename
     # A shell counts its inputs: <ipython-input-3-0a1b2c>, <python-input-3>.
     if file.startswith("<"):
         file = re.sub(r"-\d+", "", file, count=1)
     program = name or f"{file}:{caller.f_lineno}"
-    return RunContext(partial(_run, program, without_plugin, LinkSettings(**options)))
+    return RunContext(partial(_run, program, LinkSettings(**options)))
 
 
 class RunContext(AbstractAsyncContextManager[Report, None]):
@@ -130,15 +120,13 @@ class RunContext(AbstractAsyncContextManager[Report, None]):
 
 
 @asynccontextmanager
-async def _run(
-    program: str, without_plugin: WithoutPlugin, settings: LinkSettings
-) -> AsyncGenerator[Report]:
+async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Report]:
     if (this := _open_run()) is not None:
         yield this.report
         return
     listener = settings.listen()
     try:
-        this = Run(_find_program(program), without_plugin, settings, Report(listener))
+        this = Run(_find_program(program), settings, Report(listener))
         with setting(_current, this):
             try:
                 yield this.report
@@ -174,14 +162,12 @@ class Run:
     def __init__(
         self,
         program: Program,
-        without_plugin: WithoutPlugin,
         settings: LinkSettings,
         report: Report,
     ) -> None:
         self.is_closed = False
         self.thread = threading.get_ident()
         self.report = report
-        self._without_plugin: WithoutPlugin = without_plugin
         self._planner = LearnedLinkPlanner(program, report, self._find_engine, settings)
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
@@ -213,7 +199,7 @@ class Run:
                 request.url,
                 headers=headers,
                 model=request.model,
-                without_plugin=self._without_plugin,
+                engine_settings=settings_for(request.url),
             )
         return engine
 

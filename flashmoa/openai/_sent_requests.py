@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import openai
 
-from flashmoa.engine import engine_url, kv_namespace, prompt_fields
+from flashmoa.engine import EngineSettings, engine_url, kv_namespace, prompt_fields
 from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
 from flashmoa.linking.prompt import NotForecastable
 
@@ -27,6 +27,8 @@ _BEGINNINGS = ("content-", "x-stainless-")
 _NO_KEY = "Bearer EMPTY"
 # The clients whose requests are linked.
 linked_clients: WeakSet[openai.AsyncOpenAI] = WeakSet()
+# By HTTP client, which copies of a client share, what it was instrumented with.
+settings_by_http: WeakKeyDictionary[Any, EngineSettings] = WeakKeyDictionary()
 
 
 def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
@@ -94,12 +96,25 @@ def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> lis
 def _headers_of_open_clients(url: str) -> list[Mapping[str, str]]:
     """Return the headers that each open client of a server sends with all its requests."""
     found: list[Mapping[str, str]] = []
-    for client in linked_clients:
-        if not client.is_closed() and str(client.base_url).startswith(f"{url}/"):
-            # A header that the client is told to omit has an object that counts as false.
-            own = {name.lower(): value for name, value in client.default_headers.items() if value}
-            found.append({**client._client.headers, **own})
+    for client in _open_clients(url):
+        # A header that the client is told to omit has an object that counts as false.
+        own = {name.lower(): value for name, value in client.default_headers.items() if value}
+        found.append({**client._client.headers, **own})
     return found
+
+
+def settings_for(url: str) -> EngineSettings | None:
+    """Return the settings of an open client of a server that has some."""
+    found = (settings_by_http.get(client._client) for client in _open_clients(url))
+    return next(filter(None, found), None)
+
+
+def _open_clients(url: str) -> list[openai.AsyncOpenAI]:
+    return [
+        client
+        for client in linked_clients
+        if not client.is_closed() and str(client.base_url).startswith(f"{url}/")
+    ]
 
 
 def _headers_of_client(headers: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 
 from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine import EngineClient, EngineSettings, PromptUsage
 from flashmoa.observe import CallFinished, Event, LinkAdvanced, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from tests.vllm.conftest import SERVED_NAME
@@ -30,7 +30,11 @@ async def engines(servers: tuple[str, str]) -> AsyncGenerator[dict[Choice, list[
     clients: dict[Choice, list[EngineClient]] = {"prefill": [], "off": []}
     for choice, of_choice in clients.items():
         for url in servers:
-            of_choice.append(EngineClient(url, model=SERVED_NAME, without_plugin=choice))
+            of_choice.append(
+                EngineClient(
+                    url, model=SERVED_NAME, engine_settings=EngineSettings(without_plugin=choice)
+                )
+            )
     yield clients
     for of_choice in clients.values():
         for client in of_choice:
@@ -95,7 +99,7 @@ async def test_a_linked_autogen_team_answers_alike(servers: tuple[str, str], gui
                 base_url=url,
                 temperature=0,
                 max_tokens=100,
-                without_plugin=choice,
+                engine_settings=EngineSettings(without_plugin=choice),
                 extra_body={"ignore_eos": True, "cache_salt": choice},
             )
             for url in servers

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient, EngineError, EngineSettings
 from flashmoa.observe import Event, LinkAdvanced
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock
@@ -89,7 +89,9 @@ async def _play_all(engines: Mapping[str, EngineClient], report: Report) -> list
     task = " ".join(dice.choices(_WORDS, k=10))
     known = await _make_text(engines["stock"], options.known, dice)
     rows: list[ChainFigures] = []
-    async with EngineClient(engines["stock"].url, without_plugin="off") as off:
+    async with EngineClient(
+        engines["stock"].url, engine_settings=EngineSettings(without_plugin="off")
+    ) as off:
         readers = {"unlinked": off, "linked": engines["stock"], "plugin": engines["flashmoa"]}
         with RoundPlayer(report.console, options.repeats, 2 * len(WAYS)) as player:
             for number in (2, 1):

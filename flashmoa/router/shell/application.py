@@ -20,7 +20,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient, EngineError, Prefilled, prompt_fields
+from flashmoa.engine import EngineClient, EngineError, EngineSettings, Prefilled, prompt_fields
 from flashmoa.linking.link import Link, kind_of
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import warn_once
@@ -199,7 +199,9 @@ class _Shell:
             await self._complete(answers)
             return
         async with EngineClient(
-            self._options.prefill, headers=call.api_key, without_plugin="off"
+            self._options.prefill,
+            headers=call.api_key,
+            engine_settings=EngineSettings(without_plugin="off"),
         ) as engine:
             early = EarlyPrefill(engine, request, answers)
 

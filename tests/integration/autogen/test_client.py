@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from flashmoa import FailurePolicy
 from flashmoa.autogen import EngineUsage
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import CallFailed, Event
 from tests.integration.autogen.runs import Client, connected, events_of, make
@@ -136,7 +136,13 @@ async def test_cancelling_a_call_or_leaving_its_stream_stops_the_engine(
 
 async def test_a_configuration_survives_dump_and_load_and_pickling(engine: LocalEngine) -> None:
     policy = FailurePolicy(stall="finalize", stall_seconds=3.0)
-    client = make(engine, api_key="sesame", on_failure=policy, max_tokens=8, without_plugin="off")
+    client = make(
+        engine,
+        api_key="sesame",
+        on_failure=policy,
+        max_tokens=8,
+        engine_settings=EngineSettings(without_plugin="off"),
+    )
     dumped = client.dump_component()
     assert dumped.provider == "flashmoa.autogen.FlashMoAChatCompletionClient"
     assert "sesame" not in dumped.model_dump_json()
@@ -146,7 +152,7 @@ async def test_a_configuration_survives_dump_and_load_and_pickling(engine: Local
         assert isinstance(copied, Client)
         assert copied._create_args["extra_body"] == {"ignore_eos": True}
         assert copied.engine.url == client.engine.url
-        assert copied.on_failure == policy and copied.engine.without_plugin == "off"
+        assert copied.on_failure == policy and copied.engine.settings == client.engine.settings
         assert (await copied.create(HELLO)).content == answer
         await copied.close()
     await client.close()

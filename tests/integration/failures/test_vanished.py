@@ -20,8 +20,9 @@ CLIENT = """
 import sys, anyio, flashmoa
 
 async def main(url, known):
-    async with flashmoa.EngineClient(url) as engine:
-        async with flashmoa.Workflow(engine, stream_ttl_seconds=2) as flow:
+    settings = flashmoa.EngineSettings(stream_ttl_seconds=2)
+    async with flashmoa.EngineClient(url, engine_settings=settings) as engine:
+        async with flashmoa.Workflow(engine) as flow:
             draft = flow.text("draft")
             flow.ask([{"role": "user", "content": f"{known} {draft}"}], max_tokens=4)
             draft.write("Of this more will never come.")

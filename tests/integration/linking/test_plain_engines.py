@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.engine.local import LocalEngine
 from flashmoa.engine.plain import StepCosts
 from flashmoa.observe import CallStarted, Event, LinkAdvanced, LinkClosed, LinkOpened
@@ -42,7 +42,7 @@ async def review(plain: EngineClient, guide: str) -> tuple[str, int, list[Event]
 
     Returns: the answer, the cached tokens that the server reports of its prompt, and the events.
     """
-    events, is_off = list[Event](), plain.without_plugin == "off"
+    events, is_off = list[Event](), plain.settings.without_plugin == "off"
 
     def steps() -> int:
         return sum(isinstance(event, LinkAdvanced) for event in events)
@@ -69,7 +69,9 @@ async def test_a_linked_answer_equals_the_unlinked_one_and_its_prompt_is_cached(
 ) -> None:
     linked, cached, events = await review(plain, guide)
     await plain.flush_cache()
-    async with EngineClient(plain.url, timeout=60, without_plugin="off") as off:
+    async with EngineClient(
+        plain.url, timeout=60, engine_settings=EngineSettings(without_plugin="off")
+    ) as off:
         unlinked, cached_before, others = await review(off, guide)
     assert linked == unlinked
     assert not any(isinstance(event, LinkOpened) for event in others)

@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from flashmoa import EngineSettings
 from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
@@ -153,11 +154,10 @@ async def test_a_server_without_the_plugin_prefills_in_steps_unless_told_not_to(
         assert await play_linked("plain", program, events) == unlinked
         assert [event.plain for event in events if isinstance(event, LinkOpened)] == [True, True]
         events.clear()
-        async with run("plain", without_plugin="off", listener=events.append):
+        instrument(plain, EngineSettings(without_plugin="off"))
+        async with run("plain", listener=events.append):
             assert await program() == unlinked
         assert not [event for event in events if isinstance(event, LinkOpened)]
-    with pytest.raises(ValueError, match="without_plugin"):
-        run("plain", without_plugin="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -8,7 +8,12 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.engine import EngineClient, EngineError, MalformedRequest, PluginMissing
+from flashmoa.engine import (
+    EngineError,
+    EngineSettings,
+    MalformedRequest,
+    PluginMissing,
+)
 from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.wire import PromptTokens
 from flashmoa.errors import RequestRefused
@@ -141,7 +146,7 @@ async def test_an_aborted_prefill_is_an_error() -> None:
 
 async def test_the_choice_is_checked() -> None:
     with pytest.raises(ValueError, match="without_plugin must be 'prefill' or 'off', not 'on'"):
-        EngineClient("http://127.0.0.1:9", without_plugin="on")  # type: ignore[arg-type]
+        EngineSettings(without_plugin="on")  # type: ignore[arg-type]
 
 
 async def test_prefills_are_timed_only_if_they_run_alone() -> None:

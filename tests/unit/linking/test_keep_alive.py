@@ -10,7 +10,7 @@ import anyio
 import pytest
 from autogen_core.models import ChatCompletionClient
 
-from flashmoa import EngineClient, Link, Prompt, Slot, Workflow
+from flashmoa import EngineClient, EngineSettings, Link, Prompt, Slot, Workflow
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.observe import Event, LinkClosed, LinkOpened, ignore
@@ -30,7 +30,7 @@ async def linked(
     prompt = Prompt(["Go. ", Slot("a"), Slot("b")])
     listener = events.append if events is not None else ignore
     async with (
-        EngineClient(engine.url, timeout=25.0, stream_ttl_seconds=TTL) as client,
+        EngineClient(engine.url, timeout=25.0, engine_settings=EngineSettings(TTL)) as client,
         anyio.create_task_group() as group,
     ):
         link = Link(client, prompt, agent="reader", listener=listener, **more)
@@ -122,32 +122,28 @@ async def test_text_is_appended_while_a_keep_alive_gets_no_answer() -> None:
 
 async def test_stream_ttl_seconds_reaches_the_engine() -> None:
     async with hung_engine() as engine:
-        async with EngineClient(engine.url, stream_ttl_seconds=7.0) as client:
-            for seconds in (None, 9.0):
-                async with Workflow(client, stream_ttl_seconds=seconds) as flow:
-                    await flow.expect([{"role": "user", "content": f"Read {flow.text()}"}])
-                    await engine.until("open", 1 if seconds is None else 2)
-        async with EngineClient(engine.url) as client, anyio.create_task_group() as group:
-            group.start_soon(Link(client, Prompt(["Go. ", Slot("a")]), agent="b").run)
-            await engine.until("open", 3)
-            group.cancel_scope.cancel()
+        for number, settings in enumerate([EngineSettings(7.0), None], 1):
+            async with (
+                EngineClient(engine.url, engine_settings=settings) as client,
+                Workflow(client) as flow,
+            ):
+                await flow.expect([{"role": "user", "content": f"Read {flow.text()}"}])
+                await engine.until("open", number)
     opened = [body["ttl_seconds"] for route, body in engine.requests if route == "open"]
-    assert opened == [7.0, 9.0, 30.0]
+    assert opened == [7.0, 30.0]
 
 
-async def test_stream_ttl_seconds_of_clients_reaches_the_engine() -> None:
+async def test_settings_of_clients_reach_the_engine() -> None:
+    settings = EngineSettings(7.0, without_plugin="off")
     chat = FlashMoAChatCompletionClient(
-        model="m", base_url="http://127.0.0.1:9", model_info=INFO, stream_ttl_seconds=7.0
+        model="m", base_url="http://127.0.0.1:9", model_info=INFO, engine_settings=settings
     )
     loaded = ChatCompletionClient.load_component(chat.dump_component())
     assert isinstance(loaded, FlashMoAChatCompletionClient)
-    other = FlashMoAChatClient("m", base_url="http://127.0.0.1:9", stream_ttl_seconds=7.0)
+    other = FlashMoAChatClient("m", base_url="http://127.0.0.1:9", engine_settings=settings)
     for client in (chat, loaded, other):
-        assert client.engine.stream_ttl_seconds == 7.0
+        assert client.engine.settings == settings
         await client.close()
     for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="stream_ttl_seconds must be a positive number"):
-            EngineClient("http://127.0.0.1:9", stream_ttl_seconds=wrong)
-        async with EngineClient("http://127.0.0.1:9") as client:
-            with pytest.raises(ValueError, match="stream_ttl_seconds must be a positive number"):
-                Workflow(client, stream_ttl_seconds=wrong)
+            EngineSettings(wrong)

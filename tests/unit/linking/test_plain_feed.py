@@ -9,7 +9,14 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from flashmoa.engine import EngineClient, EngineUnreachable, PluginMissing, PromptUsage, StreamState
+from flashmoa.engine import (
+    EngineClient,
+    EngineSettings,
+    EngineUnreachable,
+    PluginMissing,
+    PromptUsage,
+    StreamState,
+)
 from flashmoa.engine.plain import PlainServer
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
@@ -216,7 +223,7 @@ async def test_an_error_of_the_server_ends_only_the_link(
 async def test_off_sends_nothing() -> None:
     server, events = FakeServer(), list[Event]()
     link = Link(
-        PlainEngine(server, without_plugin="off"),
+        PlainEngine(server, engine_settings=EngineSettings(without_plugin="off")),
         Prompt([HEAD, Slot("A")]),
         agent="B",
         listener=events.append,

@@ -11,6 +11,7 @@ from flashmoa import EngineClient, Link, Prompt
 from flashmoa.engine import (
     EngineError,
     EngineInfo,
+    EngineSettings,
     MalformedRequest,
     PluginMissing,
     PromptTooLarge,
@@ -325,7 +326,8 @@ async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pai
 
 async def test_an_engine_whose_plugin_is_missing_is_known_to_have_none_any_more() -> None:
     """Another server has come up at its URL. Of one that cannot be reached, nothing is known."""
-    async with hung_engine() as server, EngineClient(server.url, without_plugin="off") as engine:
+    off = EngineSettings(without_plugin="off")
+    async with hung_engine() as server, EngineClient(server.url, engine_settings=off) as engine:
         known = [await run_link(engine)]
         server.lacks.add("open")
         known.append(await run_link(engine))

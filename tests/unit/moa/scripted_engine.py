@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from anyio.abc import SocketStream
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from tests.unit.engine.faulty_engine import (
     BROKEN,
     chunk,
@@ -91,6 +91,6 @@ async def scripted_engine(
     """Start a server whose models write these scripts, and yield it with a client."""
     async with (
         listening(lambda url: ScriptedEngine(url, scripts)) as engine,
-        EngineClient(engine.url, without_plugin="off") as client,
+        EngineClient(engine.url, engine_settings=EngineSettings(without_plugin="off")) as client,
     ):
         yield engine, client

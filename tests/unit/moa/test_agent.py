@@ -8,7 +8,7 @@ import time
 import anyio
 import pytest
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.moa import (
     AggregationPrompt,
     Budget,
@@ -147,7 +147,9 @@ async def test_request_that_is_wrong_is_not_repeated() -> None:
 
 async def test_request_that_no_engine_computed_costs_nothing() -> None:
     async with (
-        EngineClient("http://127.0.0.1:9", without_plugin="off") as nowhere,
+        EngineClient(
+            "http://127.0.0.1:9", engine_settings=EngineSettings(without_plugin="off")
+        ) as nowhere,
         scripted_engine(SCRIPTS) as (_, client),
     ):
         proposers = [Model(nowhere), Model(client, "down"), Model(client, "plain")]

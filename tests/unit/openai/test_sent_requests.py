@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 import flashmoa.openai._runs
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
-from flashmoa.openai import AsyncOpenAI, run
-from flashmoa.openai._sent_requests import headers_now, read_request
+from flashmoa.openai import AsyncOpenAI, instrument, run
+from flashmoa.openai._sent_requests import headers_now, read_request, settings_for
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
@@ -184,3 +184,15 @@ async def test_requests_with_the_same_headers_are_looked_through_as_one(
     async with server.client() as client:
         await play_linked("alike", *[client] * 4)
     assert set(looked) == {1}
+
+
+async def test_links_use_a_server_as_its_client_says(server: FakeServer) -> None:
+    settings = EngineSettings(stream_ttl_seconds=7.0)
+    async with server.client(engine_settings=settings) as client:
+        # A copy of it, as others make for each request, says nothing else.
+        await play_linked("settings", client, client.with_options(timeout=9))
+        (opened,) = [body for path, body, _ in server.requests if path == "/prompt_streams"]
+        assert opened["ttl_seconds"] == 7.0
+        instrument(client, EngineSettings(stream_ttl_seconds=8.0))
+        assert settings_for(URL) == EngineSettings(stream_ttl_seconds=8.0)
+    assert settings_for(URL) is None

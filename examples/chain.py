@@ -1,13 +1,12 @@
 """Run a chain of four travel agents, linked: planner -> local -> language -> summary.
 
-The first three agents run on engine A, the summary on engine B, and each has a destination guide in
-its prompt. If the chain is linked, an agent's engine prefills its prompt while the agents before it
-are still writing.
+Each agent has its own sections of a travel guide in its prompt, and reads what the agents before it
+wrote. They take turns on two engines: while an agent writes on one, the other one prefills the
+prompt of the next agent, if the chain is linked.
 
 Without arguments this serves a small real model, SmolLM2-135M-Instruct, on two real SGLang engines
-on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan.
-With `--tiny`, untrained models write noise instead, with the whole guide of some 2,500 tokens in
-the prompts, so that there is more to prefill; `--repeats 5` gives medians. On your own engines:
+on this machine's CPU, measures the chain unlinked, warmed and linked, and prints the last plan. On
+your own engines:
 
     python examples/chain.py --engine-a http://HOST:30000 --model-a NAME \\
                              --engine-b http://HOST:30001 --model-b NAME
@@ -27,11 +26,24 @@ from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.link import Ahead
 
 TASK = "Plan a three day trip to Nepal for two people who like walking and food."
+# What each agent knows of the guide, and what it is to do.
 ROLES = {
-    "planner": "You propose a day by day plan for the traveller, based on the guide above.",
-    "local": "You improve the plan with authentic local places and activities from the guide.",
-    "language": "You point out where language or customs matter for this plan, and how to act.",
-    "summary": "You merge the plan and every remark into one complete final travel plan.",
+    "planner": (
+        ["Sample itineraries"],
+        "You propose a day by day plan for the traveller, based on the guide above.",
+    ),
+    "local": (
+        ["Kathmandu valley", "Trekking regions"],
+        "You improve the plan with authentic local places and activities from the guide.",
+    ),
+    "language": (
+        ["Customs and etiquette", "Language basics", "Health and altitude safety"],
+        "You point out where language or customs matter for this plan, and how to act.",
+    ),
+    "summary": (
+        ["Food and drink", "Getting around", "Visas and money", "Pokhara and the lakes"],
+        "You merge the plan and every remark into one complete final travel plan.",
+    ),
 }
 # What is prefilled ahead of requests: ``link(team, ahead=...)``, by default ``text``.
 MODES: dict[str, Ahead] = {
@@ -41,47 +53,32 @@ MODES: dict[str, Ahead] = {
 }
 
 
-# As much of the guide as the small real model can use, in characters.
-EXCERPT = 1500
-
-
 def build_team(
-    small: FlashMoAChatCompletionClient,
-    large: FlashMoAChatCompletionClient,
-    guide: str = GUIDE.read_text(),
+    first: FlashMoAChatCompletionClient, second: FlashMoAChatCompletionClient
 ) -> RoundRobinGroupChat:
-    """Build the team of four agents; only the last one runs on the large model."""
+    """Build the team of four agents, which take turns on the two engines."""
+    sections = {part.splitlines()[0]: part for part in GUIDE.read_text().split("\n## ")[1:]}
     agents = [
         AssistantAgent(
             name,
-            model_client=large if name == "summary" else small,
-            system_message=f"{guide}\n\n{role}",
+            model_client=second if place % 2 else first,
+            system_message="\n\n".join([*(sections[title] for title in titles), role]),
         )
-        for name, role in ROLES.items()
+        for place, (name, (titles, role)) in enumerate(ROLES.items())
     ]
     return RoundRobinGroupChat(agents, max_turns=len(agents))
 
 
 async def main() -> None:
     """Measure the chain in every mode, and print and save the comparison."""
-    parser = two_engine_parser(__doc__, tokens=48)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser = two_engine_parser(__doc__, tokens=40)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path(".cache/chain.json"))
-    parser.add_argument("--tiny", action="store_true", help="untrained models, the whole guide")
     arguments = parser.parse_args()
     console = Console()
-    guide = (
-        GUIDE.read_text() if arguments.tiny or arguments.engine_a else GUIDE.read_text()[:EXCERPT]
-    )
-    async with two_clients(arguments, GUIDE, console, real=not arguments.tiny) as clients:
-        runs = await measure(
-            lambda: build_team(*clients, guide),
-            clients,
-            TASK,
-            MODES,
-            arguments.repeats,
-            console,
-        )
+    async with two_clients(arguments, GUIDE, console, real=True) as clients:
+        build = partial(build_team, *clients)
+        runs = await measure(build, clients, TASK, MODES, arguments.repeats, console)
     comparison = Comparison(runs)
     console.print()
     comparison.show(console)

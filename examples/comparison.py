@@ -28,8 +28,7 @@ _NOTES = (
     "cached: hit in the radix cache; streamed: of these, computed by the link before the call; "
     "late: computed after it. hidden: time saved / bound, bound = min(T_decode of all upstream "
     "agents, T_prefill downstream); above 1 if the known part of the prompt was prefilled even "
-    "before the first upstream token, below 0 if a link cost more than it saved: agents on one "
-    "engine take time from each other on a CPU, and so does whatever else runs on its cores.\n"
+    "before the first upstream token, below 0 if what else runs on the cores took more.\n"
 )
 
 
@@ -189,8 +188,20 @@ class Comparison:
             hidden_fraction=None if runs is self._base else (prefill - seconds) / bound,
         )
 
+    def sentence(self) -> str:
+        """Say how much less time the last mode took than the first, and the bound of that."""
+        base, mode = self._base[0].mode, list(self._modes)[-1]
+        before, after = self._seconds(base), self._seconds(mode)
+        hidden = sum(handoff.bound_seconds for handoff in self._handoffs(base))
+        return (
+            f"{mode.capitalize()}, the chain took {1 - after / before:.0%} less time than {base}, "
+            f"{after:.1f} s instead of {before:.1f} s; at most {hidden / before:.0%} can be hidden,"
+            " the prefills behind the decoding before them."
+        )
+
     def show(self, console: Console) -> None:
-        """Print the tables, and a timeline for each mode."""
+        """Print the gain, the tables, and a timeline for each mode."""
+        console.print(f"[bold]{self.sentence()}[/]\n", highlight=False)
         console.print(self._latency_table())
         console.print("→ agent: from its upstream's last token to its own first token\n")
         console.print(self._token_table())

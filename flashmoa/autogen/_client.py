@@ -47,6 +47,7 @@ from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, curr
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.linked_team import LinkedTeams
+from flashmoa.linking.prompt_feed import warn_once
 from flashmoa.observe import Listener, contained, ignore
 from flashmoa.observe.calls import CallReporter
 from flashmoa.openai_http import advising, observe_completions
@@ -63,6 +64,10 @@ _MERGE_SEPARATOR = "\n\n"
 # again after a pause, so that asking takes at most a tenth of the time.
 _MODEL_INFO_SECONDS = 2.0
 _MODEL_INFO_PAUSE = 9.0
+_NO_TOOLS = (
+    "The engine at %s reads no tool calls, so AutoGen refuses agents with tools; start it with "
+    "--tool-call-parser and the name of its model's format."
+)
 
 
 class FlashMoAClientConfigurationConfigModel(OpenAIClientConfigurationConfigModel):
@@ -188,10 +193,15 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
                 self._raw_config["model_info"] = info
         return self._model_info
 
-    async def _learn_model_info(self) -> None:
-        """Ask the engine again what its model can do, if it has not told, in another thread."""
+    async def _learn_model_info(self, *, uses_tools: bool) -> None:
+        """Ask the engine again what its model can do, if it has not told, in another thread.
+
+        Log why AutoGen refuses tools where the engine does not know them.
+        """
         if time.monotonic() >= self._asks_again:
             await anyio.to_thread.run_sync(lambda: self.model_info, abandon_on_cancel=True)
+        if uses_tools and not self.model_info["function_calling"]:
+            logger.log(warn_once(self.engine.url, "tools"), _NO_TOOLS, self.engine.url)
 
     def _find_model_info(self, model: str | None) -> ModelInfo:
         """Return AutoGen's own entry for a model of this name, else what the engine reports.
@@ -208,6 +218,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         begun = time.monotonic()
         try:
             served = self._synchronous.abilities()
+            if not served.tool_call_parser:
+                logger.info(_NO_TOOLS, self._synchronous.url)
         except EngineError as error:
             # Any other error is that of another server, which does not have this route.
             is_down = isinstance(error, EngineUnreachable | EngineTimeout)
@@ -274,7 +286,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         extra_create_args: Mapping[str, Any] = {},
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
-        await self._learn_model_info()
+        await self._learn_model_info(uses_tools=bool(tools))
         held = why_held_back(tools, json_output, self.model_info)
         with self._begin(held) as call, call.making(), advising(self.engine.url):
             result = await super().create(
@@ -299,7 +311,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         max_consecutive_empty_chunk_tolerance: int = 0,
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
-        await self._learn_model_info()
+        await self._learn_model_info(uses_tools=bool(tools))
         held = why_held_back(tools, json_output, self.model_info, is_stream=True)
         with self._begin(held) as call, advising(self.engine.url):
             given = {**self._create_args, **extra_create_args}
@@ -411,7 +423,7 @@ class SynchronousEngine:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._url = url
+        self.url = url
         self._headers = headers
         self._context_lengths: dict[str, int] = {}
 
@@ -432,7 +444,7 @@ class SynchronousEngine:
             served = self._ask(path, Models).context_lengths
             length = served.get(model, next(iter(served.values()), None))
             if length is None:
-                raise bad_answer(self._url, path)
+                raise bad_answer(self.url, path)
             self._context_lengths[model] = length
         return self._context_lengths[model]
 
@@ -447,16 +459,16 @@ class SynchronousEngine:
         body: Mapping[str, Any] | None = None,
         timeout: float = _TIMEOUT_SECONDS,
     ) -> Answer:
-        with translate_errors(self._url):
+        with translate_errors(self.url):
             response = httpx.request(
                 "GET" if body is None else "POST",
-                self._url + path,
+                self.url + path,
                 json=body,
                 headers=self._headers,
                 timeout=timeout,
-                verify=verification(self._url),
+                verify=verification(self.url),
             )
-        return read_answer(response, self._url, answer)
+        return read_answer(response, self.url, answer)
 
 
 class Abilities(BaseModel):

@@ -25,7 +25,7 @@ from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.prompt import NotForecastable, Prompt
-from flashmoa.linking.prompt_feed import report_plain_engine
+from flashmoa.linking.prompt_feed import report_plain_engine, warn_once
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
@@ -306,9 +306,10 @@ class LinkPlanner(ABC):
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """Note that a call has ended without giving text to other agents; links keep waiting."""
-        for link in self.waiting_for(call.agent):
-            agent, url = link.agent, link.engine.url
+        for agent, url in ((one.agent, one.engine.url) for one in self.waiting_for(call.agent)):
             self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
+            text = f"{agent} gets the answer of {call.agent} only when it is complete: {reason}."
+            logger.log(warn_once(url, reason), text)
 
     def call_failed(self, call: LinkedCall) -> None:
         """Note that a request failed."""

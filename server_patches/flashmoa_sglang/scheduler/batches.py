@@ -13,8 +13,8 @@ rules of a batch:
    chunk with which they and the decodes wait for the shortest time in all
    (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
    (:func:`choose_stream_ride`).
-3. *Which streams* get them: those that a step can complete, then one after the other in the order
-   in which they were opened, in whole pages (``streams.py``). A few tokens wait for more, unless
+3. *Which streams* get them: those that have ended, those that a step can complete, then one after
+   the other in the order in which they were opened, in whole pages (``streams.py``). A few tokens wait for more, unless
    their stream has ended: its request computes them at hardly any cost.
 4. *Room*: streams get the KV slots that requests leave, and give way when these need more
    (``admission.py``).
@@ -55,14 +55,10 @@ if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# A forward is large enough if a token costs at most this factor of what it costs in larger ones,
-# and small enough to be as good as empty if it costs at most this factor of one with one token.
+# A forward with more tokens is as good as one with few if it takes at most this factor of the time.
 _TOLERANCE = 1.1
-_LEAST_CHUNK, _LARGEST_CHUNK = 128, 8192
-# Where much waits, a forward is up to this many times as large: what little each doubling saves
-# adds up. Of Qwen3-32B on an A100, 16,000 tokens take 6.3 s in forwards of 256 tokens, 5.6 s in
-# these, and 5.5 s in as few as possible.
-_LARGER = 8
+# Sizes of forwards for streams alone.
+_CHUNKS = tuple(2**n for n in range(6, 14))
 # The bounds of how few tokens of all streams together are worth a forward.
 _SMALLEST_LEAST, _LARGEST_LEAST = 32, 128
 # A number of tokens that may ride, and the seconds by which they lengthen the step.
@@ -169,7 +165,9 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         return Step()
     least = least_tokens(costs, page)
     if not decoding:
-        chunk = stream_chunk(costs, sum(state.streams.waiting_tokens()), page)
+        # The requests of streams that have ended come next, and wait for no tokens of others.
+        urgent = sum(state.streams.waiting_tokens(ended=True))
+        chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
     if rides:
         ends = [expected_output_left(req) for req in running.reqs]
@@ -376,14 +374,17 @@ def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: int) -> int:
 def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
     """Return the most tokens in a forward for streams alone, while nothing else runs.
 
-    A request that comes waits for the end of this forward. So it has half of the ``waiting``
-    tokens, but at least as many as make it efficient, and at most :data:`_LARGER` times as many.
-    It is larger if the rest would not be worth another forward.
+    A request that comes waits for the end of this forward, for half of it on average. So the size
+    is the one with which all ``waiting`` tokens and such a request take the least time in all:
+    some 128 tokens where each takes as long as the one before, as on a CPU, and thousands where
+    many wait and larger forwards take less time for each token. It is larger if the rest would not
+    be worth another forward.
     """
-    size = _LEAST_CHUNK
-    while size < _LARGEST_CHUNK and 2 * costs.prefill(size) > _TOLERANCE * costs.prefill(2 * size):
-        size *= 2
-    size = max(size, min(waiting // 2, _LARGER * size, _LARGEST_CHUNK))
+
+    def seconds(size: int) -> float:
+        return (max(1.0, waiting / size) + 0.5) * costs.prefill(size)
+
+    size = min(_CHUNKS, key=seconds)
     if size < waiting < size + least_tokens(costs, page):
         size = waiting
     return max(page, size - size % page)

@@ -104,9 +104,16 @@ class SchedulerStreams:
     def can_prefill_more(self) -> bool:
         return any(self._growth(stream) for stream in self._open.values())
 
-    def waiting_tokens(self, *, growing: bool = False) -> list[int]:
-        """Return how many tokens of each stream could be prefilled, or of each that grows."""
-        streams = (s for s in self._open.values() if not s.claimed and (s.grows or not growing))
+    def waiting_tokens(self, *, growing: bool = False, ended: bool = False) -> list[int]:
+        """Return how many tokens of each stream could be prefilled.
+
+        Args: growing, ended: whether to count only streams that grow or have ended.
+        """
+        streams = (
+            stream
+            for stream in self._open.values()
+            if not stream.claimed and (stream.grows or not growing) and (stream.ended or not ended)
+        )
         return [self._growth(stream) for stream in streams]
 
     def _growth(self, stream: SchedulerStream) -> int:
@@ -349,10 +356,11 @@ def choose_increments(
 ) -> list[tuple[int, int]]:
     """Choose which streams to prefill in a step, and how far.
 
-    First come those of which the step can compute all, the smallest job first. The others are
-    computed one after the other, so that if there is not room for all, some are complete: the
-    smallest job first, or without ``output`` the one that was opened first, whose request may come
-    first. Increments are whole pages.
+    First come those that have ended, whose requests are next, and among these and among the others
+    those of which the step can compute all, the smallest job first. The rest is computed one after
+    the other, so that if there is not room for all, some are complete: the smallest job first, or
+    without ``output`` the one that was opened first, whose request may come first. Increments are
+    whole pages.
 
     Args:
         streams: in the order in which they were opened.
@@ -370,11 +378,11 @@ def choose_increments(
     chosen: list[tuple[int, int]] = []
     whole_step = tokens
 
-    def order(position: int) -> tuple[bool, float, int]:
+    def order(position: int) -> tuple[bool, bool, float, int]:
         stream = streams[position]
         lasts = stream.new > whole_step
         size = 0.0 if lasts and not stream.output else stream.new + stream.output
-        return lasts, size, position
+        return not stream.ended, lasts, size, position
 
     for position in sorted(range(len(streams)), key=order):
         if tokens < page:

@@ -106,6 +106,19 @@ async def test_a_call_asks_again_without_blocking_the_loop(monkeypatch: pytest.M
     await client.close()
 
 
+async def test_tools_without_a_parser_at_the_engine_are_explained_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Engine(monkeypatch).answer = BLIND
+    client = make()
+    tool: Any = {"name": "search", "description": "Search."}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="function calling"):
+            await client.create([UserMessage(content="Go.", source="user")], tools=[tool])
+    assert [("--tool-call-parser" in text) for text in warnings(caplog)] == [True]
+    await client.close()
+
+
 @pytest.mark.parametrize("copy", [by_pickle, by_dump])
 async def test_a_copy_of_a_client_takes_no_guess_for_what_the_engine_told(
     monkeypatch: pytest.MonkeyPatch,

@@ -49,7 +49,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
     least=st.integers(1, 200),
     open_streams=st.integers(0, 500),
 )
-def test_increments_are_whole_pages_of_streams_that_the_step_completes_and_then_of_the_oldest(
+def test_increments_are_whole_pages_of_ended_streams_of_completed_ones_and_then_of_the_oldest(
     growing: tuple[int, list[Growth]], tokens: int, least: int, open_streams: int
 ) -> None:
     page, streams = growing
@@ -62,9 +62,9 @@ def test_increments_are_whole_pages_of_streams_that_the_step_completes_and_then_
     left = tokens - sum(sizes.values())
     assert left >= 0
 
-    def order(position: int) -> tuple[int, int]:
+    def order(position: int) -> tuple[bool, int, int]:
         new = streams[position].new
-        return (new if new <= tokens else tokens + 1, position)
+        return (not streams[position].ended, new if new <= tokens else tokens + 1, position)
 
     # Only the last stream may not be completed.
     assert [*sizes] == sorted(sizes, key=order)
@@ -97,26 +97,27 @@ def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
 
 
 @given(costs=any_costs(), pages=st.integers(0, 10_000), page=PAGES)
-def test_a_forward_for_streams_has_half_of_what_waits_and_is_efficient(
+def test_the_forwards_of_streams_and_a_request_that_waits_for_one_take_the_least_time(
     costs: Costs, pages: int, page: int
 ) -> None:
-    efficient = next(
-        size
-        for size in (128, 256, 512, 1024, 2048, 4096, 8192)
-        if size == 8192 or 2 * costs.prefill(size) <= 1.1 * costs.prefill(2 * size)
-    )
-    waiting = pages * page
-    size = sorted((efficient, waiting // 2, min(8 * efficient, 8192)))[1]
+    waiting, sizes = pages * page, [64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    # Of all forwards of one size, and half of one for which the request waits.
+    seconds = {n: (max(1.0, waiting / n) + 0.5) * costs.prefill(n) for n in sizes}
+    best = min(sizes, key=lambda n: seconds[n])
     # What would not be worth another forward joins this one.
-    joins = 0 < waiting - size < least_tokens(costs, page)
-    size -= 0 if joins else size % page
-    assert stream_chunk(costs, waiting, page) == (waiting if joins else size)
+    joins = best < waiting < best + least_tokens(costs, page)
+    assert stream_chunk(costs, waiting, page) == (
+        waiting if joins else max(page, best - best % page)
+    )
 
 
-def test_a_forward_for_streams_is_at_least_a_page() -> None:
-    assert stream_chunk(Costs(((1, 0.1), (1000, 10.0)), 0.1), 5000, 1024) == 1024
-    assert stream_chunk(COSTS, 1000, 96) == 480
-    assert stream_chunk(COSTS, 5000, 96) == 2496
+def test_a_forward_for_streams_is_short_where_larger_ones_are_not_more_efficient() -> None:
+    core = Costs(((1, 0.02), (1001, 3.02)), 0.05)  # As SmolLM2 on a CPU core: 3 ms for a token.
+    assert stream_chunk(core, 1000, 1) == 128
+    gpu = Costs(((1, 0.02), (128, 0.02), (8320, 1.02)), 0.02)
+    assert stream_chunk(gpu, 1000, 1) == 256 and stream_chunk(gpu, 20_000, 1) == 1024
+    assert stream_chunk(core, 80, 1) == 80  # The rest would not be worth another forward.
+    assert stream_chunk(core, 1000, 1024) == 1024  # At least a page.
 
 
 def nearly_free(costs: Costs, most: int) -> int:

@@ -93,9 +93,9 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "increment"), [(5000, 8192, 2048), (5000, 100, 100), (1500, 8192, 750)]
+    ("tokens", "most", "increment"), [(5000, 8192, 512), (5000, 100, 100), (1500, 8192, 256)]
 )
-def test_a_forward_for_streams_has_half_of_what_waits_and_is_of_bounded_size(
+def test_a_forward_for_streams_is_larger_where_more_waits_and_fits_a_chunk(
     tokens: int, most: int, increment: int
 ) -> None:
     idle = engine()
@@ -106,11 +106,18 @@ def test_a_forward_for_streams_has_half_of_what_waits_and_is_of_bounded_size(
 
 def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:
     idle = engine()
-    idle.open_stream("long answer", 100, output=1000)
-    idle.open_stream("short answer", 150, output=1)
-    assert step(idle).increments() == [100, 150]
+    idle.open_stream("long answer", 50, output=1000)
+    idle.open_stream("short answer", 70, output=1)
+    assert step(idle).increments() == [50, 70]
     idle.flashmoa.options = Options(intra_turn="off", schedule="sjf")
-    assert step(idle).increments() == [150, 100]
+    assert step(idle).increments() == [70, 50]
+
+
+def test_a_stream_that_has_ended_is_prefilled_before_others_and_alone() -> None:
+    idle = engine()
+    idle.open_stream("opened first", 50)
+    idle.open_stream("ended", 2000, ended=True)
+    assert step(idle).increments() == [512]
 
 
 def test_few_tokens_have_no_forward_until_the_text_has_ended() -> None:

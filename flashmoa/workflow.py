@@ -21,7 +21,7 @@ from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.streamed_text import Text, find_texts
+from flashmoa.linking.streamed_text import StreamedText, Text, find_texts
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.report import Report, Reported
 from flashmoa.observe.trace import end_trace
@@ -50,7 +50,7 @@ Messages = Sequence[Mapping[str, Any]]
 Pending = PendingRequest
 
 
-class Answer(Text):
+class Answer(StreamedText):
     """The answer to a request of :meth:`Workflow.ask`.
 
     Attributes:
@@ -77,22 +77,18 @@ class Answer(Text):
         """
         return [self._tool_calls[place] for place in sorted(self._tool_calls)]
 
-    def add_tool_calls(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        """Add pieces of tool calls, as a :class:`flashmoa.engine.Delta` has them."""
-        add_tool_calls(self._tool_calls, pieces)
-
-    def reading(self) -> AbstractContextManager[None]:
+    def _reading(self) -> AbstractContextManager[None]:
         """Return the context in which its engine's answer is read; for subclasses."""
         return nullcontext()
 
-    def take(self, delta: Delta) -> bool:
+    def _take(self, delta: Delta) -> bool:
         """Add a step of the engine's answer. Return whether more of it is wanted."""
         self.usage = delta.usage or self.usage
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.logprobs += delta.logprobs
-        self.add_tool_calls(delta.tool_calls)
+        add_tool_calls(self._tool_calls, delta.tool_calls)
         if delta.text:
-            self.write(delta.text)
+            self._write(delta.text)
         return True
 
     def cancel(self) -> None:
@@ -100,7 +96,7 @@ class Answer(Text):
 
         Awaiting the answer then raises :class:`UpstreamCancelled`.
         """
-        self.fail(UpstreamCancelled(f"{self.name} was cancelled"))
+        self._fail(UpstreamCancelled(f"{self.name} was cancelled"))
         self._request_scope.cancel()
 
 
@@ -123,7 +119,7 @@ class Workflow(Reported):
         self._settings = LinkSettings(**options)
         self._listener = self._settings.listen()
         self.report = Report(self._listener)
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, StreamedText] = {}
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}  # The last one that each name got.
         self._expected: list[Pending] = []
@@ -189,7 +185,7 @@ class Workflow(Reported):
     def text(self, name: str = "text") -> Text:
         """Make a text for you to write, from any source."""
         text = Text(self._unused_name(name))
-        self._texts[text.mark] = text
+        self._texts[text._mark] = text
         return text
 
     def version(self, answer: Answer) -> Text:
@@ -200,7 +196,7 @@ class Workflow(Reported):
         """
         text = Text(answer.name)
         self._names.add(answer.name)
-        self._texts[text.mark] = text
+        self._texts[text._mark] = text
         return text
 
     def ask(
@@ -234,7 +230,7 @@ class Workflow(Reported):
         """
         requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
         answer = Answer(self._unused_name(name))
-        self._texts[answer.mark] = answer
+        self._texts[answer._mark] = answer
         policy = on_failure or self._settings.policy(name)
         pending = self._make_pending(messages, answer.name, policy)
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
@@ -327,12 +323,12 @@ class Workflow(Reported):
                     own = {"model": engine.model, **engine.namespace, **parameters}
                     self._link(pending, engine, parameters, kv_namespace(own))
                 await self.send(answer, None, parameters, engine=engine, pending=pending)
-                answer.close()
+                answer._close()
             except BaseException as error:
                 if isinstance(error, Exception):
-                    answer.fail(error)
+                    answer._fail(error)
                 else:
-                    answer.fail(UpstreamCancelled(f"{answer.name} was cancelled"))
+                    answer._fail(UpstreamCancelled(f"{answer.name} was cancelled"))
                 self._links.start_soon(pending.release_and_wait)
                 if not isinstance(error, Exception):
                     raise
@@ -355,7 +351,7 @@ class Workflow(Reported):
             agent: the agent's name, for events; by default the answer's.
 
         Raises: EngineError if the request fails, or its answer is cut off; what
-            :meth:`Answer.reading` raises.
+            ``Answer._reading`` raises.
         """
         report = CallReporter(
             self.report,
@@ -375,12 +371,12 @@ class Workflow(Reported):
                 is_late = pending.is_late
             report.started(stream_id, late=is_late)
             report.prompt_sent({**body, "messages": messages})
-            with answer.reading():
+            with answer._reading():
                 async with engine.chat(messages, **body) as deltas:
                     async for delta in deltas:
                         if delta.text:
                             report.text_arrived()
-                        if not answer.take(delta):
+                        if not answer._take(delta):
                             break
             check_ending(answer.finish_reason, engine.url)
         except BaseException as error:
@@ -413,7 +409,7 @@ class Workflow(Reported):
 
 
 def _check(
-    parameters: dict[str, Any], extra_body: Mapping[str, Any], texts: Mapping[str, Text]
+    parameters: dict[str, Any], extra_body: Mapping[str, Any], texts: Mapping[str, StreamedText]
 ) -> dict[str, Any]:
     """Return the parameters of a request and what it has besides. Raises: see `Workflow.ask`."""
     if unknown := sorted(parameters.keys() - _PARAMETERS):

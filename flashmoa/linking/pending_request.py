@@ -15,7 +15,7 @@ from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
-from flashmoa.linking.streamed_text import Text, replace_marks
+from flashmoa.linking.streamed_text import StreamedText, replace_marks
 from flashmoa.observe import Listener, UpstreamFailed, ignore
 
 Messages = list[dict[str, Any]]
@@ -39,7 +39,7 @@ class PendingRequest:
     def __init__(
         self,
         messages: Messages,
-        texts: Sequence[Text],
+        texts: Sequence[StreamedText],
         policy: FailurePolicy,
         agent: str,
         listener: Listener = ignore,
@@ -81,8 +81,8 @@ class PendingRequest:
         Raises: the exception that a text failed with, unless the policy is to finalize.
         """
 
-        async def read(text: Text) -> None:
-            self._read_texts[text.mark] = await text.read(self._policy)
+        async def read(text: StreamedText) -> None:
+            self._read_texts[text._mark] = await text._read(self._policy)
 
         # A text that fails is no longer waited for, whatever texts are before it.
         await all_of([partial(read, text) for text in self._texts])
@@ -142,8 +142,8 @@ class PendingRequest:
         self._rendering = rendering = anyio.CancelScope()
         unfinished = [text for text in self._texts if not text.is_complete]
         placeholders = Placeholders(text.name for text in unfinished)
-        replacements = {text.mark: f"{text}" for text in self._texts}
-        replacements |= {text.mark: placeholders.padded(text.name) for text in unfinished}
+        replacements = {text._mark: f"{text}" for text in self._texts}
+        replacements |= {text._mark: placeholders.padded(text.name) for text in unfinished}
         request = {**fields, "messages": replace_marks(self._messages, replacements)}
 
         async def render_and_link() -> None:
@@ -172,15 +172,15 @@ class PendingRequest:
 
         return render_and_link
 
-    def _feed(self, link: Link, texts: Iterable[Text]) -> None:
+    def _feed(self, link: Link, texts: Iterable[StreamedText]) -> None:
         for text in texts:
-            if text.mark in self._read_texts:
+            if text._mark in self._read_texts:
                 # messages() has already settled on this string, even if the text continues (policy
                 # "finalize" after a stall).
-                link.feed(text.name, self._read_texts[text.mark])
+                link.feed(text.name, self._read_texts[text._mark])
                 link.close_slot(text.name)
             else:
-                text.follow(link)
+                text._follow(link)
 
     def _stop_rendering(self) -> bool:
         """Stop rendering the prompt. Return whether it was being rendered."""
@@ -190,7 +190,7 @@ class PendingRequest:
         self._rendering = None
         return True
 
-    def _finalize(self, text: Text, failure: Failure) -> None:
+    def _finalize(self, text: StreamedText, failure: Failure) -> None:
         """End a failed text where it is: let the link do so, or report it if there is no link."""
         if self._link is not None:
             self._link.fail_slot(text.name, failure)  # Does nothing if the slot is closed already.

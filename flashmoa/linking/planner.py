@@ -273,7 +273,7 @@ class LinkPlanner(ABC):
             self, agent, request, own_link, rewritten=rewritten, missed_link=missed_link
         )
         for link in self.waiting_for(agent):
-            call.text.follow(link)
+            call.text._follow(link)
         # The text of a complete call has been delivered by now, unless its team waits for another
         # agent.
         incomplete = [other for other in self.running.values() if not other.text.is_complete]
@@ -514,7 +514,7 @@ class LinkPlanner(ABC):
     def _follow_running(self, link: Link) -> None:
         for call in self.running.values():
             if link.waits_for(call.agent):
-                call.text.follow(link)
+                call.text._follow(link)
 
     def _has_link_for(self, turn: Turn) -> bool:
         link, forecast = self._kept.get(turn.agent, (None, None))

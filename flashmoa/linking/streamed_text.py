@@ -1,4 +1,7 @@
-"""Hold texts that are still being written (:class:`Text`), and find and fill in their marks."""
+"""Hold texts that are still being written, and find and fill in the marks that stand for them.
+
+Of a text, others can read it (:class:`StreamedText`), and write it (:class:`Text`).
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ _BEGUN_TOKEN = re.compile(r":([0-9a-f]{6}|[0-9a-f]{1,5}\Z)")
 _WRAPPED_LENGTH = 100
 _NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
 # All texts of this process that are in use, by the tokens of their marks.
-_TEXTS: WeakValueDictionary[str, Text] = WeakValueDictionary()
+_TEXTS: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
 
 
-class Text:
-    """A text that is being written.
+class StreamedText:
+    """A text that is being written, as its readers have it.
 
     Build prompts of it in an f-string, with ``+``, or in a list that is put into an f-string: the
     text if it is complete, otherwise a mark, is then in its place; with ``join()``, write
@@ -48,17 +51,11 @@ class Text:
     It is no string, so that nothing reads a mark as if it were the text: methods of strings, and
     ``json``, ``re`` and others refuse it. Give them ``await text``. It equals a string once it is
     complete and is that string; as a key it is only itself, and it is always true.
-
-    The writer can use it as a context manager: leaving it closes the text, or fails the text with
-    the exception that was raised.
-
-    Attributes:
-        mark: the string that stands for the text in other strings until it is complete.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name.translate({0x27E6: None, 0x27E7: None})
-        self.mark = f"\u27e6{self.name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7"
+        self._mark = f"\u27e6{self.name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
@@ -68,10 +65,10 @@ class Text:
         self._was_raised = False
         # What readers wait for; there is none while there is no reader.
         self._changed: anyio.Event | None = None
-        _TEXTS[_token(self.mark)] = self
+        _TEXTS[_token(self._mark)] = self
 
     def __str__(self) -> str:
-        return self.written if self.is_complete else self.mark
+        return self.written if self.is_complete else self._mark
 
     # A list in an f-string has the representations of its items.
     __repr__ = __str__
@@ -80,7 +77,7 @@ class Text:
         return self._whole(f"format {spec!r}").__format__(spec) if spec else f"{self!s}"
 
     def __add__(self, other: object) -> str:
-        return f"{self!s}{other!s}" if isinstance(other, str | Text) else NotImplemented
+        return f"{self!s}{other!s}" if isinstance(other, str | StreamedText) else NotImplemented
 
     def __radd__(self, other: object) -> str:
         return f"{other!s}{self!s}" if isinstance(other, str) else NotImplemented
@@ -119,20 +116,6 @@ class Text:
 
     def __await__(self) -> Generator[Any, Any, str]:
         return self.complete().__await__()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.fail(error)
 
     async def __aiter__(self) -> AsyncGenerator[str]:
         """Yield its pieces, from the first one on, as they are written.
@@ -198,7 +181,7 @@ class Text:
         self._raise_if_failed()
         return self.written
 
-    async def read(self, policy: FailurePolicy) -> str:
+    async def _read(self, policy: FailurePolicy) -> str:
         """Wait for the text as a reader with this policy does, and return it.
 
         Raises: the exception that the text failed with, unless the policy is to finalize.
@@ -213,7 +196,7 @@ class Text:
             self._raise_if_failed()
         return self.written
 
-    def write(self, piece: str) -> None:
+    def _write(self, piece: str) -> None:
         """Add the next piece; do nothing if the text has ended."""
         if self._done:
             return
@@ -222,13 +205,13 @@ class Text:
             link.feed(self.name, piece)
         self._notify_readers()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Complete the text as it is now. Repeating this is harmless."""
         for link in self._links:
             link.close_slot(self.name)
         self._end()
 
-    def finish(self, whole: str) -> None:
+    def _finish(self, whole: str) -> None:
         """Complete the text as ``whole``: write the rest of it, and close the text.
 
         If ``whole`` does not begin with the text so far, links that were fed the text end. Do
@@ -238,15 +221,15 @@ class Text:
             return
         if whole.startswith(self.written):
             if whole != self.written:
-                self.write(whole.removeprefix(self.written))
+                self._write(whole.removeprefix(self.written))
         else:
             self._parts = [whole]
             self._is_rewritten = True
             for link in self._links:
                 link.end("abort")
-        self.close()
+        self._close()
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End the text with a failure; each link that waits for it acts by its policy.
 
         If its writer was cancelled, readers get :class:`UpstreamCancelled`: they are not cancelled
@@ -263,7 +246,7 @@ class Text:
             link.fail_slot(self.name, classify_failure(error))
         self._end()
 
-    def follow(self, link: Link) -> None:
+    def _follow(self, link: Link) -> None:
         """Feed the whole text to a link: what is written already, and what will be.
 
         Call this again if the link's prompt is replaced, since the new prompt's slots are empty.
@@ -309,6 +292,33 @@ class Text:
             self._changed = None
 
 
+class Text(StreamedText):
+    """A text that you write.
+
+    As a context manager, leaving it closes the text, or fails the text with the exception that was
+    raised.
+    """
+
+    write = StreamedText._write
+    close = StreamedText._close
+    finish = StreamedText._finish
+    fail = StreamedText._fail
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+
 def find_marks(value: Any) -> list[str]:
     """Return the marks in the strings of a value, in order, each one once.
 
@@ -319,7 +329,7 @@ def find_marks(value: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
+def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedText]:
     """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`.
 
     Raises: ValueError if a value has the mark of another text, or one that was changed, as by
@@ -328,7 +338,7 @@ def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
     marks = find_marks(value)
     for mark in marks:
         text = _TEXTS.get(_token(mark))
-        if mark not in texts and text is not None and text.mark == mark:
+        if mark not in texts and text is not None and text._mark == mark:
             raise ValueError(
                 f"{text.name!r} is a text of another workflow; await it, and use the string"
             )
@@ -346,7 +356,7 @@ def find_texts(value: Any, texts: Mapping[str, Text]) -> list[Text]:
     return [texts[mark] for mark in marks if mark in texts]
 
 
-def _find_broken_mark(strings: Sequence[str]) -> tuple[Text, str] | None:
+def _find_broken_mark(strings: Sequence[str]) -> tuple[StreamedText, str] | None:
     """Return a text of whose mark a string has a part, or a changed form, and that string."""
     hexes = [
         (found.lower(), string)
@@ -359,7 +369,7 @@ def _find_broken_mark(strings: Sequence[str]) -> tuple[Text, str] | None:
         return None
     # Other threads may make texts meanwhile.
     alive = [text for each in _TEXTS.valuerefs() if (text := each()) is not None]
-    by_token = {_token(text.mark): text for text in alive}
+    by_token = {_token(text._mark): text for text in alive}
     for run, string in hexes:
         for start in range(len(run) - _TOKEN_LENGTH + 1):
             if text := by_token.get(run[start : start + _TOKEN_LENGTH]):
@@ -378,9 +388,9 @@ def _find_broken_mark(strings: Sequence[str]) -> tuple[Text, str] | None:
     return None
 
 
-def _beginning(text: Text, part: str) -> str:
+def _beginning(text: StreamedText, part: str) -> str:
     """Return as much of a mark as ends with so much of its token."""
-    return text.mark[: len(text.name) + 2 + len(part)]
+    return text._mark[: len(text.name) + 2 + len(part)]
 
 
 def _token(mark: str) -> str:
@@ -389,8 +399,8 @@ def _token(mark: str) -> str:
 
 def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
     """Return a value (see :func:`find_marks`) with marks replaced; others stay."""
-    if isinstance(value, Text):
-        value = value.mark
+    if isinstance(value, StreamedText):
+        value = value._mark
     if isinstance(value, str):
         return _MARK.sub(lambda mark: replacements.get(mark.group(), mark.group()), value)
     if isinstance(value, Mapping):
@@ -402,8 +412,8 @@ def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, Text):
-        yield value.mark
+    if isinstance(value, StreamedText):
+        yield value._mark
     elif isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -226,14 +226,14 @@ class Agent(Answer):
                     await self._write_in_rounds(prompt)
                 else:
                     await self._write_at_once(prompt)
-                self.close()
+                self._close()
             except Exception as error:
                 self.error = error
-                self.fail(error)
+                self._fail(error)
             finally:
                 self.asked.set()
                 # This has no effect on an answer that is complete or has failed.
-                self.fail(UpstreamCancelled(f"{self.name} was cancelled"))
+                self._fail(UpstreamCancelled(f"{self.name} was cancelled"))
                 if self._announced is not None:
                     await self._announced.release()
 
@@ -277,7 +277,7 @@ class Agent(Answer):
                 break
             self._announced = self._announced or announce_next()
         if rest := self._stops.end():
-            self.write(rest)
+            self._write(rest)
             self.record.steps[-1].text += rest
 
     async def _write_step(self, step: StaircaseRound, messages: Messages, size: int | None) -> None:
@@ -422,7 +422,7 @@ class Agent(Answer):
         return {name: max(1, min(known))} if known else {}
 
     @contextmanager
-    def reading(self) -> Generator[None]:
+    def _reading(self) -> Generator[None]:
         """Keep the time limits of a request while its answer is read.
 
         An answer that has a finish reason is complete, even if its usage does not arrive.
@@ -450,7 +450,7 @@ class Agent(Answer):
         if whole.cancelled_caught:
             self.finish_reason = "length"
 
-    def take(self, delta: Delta) -> bool:
+    def _take(self, delta: Delta) -> bool:
         """Add a step of the answer. Return whether more of it is wanted."""
         request, record = self._requests[-1], self.record
         self.usage = request.usage = delta.usage or request.usage
@@ -466,7 +466,7 @@ class Agent(Answer):
         if delta.text:
             self._begin_text(request)
             if piece := self._stops.add(delta.text):
-                self.write(piece)
+                self._write(piece)
         if self._stops.found:
             self.finish_reason = "stop"
             return False

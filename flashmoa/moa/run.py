@@ -17,8 +17,9 @@ from typing import Any, TypedDict
 
 import anyio
 
-from flashmoa import Text, UpstreamCancelled, Workflow
+from flashmoa import UpstreamCancelled, Workflow
 from flashmoa.linking.link import Ahead
+from flashmoa.linking.streamed_text import StreamedText
 from flashmoa.moa.agent import Agent, Inquiry
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers
@@ -476,7 +477,7 @@ async def _fill_slots(
     ]
 
 
-async def _wait_for_text(text: Text) -> None:
+async def _wait_for_text(text: StreamedText) -> None:
     """Return when a text has begun. Raises: ValueError if it ends empty; the text's own error."""
     async for _ in text:
         return

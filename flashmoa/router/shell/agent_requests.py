@@ -60,7 +60,7 @@ class AgentRequest:
             raise BadRequest(f"a part of a prompt has text or an agent's name; {part!r} has none")
         if name not in self.marks and len(self.marks) == _MAX_AGENTS:
             raise BadRequest(f"a prompt may read at most {_MAX_AGENTS} agents; split it")
-        return self.marks.setdefault(name, Text("agent").mark)
+        return self.marks.setdefault(name, f"{Text('agent')}")
 
 
 def parse_request(path: str, body: Mapping[str, Any]) -> AgentRequest:

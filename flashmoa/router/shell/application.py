@@ -298,7 +298,7 @@ class EarlyPrefill:
                 add_special_tokens=not self._request.is_chat,
             )
             for answer in self._answers.values():
-                answer.follow(self._link)
+                answer._follow(self._link)
             await self._link.run()
 
     async def finish(self) -> Prefilled | None:

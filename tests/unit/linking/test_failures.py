@@ -81,23 +81,23 @@ async def test_reading_a_failed_text_follows_the_readers_policy() -> None:
     text.write("so far")
     with pytest.raises(TimeoutError):
         with anyio.fail_after(0.05):
-            await text.read(FailurePolicy(stall_seconds=0.01))
+            await text._read(FailurePolicy(stall_seconds=0.01))
     stalled = FailurePolicy(stall="finalize", stall_seconds=0.01)
-    assert await text.read(stalled) == "so far"
+    assert await text._read(stalled) == "so far"
     text.fail(ValueError("broken"))
     text.write(" and no further")
     text.close()
-    assert await text.read(FailurePolicy(error="finalize")) == "so far"
+    assert await text._read(FailurePolicy(error="finalize")) == "so far"
     for policy in (FailurePolicy(), FailurePolicy(timeout="finalize")):
         with pytest.raises(ValueError, match="broken"):
-            await text.read(policy)
-    assert not text.is_complete and f"{text}" == text.mark
+            await text._read(policy)
+    assert not text.is_complete and f"{text}" == text._mark
 
 
 def test_marks_of_texts_are_found_and_replaced() -> None:
-    texts = {text.mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
+    texts = {text._mark: text for text in (Text("one"), Text("tw:o"), Text("th\u27e6re\u27e7e"))}
     one, two, three = texts
-    assert [t.mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]
+    assert [t._mark for t in find_texts([f"{two} {one}", f"x{two}"], texts)] == [two, one]
     assert find_texts(["\u27e6one:0123456789abcdef\u27e7"], texts) == []
     for cut in (one[:-1], two[1:]):
         with pytest.raises(ValueError, match="was changed before it was complete"):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 async def test_leaving_a_text_closes_it() -> None:
     with Text("draft") as text:
         text.write("a plan")
-        assert not text.is_over and f"{text}" == text.mark
+        assert not text.is_over and f"{text}" == text._mark
     assert text.is_over and text.is_complete
     assert f"{text}" == await text == "a plan"
 
@@ -75,7 +75,7 @@ async def test_a_reader_of_pieces_is_told_if_another_text_took_their_place() -> 
 async def test_a_complete_text_stands_for_its_string() -> None:
     text, other = Text("draft"), Text("other")
     assert text != "yes" and text != other and text == text
-    assert f"{text}" == repr(text) == text.mark and text != text.mark
+    assert f"{text}" == repr(text) == text._mark and text != text._mark
     for use in (lambda: pickle.dumps(text), lambda: f"{text:>5}"):
         with pytest.raises(TypeError, match=r"'draft' is not complete.* await it first"):
             use()
@@ -151,7 +151,7 @@ async def test_a_text_has_no_length_characters_or_methods_of_strings(is_complete
 )
 async def test_brackets_and_numbers_of_a_prompt_are_no_marks(prompt: str) -> None:
     texts = [Text(f"answer-{number}") for number in range(2000)]
-    assert find_texts([prompt], {text.mark: text for text in texts}) == []
+    assert find_texts([prompt], {text._mark: text for text in texts}) == []
 
 
 async def test_finding_texts_does_not_read_all_texts_for_each_string(

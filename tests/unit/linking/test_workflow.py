@@ -93,6 +93,22 @@ async def test_answer_that_is_cut_off_fails_and_no_one_reads_it(model: str, prob
     assert engine.contents == ["?"]
 
 
+async def test_answers_are_only_read_and_texts_are_written() -> None:
+    async with workflow(Engine()) as flow:
+        answer, text = flow.ask(user("?"), model="stop"), flow.text()
+        written = flow.version(answer)
+        for name in ("write", "close", "finish", "fail", "__enter__"):
+            assert not hasattr(answer, name)
+            assert hasattr(text, name) and hasattr(written, name)
+        reader = flow.ask(user(f"{text} {written} {answer.name}"), model="stop")
+        text.write("Read ")
+        text.finish("Read this:")
+        written.write(await answer)
+        written.close()
+        assert await reader == "It is 18."
+    assert answer.finish_reason == "stop"
+
+
 async def test_text_that_could_not_be_replaced_is_refused() -> None:
     async with workflow(Engine()) as flow, workflow(Engine()) as other:
         foreign, draft = other.text("foreign"), flow.text("draft")

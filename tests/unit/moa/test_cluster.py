@@ -56,8 +56,8 @@ def members(*texts: str | None) -> list[Member]:
     for place, text in enumerate(texts):
         agent = Agent(inquiry, 0, place, Model(EngineClient("http://127.0.0.1:9")))
         if text is not None:
-            agent.write(text)
-            agent.close()
+            agent._write(text)
+            agent._close()
         result.append(Member(agent, [AnswerSlot(Text(f"slot {place}"))]))
     return result
 
@@ -102,7 +102,7 @@ async def test_pending_decision_is_cancelled_when_no_other_answer_can_come(
 ) -> None:
     agents = members("one", *others)
     for member in agents if others[0] is None else ():
-        member.agent.fail(RuntimeError("gone"))
+        member.agent._fail(RuntimeError("gone"))
     with anyio.fail_after(10):
         cluster = await run_cluster(agents, EarlyExit(EndlessEmbedder()))
     assert [member.used for member in agents] == [True, *(text is not None for text in others)]
@@ -113,7 +113,7 @@ async def test_a_pending_decision_does_not_keep_the_next_answer_from_streaming()
     agents = members("one", None, None)
     async with anyio.create_task_group() as group:
         group.start_soon(run_cluster, agents, EarlyExit(EndlessEmbedder()))
-        agents[1].agent.write("two")
+        agents[1].agent._write("two")
         await anyio.wait_all_tasks_blocked()
         assert agents[0].slots[0].text.is_complete
         assert agents[1].slots[0].text.written == "two"
@@ -146,8 +146,8 @@ async def test_quorum_waits_until_enough_answers_are_complete() -> None:
         group.start_soon(run_cluster, agents, None, Quorum(2, 0.0))
         await anyio.wait_all_tasks_blocked()
         assert [member.used for member in agents] == [True, None, None]
-        agents[1].agent.write("two")
-        agents[1].agent.close()
+        agents[1].agent._write("two")
+        agents[1].agent._close()
     assert [member.used for member in agents] == [True, True, False]
 
 
@@ -160,11 +160,11 @@ async def test_answers_are_copied_before_their_room_is_known() -> None:
     cluster = Cluster(agents, find_room=room)
     async with anyio.create_task_group() as group:
         group.start_soon(cluster.run)
-        agents[1].agent.write("two")
+        agents[1].agent._write("two")
         await anyio.wait_all_tasks_blocked()
         assert [member.slots[0].text.written for member in agents] == ["one", "two"]
         assert not any(member.slots[0].text.is_over for member in agents)
-        agents[1].agent.close()
+        agents[1].agent._close()
         known.set()
     assert all(member.slots[0].text.is_complete for member in agents)
 

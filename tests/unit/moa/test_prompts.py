@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa import Text, Workflow
 from flashmoa.engine import EngineClient, EngineTimeout
 from flashmoa.moa import Steps
 from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares
-from flashmoa.workflow import Answer, Workflow
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -55,7 +55,7 @@ def test_fair_shares_cut_only_the_longest_to_one_length(lengths: list[int], room
         assert max(shares) - min(cut) <= 1 and sum(shares) == max(0, room)
 
 
-def chunked(flow: Workflow, answer: Answer) -> ChunkedText:
+def chunked(flow: Workflow, answer: Text) -> ChunkedText:
     return ChunkedText(flow, answer, "1. ", Steps(first=1))
 
 
@@ -71,7 +71,7 @@ async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
     whole = "".join(chr(97 + n % 26) for n in range(150))
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
         for size in (1, 7, 150):
-            answer = Answer("p")
+            answer = Text("p")
             for begin in range(0, len(whole), size):
                 answer.write(whole[begin : begin + size])
             answer.close()
@@ -86,7 +86,7 @@ async def test_chunks_do_not_depend_on_the_pieces_of_a_text() -> None:
 @pytest.mark.anyio
 async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Answer("slow")
+        answer = Text("slow")
         answer.write("abcdef")
         answer.fail(EngineTimeout("it stalled: nothing came for 0.01 s"))
         proposal = chunked(flow, answer)
@@ -100,7 +100,7 @@ async def test_stalled_answer_has_the_chunks_written_so_far() -> None:
 @pytest.mark.parametrize("error", [None, ValueError("no such model")])
 async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | None) -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Answer("mute")
+        answer = Text("mute")
         answer.close() if error is None else answer.fail(error)
         proposal = chunked(flow, answer)
         await proposal.cut()
@@ -111,7 +111,7 @@ async def test_answer_without_text_has_failed_with_a_reason(error: ValueError | 
 @pytest.mark.anyio
 async def test_prompt_refuses_two_versions_of_one_answer() -> None:
     async with EngineClient("http://127.0.0.1:9") as engine, Workflow(engine) as flow:
-        answer = Answer("writer")
+        answer = Text("writer")
         one, other = flow.version(answer), flow.version(answer)
         assert one.name == other.name == "writer"
         with pytest.raises(ValueError, match="two versions of one answer: writer, writer"):

@@ -14,6 +14,7 @@ your own engines:
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from autogen_agentchat.agents import AssistantAgent

@@ -126,10 +126,11 @@ class ObservedCall:
             observers offer one, the last one's is used, and the others release theirs.
         expected_output_tokens: see :class:`CallObserver`.
         takes_text: see :class:`CallObserver`.
-        usage: the token usage that the engine has reported; ``None`` until it has.
+        answer: the answer that came over the network, if :meth:`making` was used; ``None`` until it
+            is complete.
     """
 
-    usage: PromptUsage | None = None
+    answer: CallResult | None = None
 
     def __init__(self, observers: Sequence[CallObserver], hold_reason: str | None) -> None:
         self._observers = observers
@@ -146,6 +147,11 @@ class ObservedCall:
         self.prompt_stream_id = offers[-1].prompt_stream_id if offers else None
         for observer in reversed(offers[:-1]):
             observer.release_stream()
+
+    @property
+    def usage(self) -> PromptUsage | None:
+        """The token usage that the engine has reported; ``None`` until it has."""
+        return self.answer.usage if self.answer is not None else None
 
     def making(self) -> AbstractContextManager[None]:
         """Attribute the requests of this context to the call; see :func:`current_call`."""
@@ -252,7 +258,7 @@ class _CallAttempt(CallObserver):
             self._call.add_text(text[len(known) :])
 
     def on_finish(self, result: CallResult) -> None:
-        self._call.usage = result.usage
+        self._call.answer = result
 
 
 class OutputLengths:

@@ -15,4 +15,5 @@ async def test_the_newest_frameworks_answer_the_same_linked(
     engine: LocalEngine, downstream: LocalEngine
 ) -> None:
     urls = f"{engine.url} {downstream.url}"
-    await run_frameworks("test_frameworks.py", "test_tools.py", FLASHMOA_ENGINES=urls)
+    files = "test_frameworks.py", "test_tools.py", "test_adk.py"
+    await run_frameworks(*files, FLASHMOA_ENGINES=urls)

@@ -1,0 +1,193 @@
+"""Test the adapter for Google ADK on real engines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, RunConfig, SequentialAgent
+from google.adk.agents.run_config import StreamingMode
+from google.adk.runners import InMemoryRunner
+from google.genai import types
+
+from flashmoa._concurrency import all_of
+from flashmoa.adapters.conformance import check_adapter, status
+from flashmoa.adk import FlashMoALlm, LinkPlugin
+from flashmoa.engine import EngineClient
+from flashmoa.observe import Event, Listener
+from flashmoa.observe.calls import calls
+from tests.frameworks.conftest import URLS
+
+pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+TASK = "Plan three days in Nepal for two people."
+Models = tuple[FlashMoALlm, FlashMoALlm]
+Build = Callable[[Models, str], Any]
+
+
+@asynccontextmanager
+async def open_models(extra_body: dict[str, Any]) -> AsyncGenerator[Models]:
+    first, second = (FlashMoALlm(model="tiny", base_url=url, extra_body=extra_body) for url in URLS)
+    try:
+        yield first, second
+    finally:
+        await first.close()
+        await second.close()
+
+
+def agent(name: str, model: FlashMoALlm, guide: str, tokens: int = 40, **more: Any) -> LlmAgent:
+    settings = types.GenerateContentConfig(temperature=0, max_output_tokens=tokens)
+    more = {"instruction": f"{guide}\nYou are {name}.", **more}
+    return LlmAgent(name=name, model=model, generate_content_config=settings, **more)
+
+
+def chain(models: Models, guide: str) -> Any:
+    places = (("planner", 0), ("local", 0), ("summary", 1))
+    return SequentialAgent(
+        name="root", sub_agents=[agent(name, models[place], guide) for name, place in places]
+    )
+
+
+def fan(models: Models, guide: str) -> Any:
+    """Make a team whose last agent reads the keys of others, and the message that comes last."""
+    reviewers = [
+        agent(name, models[place], guide, tokens, output_key=name)
+        for name, place, tokens in (("one", 0, 80), ("two", 1, 8))
+    ]
+    parallel = ParallelAgent(name="both", sub_agents=reviewers)
+    reads = {"instruction": guide + "\nFirst: {one}\nSecond: {two}", "include_contents": "none"}
+    return SequentialAgent(
+        name="root",
+        sub_agents=[
+            agent("planner", models[0], guide), parallel, agent("chair", models[1], guide, **reads),
+        ],
+    )  # fmt: skip
+
+
+def loop(models: Models, guide: str) -> Any:
+    both = [agent("writer", models[0], guide), agent("critic", models[1], guide)]
+    return LoopAgent(name="root", max_iterations=2, sub_agents=both)
+
+
+def tools(models: Models, guide: str) -> Any:
+    """Make a team whose first agent calls a tool, and whose others read the call, too."""
+
+    def look(far: bool) -> str:
+        """Look."""
+        return f"A fine place, far: {far}."
+
+    def force(callback_context: Any, llm_request: Any) -> None:
+        is_first = not any(part.function_response for part in llm_request.contents[-1].parts)
+        choice = types.FunctionCallingConfig(mode="ANY" if is_first else "NONE")
+        llm_request.config.tool_config = types.ToolConfig(function_calling_config=choice)
+
+    looker = agent("looker", models[0], guide, 100, tools=[look], before_model_callback=force)
+    rest = [agent(name, models[1], guide) for name in ("local", "summary")]
+    return SequentialAgent(name="root", sub_agents=[looker, *rest])
+
+
+async def run_team(build: Build, guide: str, stream: bool, listener: Listener | None) -> list[str]:
+    plugins = [] if listener is None else [LinkPlugin(listener=listener)]
+    config = RunConfig(streaming_mode=StreamingMode.SSE if stream else StreamingMode.NONE)
+    # A call of a tool ends with its grammar.
+    body = {"parallel_tool_calls": False} if build is tools else {"ignore_eos": True}
+    async with open_models(body) as models:
+        runner = InMemoryRunner(agent=build(models, guide), app_name="test", plugins=plugins)
+        texts: dict[str, str] = {}
+        try:
+            async for event in await begin(runner, run_config=config):
+                if not event.partial and event.content:
+                    text = "".join(part.text or "" for part in event.content.parts or [])
+                    texts[f"{len(texts)} {event.author}" if build is loop else event.author] = text
+        finally:
+            await runner.close()
+    return [texts[name] for name in sorted(texts)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("build", "linkable"), [(chain, 2), (fan, 3), (loop, 3), (tools, 2)])
+async def test_a_team_conforms(build: Build, linkable: int, stream: bool, guide: str) -> None:
+    team = partial(run_team, build, guide[:2000], stream)
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(EngineClient(url)) for url in URLS]
+        events = await check_adapter(team, engines, linkable=linkable)
+    print(build.__name__, [(call.agent, status(call)) for call in calls(events)])
+
+
+@pytest.mark.parametrize("how", ["left", "fails", "cancelled"])
+async def test_a_run_that_does_not_end_well_leaves_nothing_and_the_next_is_linked(
+    how: str, guide: str
+) -> None:
+    async with open_models({"ignore_eos": True}) as models:
+        events: list[Event] = []
+        team = chain(models, guide[:2000])
+        if how == "fails":
+            team.sub_agents[1].before_model_callback = fail_once()
+        plugin = LinkPlugin(listener=events.append)
+        runner = InMemoryRunner(agent=team, app_name="test", plugins=[plugin])
+        with pytest.raises(LookupError) if how == "fails" else anyio.CancelScope() as scope:
+            async with aclosing(await begin(runner)) as run:
+                async for event in run:
+                    if how == "left" and event.author == "planner":
+                        break
+                    if how == "cancelled":
+                        scope.cancel()
+        assert not plugin._runs
+        for model in models:
+            with anyio.fail_after(30):
+                while (await model.engine.info()).prompt_streams:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+        events.clear()
+        # Two runs at once, in two sessions.
+        await all_of([partial(_read, await begin(runner)) for _ in range(2)])
+        await runner.close()
+    found = Counter((call.agent, status(call)) for call in calls(events))
+    assert found["planner", "unlinked"] == 2 and found["summary", "hit"] == 2
+    assert found["local", "hit"] == (0 if how == "fails" else 2)
+
+
+async def test_code_of_the_users_is_not_run_for_a_forecast(
+    guide: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+
+    def instruct(context: Any) -> str:
+        asked.append(context.agent_name)
+        return guide[:2000]
+
+    async with open_models({"ignore_eos": True}) as models:
+        team = chain(models, guide[:2000])
+        team.sub_agents[1].instruction = instruct
+        runner = InMemoryRunner(agent=team, app_name="test", plugins=[LinkPlugin()])
+        await _read(await begin(runner))
+        await runner.close()
+    assert asked == ["local"]
+    assert "local runs unlinked: predicting its prompt would run its instruction" in caplog.text
+
+
+async def _read(events: AsyncGenerator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+async def begin(runner: InMemoryRunner, **more: Any) -> AsyncGenerator[Any]:
+    """Begin a run in a session of its own."""
+    session = await runner.session_service.create_session(app_name="test", user_id="me")
+    message = types.Content(role="user", parts=[types.Part(text=TASK)])
+    return runner.run_async(user_id="me", session_id=session.id, new_message=message, **more)
+
+
+def fail_once() -> Callable[..., None]:
+    """Make a callback before a model that raises an exception the first time."""
+    errors = iter([LookupError("once")])
+
+    def callback(callback_context: Any, llm_request: Any) -> None:
+        for error in errors:
+            raise error
+
+    return callback

@@ -55,6 +55,7 @@ async def test_the_chain_example_is_the_same_in_every_mode(
     assert all(run.texts == runs[0].texts for run in runs)
     compared = comparison.Comparison(runs)
     compared.save(tmp_path / "chain.json")
+    assert compared.sentence().startswith("Linked, the chain took")
     assert '"same_text": true' in (tmp_path / "chain.json").read_text()
     usage = runs[-1].calls[-1].usage
     assert usage.prompt_stream.status == "hit"

@@ -64,7 +64,7 @@ async def test_one_forward_computes_increments_of_many_streams(
         linked.append(answer)
         increments += ends(usage)
     assert len(increments) >= STREAMS
-    assert len(set(increments)) < STREAMS
+    assert len(set(increments)) < len(increments)
     await client.flush_cache()
     assert linked == [(await generate(client, text, 8))[0] for text in texts]
 

@@ -10,8 +10,8 @@ from agent_framework.orchestrations import SequentialBuilder
 from engines import GUIDE, one_engine, one_engine_arguments, run_program
 
 from flashmoa.agent_framework import FlashMoAChatClient, link
-from flashmoa.observe import Listener, ignore
-from flashmoa.observe.events import CallFinished
+from flashmoa.observe import Listener
+from flashmoa.observe.events import CallFinished, ignore
 
 TASK = "Plan three days in Nepal for two people who like walking and food."
 ROLES = {

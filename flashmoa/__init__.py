@@ -8,10 +8,7 @@ teams; this package itself does not depend on any agent framework.
 from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.errors import FlashMoAError
 from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
-from flashmoa.linking.link import Link
 from flashmoa.linking.options import LinkOptions
-from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.streamed_text import Text
 from flashmoa.workflow import Answer, Workflow
 
@@ -23,11 +20,7 @@ __all__ = [
     "EngineSettings",
     "FailurePolicy",
     "FlashMoAError",
-    "Link",
     "LinkOptions",
-    "PendingRequest",
-    "Prompt",
-    "Slot",
     "Text",
     "UpstreamCancelled",
     "Workflow",

@@ -52,7 +52,8 @@ from flashmoa.adapters import (
     first_request,
     observe_completions,
 )
-from flashmoa.engine import EngineSettings, self_hosted_url
+from flashmoa.engine import EngineSettings
+from flashmoa.engine.connections import self_hosted_url
 from flashmoa.linking.forecasts import Writers
 from flashmoa.observe import Listener
 from flashmoa.observe.report import Reported

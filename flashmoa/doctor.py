@@ -20,17 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 
 import flashmoa
-from flashmoa.engine import (
-    BadAnswer,
-    EngineClient,
-    EngineError,
-    EngineInfo,
-    EngineUnreachable,
-    PluginMissing,
-    RequestRefused,
-    StreamUse,
-    engine_url,
-)
+from flashmoa.engine import EngineClient, EngineInfo, StreamUse
+from flashmoa.engine.connections import engine_url
+from flashmoa.errors import BadAnswer, EngineError, EngineUnreachable, PluginMissing, RequestRefused
 from flashmoa.linking.prompt import NotForecastable, Placeholders
 from flashmoa.observe import Event, LinkClosed
 from flashmoa.workflow import Workflow

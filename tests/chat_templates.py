@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from flashmoa.engine import MalformedRequest
+from flashmoa.errors import MalformedRequest
 
 CHATML = """
 {%- if tools %}<|im_start|>system

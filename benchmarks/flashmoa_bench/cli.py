@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)

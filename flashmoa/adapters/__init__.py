@@ -55,10 +55,11 @@ from flashmoa.linking.forecasts import (
     Turn,
     first_request,
 )
+from flashmoa.linking.link import Link
 from flashmoa.linking.linked_team import LinkedTeam, LinkedTeams, listen_for
 from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
+from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
 from flashmoa.openai_http import observe_completions
@@ -70,6 +71,7 @@ __all__ = [
     "ChatRequest",
     "EngineClient",
     "Forecast",
+    "Link",
     "LinkOptions",
     "LinkPlanner",
     "LinkSettings",
@@ -83,6 +85,7 @@ __all__ = [
     "Report",
     "RequestAfterTools",
     "RequestCaptured",
+    "Slot",
     "Turn",
     "current_attempts",
     "end_trace",

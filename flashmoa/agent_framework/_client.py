@@ -31,7 +31,8 @@ from flashmoa.adapters import (
     current_attempts,
     observe_completions,
 )
-from flashmoa.engine import EngineSettings, self_hosted_url
+from flashmoa.engine import EngineSettings
+from flashmoa.engine.connections import self_hosted_url
 from flashmoa.openai_http import advising
 
 # Token counts that the framework's usage lacks; see ``PromptUsage``.

@@ -12,10 +12,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from flashmoa.autogen._calls import EngineUsage
-from flashmoa.autogen._client import (
-    FlashMoAChatCompletionClient,
-    FlashMoAClientConfigurationConfigModel,
-)
+from flashmoa.autogen._client import FlashMoAChatCompletionClient
 from flashmoa.autogen._team_link import TeamLink, link
 from flashmoa.autogen._team_members import SELECTOR_PROMPT
 
@@ -23,7 +20,6 @@ __all__ = [
     "SELECTOR_PROMPT",
     "EngineUsage",
     "FlashMoAChatCompletionClient",
-    "FlashMoAClientConfigurationConfigModel",
     "TeamLink",
     "link",
 ]

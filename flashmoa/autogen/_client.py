@@ -29,27 +29,20 @@ from flashmoa.autogen._calls import (
     score_call,
     why_held_back,
 )
-from flashmoa.engine import (
-    EngineClient,
-    EngineError,
-    EngineSettings,
-    EngineTimeout,
-    EngineUnreachable,
-    RequestRefused,
-    kv_namespace,
-    self_hosted_url,
-)
-from flashmoa.engine.connections import verification
+from flashmoa.engine import EngineClient, EngineSettings, kv_namespace
+from flashmoa.engine.connections import self_hosted_url, verification
 from flashmoa.engine.plain import Models
 from flashmoa.engine.refusals import Answer, bad_answer, read_answer, translate_errors
 from flashmoa.engine.wire import PromptTokens
+from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
 from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, current_attempts
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.linked_team import LinkedTeams
 from flashmoa.linking.prompt_feed import warn_once
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
+from flashmoa.observe.events import contained, ignore
 from flashmoa.openai_http import advising, observe_completions
 from flashmoa.scoring import Candidate, Scores
 

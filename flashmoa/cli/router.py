@@ -18,7 +18,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flashmoa.cli.ports import api_url, bind, port_problem
-from flashmoa.engine import engine_url
+from flashmoa.engine.connections import engine_url
 from flashmoa.router.cache_tables import SATURATION_MARGIN
 from flashmoa.router.dispatcher import MAX_WAITING
 from flashmoa.router.policy import PATIENCE, PrefixAware

@@ -18,7 +18,9 @@ import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from flashmoa.engine import EngineClient, EngineError, self_hosted_url
+from flashmoa.engine import EngineClient
+from flashmoa.engine.connections import self_hosted_url
+from flashmoa.errors import EngineError
 from flashmoa.scoring import Scorer
 from flashmoa.scoring.bulk import NotResumable, Totals, score_file
 

@@ -1,7 +1,6 @@
-"""Talk to SGLang servers: a typed client, its answers as types, and its errors."""
+"""Talk to SGLang servers: a typed client, and its answers as types."""
 
 from flashmoa.engine.client import EngineClient, EngineSettings
-from flashmoa.engine.connections import engine_url, self_hosted_url
 from flashmoa.engine.wire import (
     Costs,
     Delta,
@@ -15,49 +14,19 @@ from flashmoa.engine.wire import (
     kv_namespace,
     prompt_fields,
 )
-from flashmoa.errors import (
-    BadAnswer,
-    EngineDraining,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    MalformedRequest,
-    PluginMissing,
-    PromptTooLarge,
-    RequestRefused,
-    StreamGone,
-    StreamOutOfOrder,
-    StreamUnknown,
-    TooManyStreams,
-)
 
 __all__ = [
-    "BadAnswer",
     "Costs",
     "Delta",
     "EngineClient",
-    "EngineDraining",
-    "EngineError",
     "EngineInfo",
     "EngineSettings",
-    "EngineTimeout",
-    "EngineUnreachable",
     "KvState",
-    "MalformedRequest",
-    "PluginMissing",
     "Prefilled",
-    "PromptTooLarge",
     "PromptUsage",
-    "RequestRefused",
     "Span",
-    "StreamGone",
-    "StreamOutOfOrder",
     "StreamState",
-    "StreamUnknown",
     "StreamUse",
-    "TooManyStreams",
-    "engine_url",
     "kv_namespace",
     "prompt_fields",
-    "self_hosted_url",
 ]

@@ -9,13 +9,8 @@ from typing import Any
 
 import anyio
 
-from flashmoa.engine import (
-    EngineClient,
-    MalformedRequest,
-    PromptTooLarge,
-    kv_namespace,
-    prompt_fields,
-)
+from flashmoa.engine import EngineClient, kv_namespace, prompt_fields
+from flashmoa.errors import MalformedRequest, PromptTooLarge
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 
 # Names of agents that write at the same time, and so finish in any order.

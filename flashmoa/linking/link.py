@@ -14,7 +14,8 @@ from typing import Literal
 
 import anyio
 
-from flashmoa.engine import EngineClient, PluginMissing, StreamState
+from flashmoa.engine import EngineClient, StreamState
+from flashmoa.errors import PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import (
@@ -31,9 +32,8 @@ from flashmoa.observe import (
     LinkOpened,
     Listener,
     UpstreamFailed,
-    contained,
-    ignore,
 )
+from flashmoa.observe.events import contained, ignore
 
 logger = logging.getLogger(__name__)
 

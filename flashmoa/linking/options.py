@@ -10,12 +10,13 @@ from typing import TypedDict, get_args
 
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.link import Ahead
-from flashmoa.observe import Listener, ignore
+from flashmoa.observe import Listener
+from flashmoa.observe.events import ignore
 from flashmoa.observe.trace import add_trace
 
 
 class LinkOptions(TypedDict, total=False):
-    """Says how calls are linked: the keywords of each ``link``, of ``run`` and of ``Workflow``.
+    """Says how calls are linked: keywords of all that links, as ``link``, ``run``, ``Workflow``.
 
     Attributes:
         ahead: how much of a prompt is prefilled before its request: ``text``, the default: also

@@ -9,14 +9,16 @@ from typing import Any
 import anyio
 
 from flashmoa._concurrency import all_of, run_cancelled
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient
+from flashmoa.errors import PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy
 from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
 from flashmoa.linking.streamed_text import StreamedText, replace_marks
-from flashmoa.observe import Listener, UpstreamFailed, ignore
+from flashmoa.observe import Listener, UpstreamFailed
+from flashmoa.observe.events import ignore
 
 Messages = list[dict[str, Any]]
 # Work to run in the background while a request waits.

@@ -19,7 +19,8 @@ from functools import partial
 import anyio
 
 from flashmoa._concurrency import SingleFlight, TaskHost
-from flashmoa.engine import EngineClient, EngineError, PluginMissing
+from flashmoa.engine import EngineClient
+from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
@@ -127,7 +128,8 @@ class LinkPlanner(ABC):
     Args:
         listener: receives the events.
         settings: says what is linked ahead, and what happens when agents fail.
-        kv_share: the share of an engine's KV pool for links to agents that need not be next.
+        kv_share: the share, from 0 to 1, of an engine's KV pool for links to agents that need not
+            be next.
 
     Attributes:
         streams: whether text is streamed into links; if not, links only send what is known
@@ -139,8 +141,6 @@ class LinkPlanner(ABC):
 
     Planning runs in the background of the agents' calls: no call waits for a link, and a failure
     costs only the link.
-
-    Raises: ValueError if ``kv_share`` is not between 0 and 1.
     """
 
     def __init__(

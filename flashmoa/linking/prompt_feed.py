@@ -415,7 +415,7 @@ class PlainFeed(Feed):
             text = (
                 "%s has not kept the prompt that was prefilled there: of %d tokens it found %d in "
                 "its prefix cache. Nothing is prefilled there for a minute. Is its prefix cache "
-                'on? If not, without_plugin="off" saves these requests.'
+                'on? If not, EngineSettings(without_plugin="off") saves these requests.'
             )
             logger.log(warn_once(self._url, "forgets"), text, self._url, before, cached)
 

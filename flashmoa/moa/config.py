@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as validated
 
 from flashmoa import EngineClient, FlashMoAError
-from flashmoa.engine import engine_url
+from flashmoa.engine.connections import engine_url
 from flashmoa.moa.early_exit import EarlyExit, EngineEmbedder
 from flashmoa.moa.models import Fallback, Model
 from flashmoa.moa.prompts import AggregationPrompt, DebatePrompt, Layout, Memory

@@ -10,7 +10,8 @@ from typing import Any
 import anyio
 
 from flashmoa import EngineClient
-from flashmoa.engine import EngineError, prompt_fields
+from flashmoa.engine import prompt_fields
+from flashmoa.errors import EngineError
 from flashmoa.moa.settings import Limits, token_limit
 
 # Tokens of context that are kept free for an answer whose max_tokens is not set.

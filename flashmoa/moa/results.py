@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flashmoa import FlashMoAError, UpstreamCancelled
-from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.engine import PromptUsage
+from flashmoa.errors import RequestRefused
 from flashmoa.moa.early_exit import Decision
 
 Status = Literal["used", "left out", "failed"]

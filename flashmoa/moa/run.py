@@ -45,7 +45,8 @@ from flashmoa.moa.results import (
 )
 from flashmoa.moa.settings import Budget, Limits, Quorum, Steps, needs_one_request, token_limit
 from flashmoa.moa.topology import ClusterKey, Reads, critical_path
-from flashmoa.observe import Listener, contained, ignore
+from flashmoa.observe import Listener
+from flashmoa.observe.events import contained, ignore
 
 # Parameters of chat completions.
 Sampling = Mapping[str, Any]

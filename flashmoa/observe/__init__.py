@@ -15,8 +15,6 @@ from flashmoa.observe.events import (
     Listener,
     PromptSent,
     UpstreamFailed,
-    contained,
-    ignore,
 )
 
 __all__ = [
@@ -34,6 +32,4 @@ __all__ = [
     "Listener",
     "PromptSent",
     "UpstreamFailed",
-    "contained",
-    "ignore",
 ]

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import openai
 
-from flashmoa.engine import EngineSettings, self_hosted_url
+from flashmoa.engine import EngineSettings
+from flashmoa.engine.connections import self_hosted_url
 from flashmoa.openai._runs import agent, current_finder, run
 from flashmoa.openai._sent_requests import linked_clients, settings_by_http
 from flashmoa.openai_http import observe_completions, stop_observing

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import openai
 
-from flashmoa.engine import EngineSettings, engine_url, kv_namespace, prompt_fields
+from flashmoa.engine import EngineSettings, kv_namespace, prompt_fields
+from flashmoa.engine.connections import engine_url
 from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
 from flashmoa.linking.prompt import NotForecastable
 

@@ -21,8 +21,7 @@ from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import MalformedRequest, PromptTooLarge
-from flashmoa.errors import FlashMoAError
+from flashmoa.errors import FlashMoAError, MalformedRequest, PromptTooLarge
 from flashmoa.scoring.scorer import Context, Scorer
 from flashmoa.scoring.scores import PrefillUsage, Ranking, Scores, Selection
 

@@ -11,17 +11,16 @@ from typing import Any, cast
 import anyio
 from pydantic import BaseModel
 
-from flashmoa.engine import (
+from flashmoa.engine import EngineClient, StreamUse
+from flashmoa.engine.client import Answer
+from flashmoa.errors import (
     BadAnswer,
-    EngineClient,
     EngineError,
+    FlashMoAError,
     MalformedRequest,
     PluginMissing,
     RequestRefused,
-    StreamUse,
 )
-from flashmoa.engine.client import Answer
-from flashmoa.errors import FlashMoAError
 from flashmoa.scoring.scores import PrefillUsage, RankedDocument, Ranking, Scores, Selection
 
 Messages = Sequence[Mapping[str, Any]]

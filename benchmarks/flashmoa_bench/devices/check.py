@@ -23,8 +23,9 @@ from typing import Annotated
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines
+from flashmoa.errors import EngineError
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import STOCK, make_model
 from flashmoa_bench.harness.modelled_gpus import (

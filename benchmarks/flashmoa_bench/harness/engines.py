@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient, EngineError, EngineInfo
+from flashmoa.engine import EngineClient, EngineInfo
 from flashmoa.engine.local import (
     WITHOUT_OVERLAP,
     LocalEngine,
@@ -24,6 +24,7 @@ from flashmoa.engine.local import (
     local_engines,
     tiny_model,
 )
+from flashmoa.errors import EngineError
 from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 

@@ -29,7 +29,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient
+from flashmoa.errors import PluginMissing
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.engines import Engines, Role, connect_engines
 from flashmoa_bench.harness.modelled_gpus import (

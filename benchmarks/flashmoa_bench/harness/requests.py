@@ -11,7 +11,8 @@ from typing import Any, Self
 import anyio
 import httpx
 
-from flashmoa.engine import BadAnswer, EngineClient, PromptUsage
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.errors import BadAnswer
 from flashmoa.linking.prompt_feed import PromptFeed
 from flashmoa_bench.harness import clock
 

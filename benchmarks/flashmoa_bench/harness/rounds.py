@@ -12,7 +12,7 @@ import anyio
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 from flashmoa_bench.harness.report import Report, progress_bar
 
 # Identifies a cell, and names it on the progress bar.

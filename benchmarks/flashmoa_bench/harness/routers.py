@@ -17,8 +17,8 @@ import anyio
 import httpx
 from anyio.abc import Process
 
-from flashmoa.engine import EngineError
 from flashmoa.engine.local import LocalEngine, free_port
+from flashmoa.errors import EngineError
 from flashmoa_bench.harness import clock
 
 OURS, STOCK, SMG = "flashmoa router", "sglang-router", "smg"

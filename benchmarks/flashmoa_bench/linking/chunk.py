@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-from flashmoa.engine import BadAnswer, EngineClient
+from flashmoa.engine import EngineClient
+from flashmoa.errors import BadAnswer
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Role

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Annotated, Any, Literal, get_args
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, EngineError, EngineSettings
+from flashmoa.engine import EngineClient, EngineSettings
+from flashmoa.errors import EngineError
 from flashmoa.observe import Event, LinkAdvanced
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock

@@ -17,7 +17,7 @@ from importlib import import_module
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 from flashmoa.moa import AggregationPrompt, EarlyExit, MixtureOfAgents, Result, Topology
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls

@@ -13,8 +13,9 @@ from typing import Any
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import local_engines, tiny_model
+from flashmoa.errors import EngineError
 from flashmoa_bench.harness.engines import wait_for_costs
 from flashmoa_bench.harness.modelled_gpus import (
     check_keeps_up,

@@ -22,7 +22,8 @@ from typing import Annotated
 
 import anyio
 
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
+from flashmoa.errors import EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import Option, command, positive
 from flashmoa_bench.harness.engines import Engines, Role

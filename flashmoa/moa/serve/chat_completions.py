@@ -17,7 +17,8 @@ from typing import Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashmoa import FlashMoAError
-from flashmoa.engine import PromptUsage, RequestRefused
+from flashmoa.engine import PromptUsage
+from flashmoa.errors import RequestRefused
 from flashmoa.moa.prompts import Messages
 from flashmoa.moa.results import AgentAnswer, MixtureFailed, Result
 from flashmoa.moa.settings import Sampling, suggest

@@ -20,7 +20,8 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._concurrency import all_of
-from flashmoa.engine import EngineClient, EngineError, EngineSettings, Prefilled, prompt_fields
+from flashmoa.engine import EngineClient, EngineSettings, Prefilled, prompt_fields
+from flashmoa.errors import EngineError
 from flashmoa.linking.link import Link, kind_of
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import warn_once

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flashmoa import EngineClient, UpstreamCancelled, Workflow
-from flashmoa.engine import EngineTimeout, EngineUnreachable
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import EngineTimeout, EngineUnreachable
 from flashmoa.linking.failure_policy import Action, Failure
 from flashmoa.observe import Event
 from tests.integration.baseline import Baseline

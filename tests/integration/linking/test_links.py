@@ -7,8 +7,10 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from flashmoa import Link, Prompt, Slot
-from flashmoa.engine import EngineClient, StreamGone, StreamUnknown
+from flashmoa.engine import EngineClient
+from flashmoa.errors import StreamGone, StreamUnknown
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt, Slot
 from tests.integration.support import GREEDY, generate, wait_until_idle
 from tests.waiting import until
 

@@ -8,8 +8,9 @@ import httpx
 import numpy as np
 import pytest
 
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import PluginMissing
 from flashmoa.moa import AggregationPrompt, EarlyExit, EngineEmbedder, MixtureOfAgents
 from flashmoa.moa.early_exit import Embedding, frobenius_cosine, normalise
 from tests.integration.moa.agents import QUESTION, agent

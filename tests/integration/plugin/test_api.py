@@ -8,8 +8,9 @@ import httpx
 import pytest
 from flashmoa_sglang.releases import TESTED
 
-from flashmoa.engine import (
-    EngineClient,
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import (
     MalformedRequest,
     PromptTooLarge,
     RequestRefused,
@@ -17,7 +18,6 @@ from flashmoa.engine import (
     StreamOutOfOrder,
     StreamUnknown,
 )
-from flashmoa.engine.local import LocalEngine
 from tests.conftest import POOL
 from tests.integration.support import (
     generate,

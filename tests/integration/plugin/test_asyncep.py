@@ -17,8 +17,9 @@ import anyio
 import pytest
 from flashmoa_sglang.tiny_model import build
 
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import EngineError
 from tests.integration.support import (
     EXPERTS,
     GREEDY,

@@ -22,8 +22,9 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, EngineDraining, StreamGone
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import EngineDraining, StreamGone
 from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
 from tests.integration.support import GREEDY, LAG, wait_until_prefilled

@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, StreamGone
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import StreamGone
 from tests.integration.models import build_adapter
 from tests.integration.support import (
     LAG,

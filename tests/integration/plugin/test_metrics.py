@@ -11,8 +11,9 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine import EngineClient, EngineDraining
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import EngineDraining
 from tests.conftest import ROOT
 from tests.integration.support import (
     GREEDY,

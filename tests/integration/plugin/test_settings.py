@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, EngineError, PromptUsage
+from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import EngineError
 from tests.integration.baseline import Baseline
 from tests.integration.models import build_adapter, build_sliding_window_model
 from tests.integration.support import (

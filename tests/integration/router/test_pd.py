@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.errors import PluginMissing
 from tests.integration.router.http_calls import PlannerAndReader
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle

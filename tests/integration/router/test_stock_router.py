@@ -11,8 +11,9 @@ import pytest
 from flashmoa_bench.harness import routers
 
 from flashmoa import Workflow
-from flashmoa.engine import EngineClient, PluginMissing
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import PluginMissing
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generated, metric
 from tests.integration.support import wait_until_idle

@@ -11,14 +11,9 @@ import httpx
 import pytest
 
 from flashmoa import Workflow
-from flashmoa.engine import (
-    EngineClient,
-    EngineUnreachable,
-    MalformedRequest,
-    PluginMissing,
-    PromptTooLarge,
-)
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import EngineUnreachable, MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.scoring import CandidateRefused, Scorer, Scores
 from flashmoa.scoring.scorer import YES_OR_NO, Context, answer_candidate, question_item

@@ -14,12 +14,11 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from flashmoa import Prompt, Slot
 from flashmoa._stack import owners
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.autogen._team_link import awaits, has_received
 from flashmoa.linking.forecasts import Turn
-from flashmoa.linking.prompt import UNCERTAIN
+from flashmoa.linking.prompt import UNCERTAIN, Prompt, Slot
 from flashmoa.observe import (
     CallFailed,
     CallFinished,

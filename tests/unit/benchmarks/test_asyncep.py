@@ -18,7 +18,7 @@ from flashmoa_bench.prefill.asyncep import (
     summarise,
 )
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 
 QWEN = Path(__file__).parents[3] / "examples" / "models" / "qwen3-30b-a3b" / "config.json"
 OPTIONS = argparse.Namespace(tokens=[100, 200], prompt=64, peak_tflops=989.0)

@@ -31,7 +31,7 @@ from flashmoa_bench.harness.modelled_gpus import (
 from flashmoa_bench.harness.report import Report
 from rich.console import Console
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 
 
 def parse(*argv: str) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from flashmoa_bench.linking.pipelines import PipelineRound, play_cell
 from flashmoa_bench.linking.schedule import KINDS, scale_kinds
 from rich.console import Console
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 from flashmoa.observe import CallFinished, CallStarted
 from flashmoa.observe.calls import Call
 

@@ -28,7 +28,7 @@ from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
 from flashmoa_bench.linking.shared_engine import DEFAULT_ROWS, ChainRun, Chains
 from flashmoa_bench.linking.tools import WORKLOADS, AfterTools, workloads
 
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 
 WORKLOAD = Workload(tps=10, prefix=100, upstream=21, concurrency=2)
 

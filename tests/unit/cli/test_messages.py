@@ -15,8 +15,9 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.cli import bench, trace
-from flashmoa.engine import BadAnswer, EngineClient, EngineUnreachable, PluginMissing, engine_url
-from flashmoa.errors import RequestRefused
+from flashmoa.engine import EngineClient
+from flashmoa.engine.connections import engine_url
+from flashmoa.errors import BadAnswer, EngineUnreachable, PluginMissing, RequestRefused
 from flashmoa.observe import LinkClosed
 from flashmoa.observe.trace import Trace
 

@@ -10,7 +10,8 @@ from anyio import to_thread
 
 from flashmoa.cli import score
 from flashmoa.cli.score import main
-from flashmoa.engine import EngineClient, EngineError
+from flashmoa.engine import EngineClient
+from flashmoa.errors import EngineError
 from flashmoa.scoring.bulk import resume
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ import anyio
 import pytest
 from flashmoa_bench.harness.modelled_gpus import read_device
 
-from flashmoa.engine import EngineUnreachable
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import EngineUnreachable
 
 
 class _Ready(BaseHTTPRequestHandler):

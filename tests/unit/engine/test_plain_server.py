@@ -8,15 +8,10 @@ from typing import Any
 import anyio
 import pytest
 
-from flashmoa.engine import (
-    EngineError,
-    EngineSettings,
-    MalformedRequest,
-    PluginMissing,
-)
+from flashmoa.engine import EngineSettings
 from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.wire import PromptTokens
-from flashmoa.errors import RequestRefused
+from flashmoa.errors import EngineError, MalformedRequest, PluginMissing, RequestRefused
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Hi  you"}]

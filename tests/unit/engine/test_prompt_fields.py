@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from flashmoa_sglang.http import bodies
 
-from flashmoa.engine import EngineClient, EngineError, PluginMissing, prompt_fields
+from flashmoa.engine import EngineClient, prompt_fields
 from flashmoa.engine.wire import RenderedText
+from flashmoa.errors import EngineError, PluginMissing
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._dry_run import agent_dry_runs
 from flashmoa.autogen._team_link import predict_requests
-from flashmoa.engine import MalformedRequest
+from flashmoa.errors import MalformedRequest
 from flashmoa.linking.prompt import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES, Renderer
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from flashmoa import FailurePolicy, Text, UpstreamCancelled
-from flashmoa.engine import EngineTimeout, EngineUnreachable
+from flashmoa.errors import EngineTimeout, EngineUnreachable
 from flashmoa.linking.failure_policy import classify_failure
 from flashmoa.linking.streamed_text import find_texts, replace_marks
 

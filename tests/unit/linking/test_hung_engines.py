@@ -17,7 +17,7 @@ from autogen_core import CancellationToken
 from flashmoa import EngineClient, Text, Workflow
 from flashmoa._concurrency import TaskHost
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.engine import EngineError
+from flashmoa.errors import EngineError
 from flashmoa.observe import CallStarted, Event, LinkClosed
 from tests.unit.engine.faulty_engine import TEXT
 from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine

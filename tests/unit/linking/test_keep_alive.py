@@ -10,10 +10,13 @@ import anyio
 import pytest
 from autogen_core.models import ChatCompletionClient
 
-from flashmoa import EngineClient, EngineSettings, Link, Prompt, Slot, Workflow
+from flashmoa import EngineClient, EngineSettings, Workflow
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.observe import Event, LinkClosed, LinkOpened, ignore
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe.events import ignore
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 

@@ -19,7 +19,7 @@ from flashmoa.linking.learned_runs import (
     likely_results,
 )
 from flashmoa.linking.options import LinkSettings
-from flashmoa.observe import ignore
+from flashmoa.observe.events import ignore
 
 Call = tuple[str, str]
 ASKED = [{"role": "user", "content": "Where?"}]

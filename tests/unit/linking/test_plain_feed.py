@@ -9,15 +9,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from flashmoa.engine import (
-    EngineClient,
-    EngineSettings,
-    EngineUnreachable,
-    PluginMissing,
-    PromptUsage,
-    StreamState,
-)
+from flashmoa.engine import EngineClient, EngineSettings, PromptUsage, StreamState
 from flashmoa.engine.plain import PlainServer
+from flashmoa.errors import EngineUnreachable, PluginMissing
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened

@@ -7,23 +7,17 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import anyio
 import pytest
 
-from flashmoa import EngineClient, Link, Prompt
-from flashmoa.engine import (
-    EngineError,
-    EngineInfo,
-    EngineSettings,
-    MalformedRequest,
-    PluginMissing,
-    PromptTooLarge,
-    PromptUsage,
-    client,
-)
+from flashmoa import EngineClient
+from flashmoa.engine import EngineInfo, EngineSettings, PromptUsage, client
+from flashmoa.errors import EngineError, MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.linking.link import Link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import NotForecastable, Placeholders
-from flashmoa.observe import CallStarted, Event, LinkDeclined, ignore
+from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
+from flashmoa.observe import CallStarted, Event, LinkDeclined
+from flashmoa.observe.events import ignore
 from tests.unit.linking.hung_engine import hung_engine
 from tests.waiting import until
 

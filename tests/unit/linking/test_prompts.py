@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa import Prompt, Slot
-from flashmoa.linking.prompt import Placeholders
+from flashmoa.linking.prompt import Placeholders, Prompt, Slot
 
 
 def test_the_frontier_stops_inside_the_first_open_slot() -> None:

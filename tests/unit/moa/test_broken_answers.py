@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flashmoa.engine import EngineClient, PromptUsage, RequestRefused
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.errors import RequestRefused
 from flashmoa.moa import (
     AgentAnswer,
     AggregationPrompt,

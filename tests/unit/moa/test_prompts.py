@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa import Text, Workflow
-from flashmoa.engine import EngineClient, EngineTimeout
+from flashmoa.engine import EngineClient
+from flashmoa.errors import EngineTimeout
 from flashmoa.moa import Steps
 from flashmoa.moa.prompts import AggregationPrompt, ChunkedText, fair_shares
 

@@ -27,9 +27,9 @@ from flashmoa.observe import (
     LinkOpened,
     PromptSent,
     UpstreamFailed,
-    ignore,
 )
 from flashmoa.observe.calls import CallReporter, calls
+from flashmoa.observe.events import ignore
 from flashmoa.observe.timeline import LEGEND, draw, lanes
 from flashmoa.observe.trace import Trace, TraceError, add_trace, end_trace, read
 

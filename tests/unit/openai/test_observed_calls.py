@@ -17,8 +17,8 @@ from openai import APIStatusError, AsyncOpenAI
 from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, current_attempts
-from flashmoa.observe import ignore
 from flashmoa.observe.calls import CallReporter
+from flashmoa.observe.events import ignore
 from flashmoa.openai_http import observe_completions
 from tests.unit.engine.faulty_engine import (
     OTHER,

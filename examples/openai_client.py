@@ -34,7 +34,7 @@ async def review_linked(openai: AsyncOpenAI, engine: EngineClient, model: str) -
     """Return the review of a draft, linked to it."""
     async with Workflow(engine) as flow:
         draft = flow.text("draft")
-        review = await flow.expect(review_prompt(draft))
+        review = flow.expect(review_prompt(draft))
         chunks = await openai.chat.completions.create(
             model=model,
             messages=draft_prompt(),  # type: ignore[arg-type]

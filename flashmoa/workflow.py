@@ -236,7 +236,7 @@ class Workflow(Reported):
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
         return answer
 
-    async def expect(
+    def expect(
         self,
         messages: Messages,
         *,
@@ -256,23 +256,9 @@ class Workflow(Reported):
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
                 that the request will have, if any; by default those of the engine's client.
 
-        Raises: ValueError if two texts in the messages have the same name.
+        Raises: ValueError if two texts in the messages have the same name; RuntimeError outside of
+            the workflow.
         """
-        return self.announce(
-            messages, engine, name=name, on_failure=on_failure, namespace=namespace, **fields
-        )
-
-    def announce(
-        self,
-        messages: Messages,
-        engine: EngineClient | None,
-        *,
-        name: str,
-        on_failure: OnFailure | None = None,
-        namespace: Mapping[str, str] | None = None,
-        **fields: Any,
-    ) -> Pending:
-        """Announce a request as :meth:`expect` does, whose arguments these are, without waiting."""
         self._entered()
         pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
         self._link(pending, engine or self._engine, fields, namespace)

@@ -122,6 +122,9 @@ class EngineClient:
         self.avoided_until: float | None = None
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.url}>"
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -310,7 +310,7 @@ class Agent(Answer):
         """Announce a request, so that its prompt is prefilled while the texts in it are written."""
         self.model = self.model.with_silent_engines_last()
         parameters: dict[str, Any] = {**self._sampling, "model": self.model.model}
-        return self._inquiry.flow.announce(
+        return self._inquiry.flow.expect(
             messages,
             engine=self.model.engine,
             name=name,

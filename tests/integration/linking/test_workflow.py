@@ -137,7 +137,7 @@ async def test_two_calls_of_an_openai_client_can_be_linked(
         ) as flow,
     ):
         draft = flow.text("draft")
-        review = await flow.expect(asks(f"{guide[:1500]}\nReview this: {draft}"))
+        review = flow.expect(asks(f"{guide[:1500]}\nReview this: {draft}"))
         # On a busy machine, 16 tokens may be written before the engine has opened the stream.
         await opened.wait()
         stream = await writing.chat.completions.create(
@@ -181,7 +181,7 @@ async def test_a_request_that_is_never_sent(reader: EngineClient, guide: str) ->
     with anyio.CancelScope() as scope:
         async with Workflow(reader) as flow:
             draft = flow.text("draft")
-            expected = await flow.expect(asks(f"{guide[:900]} {draft}"))
+            expected = flow.expect(asks(f"{guide[:900]} {draft}"))
             await wait_for_streams(reader)
             draft.finish("a plan")
             await expected.messages()

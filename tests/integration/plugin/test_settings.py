@@ -101,7 +101,7 @@ async def ask_linked(
     async with Workflow(client) as flow:
         firsts = [flow.ask(**case.first(pair)) for pair in range(PAIRS)]
         seconds = [flow.ask(**case.second(pair, first)) for pair, first in enumerate(firsts)]
-        await flow.expect(case.second(3, flow.text("unwritten"))["messages"])
+        flow.expect(case.second(3, flow.text("unwritten"))["messages"])
         given_up = await client.open_stream(text=words(900, 9400))
         await firsts[0]
         body = {"text": case.alike(), "sampling_params": {**GREEDY, "max_new_tokens": 12}}

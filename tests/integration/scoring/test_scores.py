@@ -136,7 +136,7 @@ async def test_context_is_prefilled_while_it_is_written(
 
     async with Workflow(client, listener=listen) as flow:
         draft = flow.text("draft")
-        expected = await flow.expect([{"role": "user", "content": f"{draft}\nIs it done?"}])
+        expected = flow.expect([{"role": "user", "content": f"{draft}\nIs it done?"}])
         draft.write(written[:200])
         with anyio.fail_after(30):
             await opened.wait()

@@ -86,7 +86,7 @@ async def test_leaving_a_workflow_does_not_wait_for_a_hung_engine(
         try:
             async with Workflow(client, listener=events.append) as flow:
                 draft = flow.text("draft")
-                expected = [await flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
+                expected = [flow.expect(asks(draft), name=f"e{n}") for n in range(3)]
                 await reached(engine, draft, 3)
                 if hangs == ("delete",):
                     # The workflow itself releases the stream of a claimed request, too.

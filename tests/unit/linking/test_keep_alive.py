@@ -130,7 +130,7 @@ async def test_stream_ttl_seconds_reaches_the_engine() -> None:
                 EngineClient(engine.url, engine_settings=settings) as client,
                 Workflow(client) as flow,
             ):
-                await flow.expect([{"role": "user", "content": f"Read {flow.text()}"}])
+                flow.expect([{"role": "user", "content": f"Read {flow.text()}"}])
                 await engine.until("open", number)
     opened = [body["ttl_seconds"] for route, body in engine.requests if route == "open"]
     assert opened == [7.0, 30.0]

@@ -376,7 +376,7 @@ async def test_requests_and_expected_ones_are_in_the_namespace_of_the_client() -
         Workflow(client) as flow,
     ):
         draft = flow.text("draft")
-        await flow.expect(user(f"Read {draft}"))
+        flow.expect(user(f"Read {draft}"))
         await engine.until("open")
         await flow.ask(user("?"))
     (opened,) = [body for route, body in engine.requests if route == "open"]

@@ -30,13 +30,13 @@ class RecordedRequests:
             monkeypatch.setattr(
                 PendingRequest, name, self._recording(getattr(PendingRequest, name))
             )
-        announce = Workflow.announce
+        announce = Workflow.expect
 
         def record(*arguments: Any, **more: Any) -> PendingRequest:
             self.announced.append(announce(*arguments, **more))
             return self.announced[-1]
 
-        monkeypatch.setattr(Workflow, "announce", record)
+        monkeypatch.setattr(Workflow, "expect", record)
 
     def _recording(self, method: Any) -> Any:
         def record(pending: PendingRequest) -> Any:
@@ -72,13 +72,13 @@ async def test_white_space_after_thought_leaves_the_next_round_its_stream(
 ) -> None:
     """The first part is thought and a line break, and the aggregator is asked again."""
     names: list[str] = []
-    announce = Workflow.announce
+    announce = Workflow.expect
 
     def record(*arguments: Any, name: str, **more: Any) -> PendingRequest:
         names.append(name)
         return announce(*arguments, name=name, **more)
 
-    monkeypatch.setattr(Workflow, "announce", record)
+    monkeypatch.setattr(Workflow, "expect", record)
     last = [*[("thought", "a ")] * 7, "\n", *(f"w{number} " for number in range(12))]
     async with scripted_engine({"first": ["one "] * 20, "last": last}) as (engine, client):
         stairs = Staircase([Model(client, "first")], Model(client, "last"))

@@ -2,7 +2,7 @@
 # make test    set everything up and pass the tests (about ten minutes)
 # make test-ci     these and the slow ones; what continuous integration runs
 # make nightly     everything: all tests, ten thousand prompt streams, fifty random programs of
-#                  each framework, and the next three (about two hours, six more environments)
+#                  each framework, and the next three (about two hours, seven more environments)
 # make test-releases   the engine tests on the other SGLang releases (two more
 #                      environments; test-0.5.23 and the like for one of them)
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
@@ -26,6 +26,9 @@ RELEASE_TESTS := $(addprefix test-,$(RELEASES))
 RELEASE_SOURCES := $(patsubst %,.cache/sglang/%/.ready,$(RELEASES))
 # The release that is set up by default, at whose source the tests with the others look, too.
 DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sglang.txt)/.ready
+
+# Some frameworks do not go with the newest client of OpenAI.
+FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
 .PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
@@ -69,7 +72,7 @@ test: $(READY)
 test-ci: $(READY)
 	$(call RUN_TESTS,not nightly)
 
-test-all: $(READY) .venvs/frameworks/.ready $(RELEASE_SOURCES)
+test-all: $(READY) $(FRAMEWORKS) $(RELEASE_SOURCES)
 	$(call RUN_TESTS,slow or not slow)
 
 nightly: test-all test-releases test-vllm test-conformance
@@ -96,8 +99,8 @@ $(RELEASE_TESTS): test-%: .venvs/%/.ready $(RELEASE_SOURCES) $(DEFAULT_SOURCE)
 	@rm $(@D)/*.whl
 	@touch $@
 
-.venvs/frameworks/.ready: requirements/frameworks.txt pyproject.toml
-	@echo "The newest clients of agent frameworks: an environment of its own"
+$(FRAMEWORKS): .venvs/%/.ready: requirements/%.txt pyproject.toml
+	@echo "Agent frameworks ($*): an environment of its own"
 	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet -r $< -e '.[openai]'
 	@touch $@

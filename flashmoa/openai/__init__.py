@@ -96,7 +96,8 @@ def instrument(
     Args:
         client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
             ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
-            the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``.
+            the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``; or an ``LLM``
+            of CrewAI.
         engine_settings: says how links use its server; by default as before.
 
     Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.
@@ -108,7 +109,7 @@ def instrument(
 
 
 def _find_client(holder: object) -> openai.AsyncOpenAI:
-    names = ("root_async_client", "client", "_client")
+    names = ("root_async_client", "client", "_client", "_async_client")
     for candidate in (holder, *(getattr(holder, name, None) for name in names)):
         if isinstance(candidate, openai.AsyncOpenAI):
             return candidate

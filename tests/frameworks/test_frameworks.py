@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
@@ -15,18 +15,16 @@ from langgraph.graph import START, StateGraph
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from flashmoa.observe import Event, LinkDeclined
-from flashmoa.observe.calls import calls
 from flashmoa.openai import instrument
 from tests.integration.openai.programs import (
     BODY,
-    PROGRAMS,
     SETTINGS,
     Agent,
     Clients,
+    Program,
+    Rounds,
+    check_programs,
     play,
-    play_linked,
-    random_program,
     read,
 )
 
@@ -34,9 +32,6 @@ pytestmark = pytest.mark.anyio
 
 TASK = "Plan three days in Nepal for two people."
 TOKENS = SETTINGS["max_tokens"]
-
-Program = Callable[[], Awaitable[list[str]]]
-Rounds = Sequence[Sequence[Agent]]
 
 
 class State(TypedDict):
@@ -160,19 +155,4 @@ def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program
 async def test_random_programs_answer_the_same_linked(
     make: Callable[[Rounds, Clients, str], Program], clients: Clients, guide: str
 ) -> None:
-    events: list[Event] = []
-    for seed in range(PROGRAMS):
-        program = make(random_program(seed), clients, guide[:2000])
-        name = f"{make.__name__} {seed}"
-        unlinked = await program()
-        assert await play_linked(name, program) == unlinked
-        assert await play_linked(name, program, events) == unlinked
-    made = [call.started for call in calls(events)]
-    linked = [call for call in made if call.stream_id is not None]
-    late = [call for call in made if call.late]
-    declined = [event for event in events if isinstance(event, LinkDeclined)]
-    row = (len(made), len(linked), len(late), len(declined))
-    print(f"{make.__name__}: %d calls, %d linked, %d late, %d declined, texts the same" % row)
-    # The first call of each run, and those that are made together with it, cannot be linked.
-    first = sum(len(random_program(seed)[0]) for seed in range(PROGRAMS))
-    assert len(linked) >= 0.9 * (len(made) - first - len(late))
+    await check_programs(make, clients, guide)

@@ -8,14 +8,13 @@ import anyio
 
 from tests.conftest import ROOT
 
-PYTHON = ROOT / ".venvs" / "frameworks" / "bin" / "python"
 
-
-async def run_frameworks(*files: str, **environment: str) -> None:
+async def run_frameworks(*files: str, venv: str = "frameworks", **environment: str) -> None:
     """Run files of tests/frameworks on servers of this environment, and print what they print."""
-    assert PYTHON.exists(), "its environment is missing; run `make .venvs/frameworks/.ready`"
+    python = ROOT / ".venvs" / venv / "bin" / "python"
+    assert python.exists(), f"its environment is missing; run `make .venvs/{venv}/.ready`"
     # Without the conftest.py above, which needs SGLang.
-    command = [PYTHON, "-m", "pytest", "--confcutdir=tests/frameworks", "-s"]
+    command = [python, "-m", "pytest", "--confcutdir=tests/frameworks", "-s"]
     command += [f"tests/frameworks/{file}" for file in files]
     given = {**os.environ, **environment}
     done = await anyio.run_process(command, cwd=ROOT, env=given, check=False)

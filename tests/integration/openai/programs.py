@@ -15,7 +15,7 @@ import anyio
 import openai
 
 from flashmoa._concurrency import all_of
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import Event, LinkClosed, LinkDeclined, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import AsyncOpenAI, run
 
@@ -23,6 +23,8 @@ from flashmoa.openai import AsyncOpenAI, run
 PROGRAMS = int(os.environ.get("FLASHMOA_PROGRAMS", "4"))
 SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 48}
 BODY = {"ignore_eos": True}
+
+Program = Callable[[], Awaitable[list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ class Agent:
     is_first: bool
 
 
+Rounds = Sequence[Sequence[Agent]]
+
+
 def random_program(seed: int) -> list[list[Agent]]:
     """Return rounds of calls; those of one round are made at once, and read earlier rounds'."""
     dice = random.Random(seed)
@@ -179,3 +184,25 @@ def statuses(events: Sequence[Event]) -> list[str | None]:
 def closed(events: Sequence[Event]) -> list[str]:
     """Return the reasons for which links were closed."""
     return [event.reason for event in events if isinstance(event, LinkClosed)]
+
+
+async def check_programs(
+    make: Callable[[Rounds, Clients, str], Program], clients: Clients, guide: str
+) -> None:
+    """Check that random programs of a framework answer the same linked, and are linked."""
+    events: list[Event] = []
+    for seed in range(PROGRAMS):
+        program = make(random_program(seed), clients, guide[:2000])
+        name = f"{make.__name__} {seed}"
+        unlinked = await program()
+        assert await play_linked(name, program) == unlinked
+        assert await play_linked(name, program, events) == unlinked
+    made = [call.started for call in calls(events)]
+    linked = [call for call in made if call.stream_id is not None]
+    late = [call for call in made if call.late]
+    declined = [event for event in events if isinstance(event, LinkDeclined)]
+    row = (len(made), len(linked), len(late), len(declined))
+    print(f"{make.__name__}: %d calls, %d linked, %d late, %d declined, texts the same" % row)
+    # The first call of each run, and those that are made together with it, cannot be linked.
+    first = sum(len(random_program(seed)[0]) for seed in range(PROGRAMS))
+    assert len(linked) >= 0.9 * (len(made) - first - len(late))

@@ -11,9 +11,15 @@ from tests.integration.frameworks import run_frameworks
 @pytest.mark.anyio
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("venv", "files"),
+    [
+        ("frameworks", ["test_frameworks.py", "test_tools.py", "test_adk.py"]),
+        ("frameworks-openai2", ["test_older_openai.py"]),
+    ],
+)
 async def test_the_newest_frameworks_answer_the_same_linked(
-    engine: LocalEngine, downstream: LocalEngine
+    engine: LocalEngine, downstream: LocalEngine, venv: str, files: list[str]
 ) -> None:
     urls = f"{engine.url} {downstream.url}"
-    files = "test_frameworks.py", "test_tools.py", "test_adk.py"
-    await run_frameworks(*files, FLASHMOA_ENGINES=urls)
+    await run_frameworks(*files, venv=venv, FLASHMOA_ENGINES=urls)

@@ -96,8 +96,8 @@ def instrument(
     Args:
         client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
             ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
-            the models made of it, and the Agents SDK's ``OpenAIChatCompletionsModel``; or an ``LLM``
-            of CrewAI.
+            the models made of it, the Agents SDK's ``OpenAIChatCompletionsModel``, CrewAI's
+            ``LLM``.
         engine_settings: says how links use its server; by default as before.
 
     Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.

@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 # What of an agent's may change its prompt, and is code of the user's or asks servers.
 _UNKNOWN = ("before_agent_callback", "before_model_callback", "planner", "code_executor")
+# Other agents are run in another way, and nothing says when such a run was cancelled.
+_TEAMS = (SequentialAgent, ParallelAgent, LoopAgent)
 _is_dry_run: ContextVar[bool] = ContextVar("flashmoa_adk_dry_run", default=False)
 # The run and the agent that are about to call a model, or none: ADK may make the call in a copy of
 # the context, in which its caller's cannot be changed.
@@ -178,7 +180,8 @@ class LinkPlugin(BasePlugin, Reported):
         await self._end(invocation_context.invocation_id)
         message = invocation_context.user_content
         # A dry run of an answer to a tool's request would run the tool.
-        if not any(part.function_response for part in (message and message.parts) or ()):
+        answers = [part for part in (message and message.parts) or () if part.function_response]
+        if type(invocation_context.agent) in _TEAMS and not answers:
             planner = RunPlanner(invocation_context, self.report, self._settings)
             self._runs[invocation_context.invocation_id] = planner
 

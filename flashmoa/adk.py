@@ -308,9 +308,7 @@ class RunPlanner(LinkPlanner):
         if reason := self._why_unknown(agent):
             raise NotForecastable(reason)
         placeholders, then = Placeholders(turn.writers), self._histories(turn)
-        requests = [
-            await self._dry_run(agent, order, placeholders) for order in _orders(turn.after)
-        ]
+        requests = [await self._dry_run(agent, order, placeholders) for order in turn.orders]
         return Forecast(
             turn,
             agent.canonical_model.engine,
@@ -323,7 +321,7 @@ class RunPlanner(LinkPlanner):
     def _histories(self, turn: Turn) -> list[list[str]]:
         """Return whose messages will have come until a turn, in orders that are possible."""
         known = [event.author for event in self._context.session.events if event.content]
-        return [known + order for order in _orders(turn.after)]
+        return [[*known, *order] for order in turn.orders]
 
     def _why_unknown(self, agent: Any) -> str | None:
         """Return why an agent's prompt cannot be predicted without other code than ADK's."""
@@ -368,15 +366,3 @@ class RunPlanner(LinkPlanner):
             return branch
         above = context.model_copy(update={"branch": branch})
         return _create_branch_ctx_for_sub_agent(parent, agent, above).branch
-
-
-def _orders(steps: Sequence[Writers]) -> list[list[str]]:
-    """Return orders in which agents may finish, such that each of a step is its first in one."""
-
-    def turned(names: list[str], first: int) -> list[str]:
-        return names[first % len(names) :] + names[: first % len(names)]
-
-    widest = max(map(len, steps), default=1)
-    return [
-        [name for step in steps for name in turned(sorted(step), first)] for first in range(widest)
-    ]

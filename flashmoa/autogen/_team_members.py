@@ -280,32 +280,24 @@ class TeamMembers:
 
         Raises: NotForecastable if a writer is not held by AutoGen's own container.
         """
-        widest = max((len(step) for step in turn.after), default=1)
         futures: list[Sequence[BaseChatMessage]] = []
-        for first in range(widest):
-            messages, are_all = self._messages_in_order(turn, placeholders, first)
+        for order in turn.orders:
+            messages, are_all = self._messages_in_order(order, placeholders)
             futures.append(messages)
             if not turn.sure or not are_all:
                 futures.append([*messages, _UNKNOWN_MESSAGE])
         return futures
 
     def _messages_in_order(
-        self, turn: Turn, placeholders: Placeholders, first: int
+        self, order: Sequence[str], placeholders: Placeholders
     ) -> tuple[list[BaseChatMessage], bool]:
-        """Return the writers' messages, and whether these are all messages until the turn.
-
-        Args:
-            first: position of the writer, in each step, that finishes first.
-        """
+        """Return the writers' messages, and whether these are all messages until the turn."""
         messages: list[BaseChatMessage] = []
-        for step in turn.after:
-            names = sorted(step)
-            start = first % len(names)
-            for name in names[start:] + names[:start]:
-                if not self._sends_one_message(name):
-                    return messages, False
-                source = self._instances[MANAGER]._name if name == MANAGER else name
-                messages.append(TextMessage(content=placeholders.padded(name), source=source))
+        for name in order:
+            if not self._sends_one_message(name):
+                return messages, False
+            source = self._instances[MANAGER]._name if name == MANAGER else name
+            messages.append(TextMessage(content=placeholders.padded(name), source=source))
         return messages, True
 
     def _team_messages(self) -> list[BaseChatMessage]:

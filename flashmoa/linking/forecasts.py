@@ -35,6 +35,19 @@ class Turn:
     def writers(self) -> tuple[str, ...]:
         return tuple(name for step in self.after for name in sorted(step))
 
+    @property
+    def orders(self) -> list[list[str]]:
+        """Orders in which the writers may finish, such that each of a step is its first in one."""
+        widest = max((len(step) for step in self.after), default=1)
+        return [self._order(first) for first in range(widest)]
+
+    def _order(self, first: int) -> list[str]:
+        order: list[str] = []
+        for step in map(sorted, self.after):
+            start = first % len(step)
+            order += step[start:] + step[:start]
+        return order
+
 
 def _always(_prompt: Prompt, _now: Turn | None) -> bool:
     return True

@@ -18,6 +18,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Unpack
 
+import openai
+
 try:
     from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, SequentialAgent
     from google.adk.agents.parallel_agent import _create_branch_ctx_for_sub_agent
@@ -57,7 +59,7 @@ from flashmoa.engine.connections import self_hosted_url
 from flashmoa.linking.forecasts import Writers
 from flashmoa.observe import Listener
 from flashmoa.observe.report import Reported
-from flashmoa.openai import AsyncOpenAI
+from flashmoa.openai import instrument
 from flashmoa.openai_http import advising
 
 __all__ = ["FlashMoALlm", "LinkPlugin"]
@@ -109,14 +111,15 @@ class FlashMoALlm(OpenAILlm):
         )
 
     @cached_property
-    def _http_client(self) -> AsyncOpenAI:
-        client = AsyncOpenAI(
-            base_url=self.base_url,
-            api_key=self.api_key,
+    def _http_client(self) -> openai.AsyncOpenAI:
+        client = openai.AsyncOpenAI(
+            base_url=f"{self.engine.url}/v1",
+            api_key=self.api_key or "EMPTY",
             default_headers=self.default_headers,
-            engine_settings=self.engine_settings,
         )
+        # The first one that observes a call links it.
         observe_completions(client._client, current_attempts)
+        instrument(client, self.engine_settings)
         return client
 
     @property
@@ -142,6 +145,10 @@ class FlashMoALlm(OpenAILlm):
         if (callers := _caller.get([])) and not _is_dry_run.get():
             planner, name = callers.pop()
             observers = planner.observe(name, request)
+        if not observers:
+            async for response in responses:
+                yield response
+            return
         with ObservedCall(observers, held) as call:
             async with aclosing(call.items(responses)) as items:
                 async for response in items:

@@ -24,6 +24,7 @@ from flashmoa.adk import FlashMoALlm, LinkPlugin
 from flashmoa.engine import EngineClient
 from flashmoa.observe import Event, Listener
 from flashmoa.observe.calls import calls
+from flashmoa.openai import run
 from tests.frameworks.conftest import URLS
 from tests.integration.openai.programs import Clients, play_linked, statuses
 
@@ -155,6 +156,17 @@ async def test_a_run_that_does_not_end_well_leaves_nothing_and_the_next_is_linke
     assert bool(found["local", "hit"]) == (how != "fails")
 
 
+async def test_the_plugin_links_within_a_run_too(guide: str) -> None:
+    events: list[Event] = []
+    async with open_models({"ignore_eos": True}) as models:
+        plugin = LinkPlugin(listener=events.append)
+        runner = InMemoryRunner(agent=chain(models, guide[:2000]), plugins=[plugin])
+        async with runner, run("chain") as report:
+            await _read(await begin(runner))
+    assert [call.agent for call in calls(events)] == ["planner", "local", "summary"]
+    assert "hit" in map(status, calls(events)) and not report.calls
+
+
 async def test_code_of_the_users_is_not_run_for_a_forecast(
     guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +213,7 @@ async def _read(events: AsyncGenerator[Any]) -> None:
 
 async def begin(runner: InMemoryRunner, **more: Any) -> AsyncGenerator[Any]:
     """Begin a run in a session of its own."""
-    session = await runner.session_service.create_session(app_name="test", user_id="me")
+    session = await runner.session_service.create_session(app_name=runner.app_name, user_id="me")
     message = types.Content(role="user", parts=[types.Part(text=TASK)])
     return runner.run_async(user_id="me", session_id=session.id, new_message=message, **more)
 

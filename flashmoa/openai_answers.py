@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import json
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any, cast
+
+from pydantic_core import from_json
 
 from flashmoa.engine import PromptUsage
 from flashmoa.engine.generation import (
@@ -18,178 +22,176 @@ from flashmoa.engine.generation import (
 from flashmoa.linking.calls import CallResult
 
 
-class AnswerReader:
-    """Reads one response, whose bytes it is given as they arrive.
-
-    Args:
-        is_stream: whether the response is an event stream; else it is a JSON document.
-
-    Attributes:
-        is_over: whether the event stream has said that nothing more will come.
-        problem: what is wrong with the answer if it is not complete.
-    """
-
-    def __init__(self, *, is_stream: bool) -> None:
-        self.is_over = False
-        self.problem = "the answer was not read to its end"
-        self._is_stream = is_stream
-        self._events = EventReader()
-        # The pieces of the message's texts, by their fields.
-        self._texts: defaultdict[str, list[str]] = defaultdict(list)
-        self._finish_reason: str | None = None
-        # By place; the pieces of each call are put together here.
-        self._tool_calls: dict[int, dict[str, Any]] = {}
-        self._usage: PromptUsage | None = None
-
-    def feed(self, data: bytes) -> str:
-        """Read the next bytes of an event stream, or a whole JSON document.
-
-        Return what they add to the text of the first choice.
-        """
-        content = self._texts["content"]
-        known = len(content)
-        if not self._is_stream:
-            self._read_json(data)
-        else:
-            self._read_events(self._events.feed(data))
-        return "".join(content[known:])
-
-    def result(self) -> CallResult | None:
-        """Return the answer; ``None`` if it is not complete."""
-        self._read_events(self._events.end())
-        # Not `is_over`: a reader may leave an event stream after the last choice.
-        if self._finish_reason is None:
-            return None
-        texts = {name: "".join(pieces) for name, pieces in self._texts.items()}
-        text = texts.pop("content", "")
-        is_forwarded = bool(text) and not self._tool_calls
-        message = self._tool_message(text, texts) if self._tool_calls else None
-        return CallResult(text, self._usage, self._finish_reason, is_forwarded, message)
-
-    def _tool_message(self, text: str, other_texts: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return an answer that calls tools as the message that agents send back."""
-        calls = [self._tool_calls[place] for place in sorted(self._tool_calls)]
-        message = {"role": "assistant", "content": text or None, "tool_calls": calls}
-        return {**other_texts, **message}
-
-    def _read_events(self, events: Iterable[bytes]) -> None:
-        for data in events:
-            if data == b"[DONE]":
-                self.is_over = True
-            else:
-                self._read_json(data)
-
-    def _read_json(self, data: bytes) -> None:
-        """Read an event, or a whole answer."""
-        try:
-            event = parse_event(data)
-            if event.get("error"):
-                self.problem = f"the server answered with an error: {event['error']}"
-            if event.get("usage"):
-                self._usage = PromptUsage.from_openai(event["usage"])
-            for choice in read_choices(event):
-                if choice.get("index", 0) == 0:
-                    self._read_choice(choice)
-        except (ValueError, AttributeError, TypeError):
-            self.problem = f"the server's answer is no chat completion: {_start(data)!r}"
-
-    def _read_choice(self, choice: Mapping[str, Any]) -> None:
-        message: Mapping[str, Any] = choice.get("delta" if self._is_stream else "message") or {}
-        pieces: list[dict[str, Any]] = message.get("tool_calls") or []
-        if not self._is_stream:
-            pieces = [{**call, "index": place} for place, call in enumerate(pieces)]
-        add_tool_calls(self._tool_calls, pieces)
-        for name, text in message.items():
-            if name == "content":
-                self._texts[name].append(read_content(text))
-            elif name != "role" and isinstance(text, str):
-                self._texts[name].append(text)
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-
-
 class UnusableStream(Exception):
     """Raised when an answer does not arrive as chunks that make a completion."""
 
 
-def parse_chunk(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in an event, or in a whole answer. Raises: UnusableStream."""
-    try:
-        event = parse_event(data)
-    except ValueError as error:
-        raise UnusableStream(f"not JSON: {_start(data)!r}") from error
-    if not isinstance(event, dict):
-        raise UnusableStream(f"not a chunk of a chat completion: {_start(data)!r}")
-    return cast("dict[str, Any]", event)
+class AnswerReader:
+    """Reads one response, whose bytes it is given as they arrive, and puts the answer together.
 
+    Args:
+        is_stream: whether the response is an event stream; else it is a JSON document.
+        is_strict: whether all fields of the chunks are to make a :meth:`body`, so that chunks of
+            which that is not certain are refused. Otherwise the first choice's texts and calls are
+            read, in any form that servers send, for a :meth:`result`.
 
-def _start(data: bytes) -> str:
-    return data[:200].decode(errors="replace")
+    Attributes:
+        is_over: whether nothing more will come, as the event stream, or an error in it, says.
+        error: the last event with an error, if there was one.
+        problem: what is wrong with the answer if it is not complete.
+    """
 
-
-class MergedChunks:
-    """The chat completion that the chunks of a stream add up to, field by field."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, is_stream: bool, is_strict: bool = False) -> None:
+        self.is_over = False
+        self.error: dict[str, Any] | None = None
+        self.problem = "the answer was not read to its end"
+        self._is_stream = is_stream
+        self._is_strict = is_strict
+        self._events = EventReader()
+        self._usage: PromptUsage | None = None
+        # What the events add up to, as `_merge` puts it together.
         self._fields: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
-        # A chunk without its text, and the text that chunks which differ in nothing else add to.
-        # Most do, and to compare takes a tenth of the time of merging.
-        self._likely: Mapping[str, Any] | None = None
-        self._text = StringIO()
+        # The last event without its text. Most events differ in that only, so that the next ones
+        # need not be parsed.
+        self._last: Mapping[str, Any] | None = None
+        self._likely: _LikelyEvent | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether a chunk had a choice."""
-        return bool(self._choices)
+        """Whether there was any part of a message."""
+        return any(choice["message"] for choice in self._choices.values())
 
-    def add(self, chunk: dict[str, Any]) -> str:
-        """Add a chunk, which is the caller's no more.
+    def feed(self, data: bytes) -> str:
+        """Read the next bytes of an event stream, or a whole JSON document.
 
-        Return what it adds to the text of the first choice. Raises: UnusableStream if it does not
-        fit the chunks before it.
+        Return what they add to the text of the first choice. Raises: UnusableStream if the reader
+        is strict, and they do not fit what came before.
         """
-        try:
-            (choice,) = chunk["choices"]
-            delta = choice["delta"]
-            text = delta["content"]
-        except (KeyError, TypeError, ValueError):
-            return self._merge(chunk)
-        if not isinstance(text, str):
-            return self._merge(chunk)
-        delta["content"] = None
-        if chunk == self._likely:
-            self._text.write(text)
+        if not self._is_stream:
+            return self._read(data)
+        # Servers send events as a whole, most of which differ in their text only.
+        likely = self._likely if self._events.is_between_events else None
+        if likely is not None and (text := likely.take(data)) is not None:
             return text
-        delta["content"] = text
-        added = self._merge(chunk)
-        if _may_repeat(chunk, choice, delta):
-            delta["content"] = None
-            self._likely, self._text = chunk, self._choices[0]["message"]["content"]
+        return self._read_all(self._events.feed(data))
+
+    def end(self) -> str:
+        """Read the event that the end of the response ends, if there is one. Return its text."""
+        return self._read_all(self._events.end())
+
+    def _read_all(self, events: Iterable[bytes]) -> str:
+        return "".join([self._read(data) for data in events])
+
+    def _read(self, data: bytes) -> str:
+        """Read an event, or a whole answer. Return its text."""
+        likely = self._likely
+        if likely is not None and (text := likely.take(b"data: %b\n\n" % data)) is not None:
+            return text
+        if data == b"[DONE]" or self.is_over:
+            self.is_over, self._likely = True, None
+            return ""
+        try:
+            event: dict[str, Any] = parse_event(data)
+            if event.get("error"):
+                self.error = event
+                self.problem = f"the server answered with an error: {event['error']}"
+                self.is_over = self._is_strict
+            text = self._merge_event(event) if self._is_strict else self._take(event)
+        except (ValueError, AttributeError, TypeError) as error:
+            start = data[:200].decode(errors="replace")
+            self.problem = f"the server's answer is no chat completion: {start!r}"
+            if self._is_strict:
+                raise UnusableStream(self.problem) from error
+            return ""
+        self._expect(data, event)
+        return text
+
+    def _take(self, event: Mapping[str, Any]) -> str:
+        """Take what a result needs of an event, or of a whole answer. Return its text."""
+        if event.get("usage"):
+            self._usage = PromptUsage.from_openai(event["usage"])
+        added = ""
+        for choice in read_choices(event):
+            if choice.get("index") or 0:
+                continue
+            known = self._choice(0)
+            delta: Mapping[str, Any] = choice.get("delta" if self._is_stream else "message") or {}
+            if pieces := delta.get("tool_calls"):
+                if not self._is_stream:
+                    pieces = [{**call, "index": place} for place, call in enumerate(pieces)]
+                add_tool_calls(known["message"].setdefault("tool_calls", _Places()), pieces)
+            for name, value in delta.items():
+                text = read_content(value) if name == "content" else value
+                if isinstance(text, str) and name in _WHOLE_TEXTS:
+                    known["message"].setdefault(name, text)
+                elif isinstance(text, str):
+                    known["message"].setdefault(name, StringIO()).write(text)
+                    added += text if name == "content" else ""
+            known["finish_reason"] = choice.get("finish_reason") or known.get("finish_reason")
         return added
 
-    def _merge(self, chunk: Mapping[str, Any]) -> str:
+    def _merge_event(self, event: Mapping[str, Any]) -> str:
+        """Add all fields of an event to those before. Return its text. Raises: UnusableStream."""
         # The first chunk's identity counts: some servers' last chunk, with the usage, has another.
         known = {name for name in _IDENTITY if self._fields.get(name)} | {*_OF_CHUNKS}
-        _merge(self._fields, {name: chunk[name] for name in chunk if name not in known})
+        _merge(self._fields, {name: event[name] for name in event if name not in known})
         text = ""
-        for piece in read_choices(chunk):
+        for piece in read_choices(event):
             found: Any = piece.get("delta") or {}
             index: Any = piece.get("index") or 0
             is_whole = not found and bool(piece.get("message"))
             if is_whole or not isinstance(found, dict) or not isinstance(index, int):
                 raise UnusableStream(f"not a choice of a chunk: {piece!r:.200}")
             delta = cast("dict[str, Any]", found)
-            choice = self._choices.setdefault(index, {"index": index, "message": {}})
+            choice = self._choice(index)
             _merge(choice, {name: piece[name] for name in piece if name not in _SET_APART})
             _merge(choice["message"], delta, is_delta=True)
             text += read_content(delta.get("content")) if index == 0 else ""
         return text
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        return self._choices.setdefault(index, {"index": index, "message": {}})
+
+    def _expect(self, data: bytes, event: dict[str, Any]) -> None:
+        """Expect more events like one that has been read, if it is like the one before it."""
+        last, self._last = self._last, event
+        try:
+            (choice,) = event["choices"]
+            delta = choice["delta"]
+            (name,) = [name for name in delta if delta[name] and name not in _WHOLE_TEXTS]
+            index = choice.get("index") or 0
+            texts: StringIO = self._choices[index]["message"][name]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return
+        delta[name] = None
+        if not self._is_strict and "logprobs" in choice:
+            choice["logprobs"] = None
+        if event == last:
+            around = _find_text(data, name, event, is_strict=self._is_strict)
+            is_content = name == "content" and index == 0
+            self._likely = _LikelyEvent(*around, texts, is_content) if around else None
+
+    def result(self) -> CallResult | None:
+        """Return the answer; ``None`` if it is not complete."""
+        self.end()
+        choice: dict[str, Any] = _finished(self._choices.get(0, {}))
+        # Not `is_over`: a reader may leave an event stream after the last choice.
+        if not (reason := choice.get("finish_reason")):
+            return None
+        message: dict[str, Any] = choice["message"]
+        text, calls = message.pop("content", ""), message.pop("tool_calls", None)
+        # The message that agents send back.
+        reply = {"role": "assistant", "content": text or None, "tool_calls": calls}
+        sent = {**message, **reply} if calls else None
+        return CallResult(text, self._usage, reason, bool(text) and not calls, sent)
 
     def body(self) -> dict[str, Any]:
         """Return the body of a response that is not streamed.
 
         Raises: UnusableStream if there was no choice, or one without an end.
         """
+        self.end()
         ends = [choice.get("finish_reason") for choice in self._choices.values()]
         if not (ends and all(ends)):
             raise UnusableStream("the stream ended before the answer was complete")
@@ -206,17 +208,65 @@ class MergedChunks:
         return {**fields, "object": "chat.completion", "choices": choices}
 
 
-def _may_repeat(
-    chunk: Mapping[str, Any], choice: Mapping[str, Any], delta: Mapping[str, Any]
-) -> bool:
-    """Return whether merging a chunk of the first choice again would add nothing but its text."""
-    fields = [chunk[name] for name in chunk if name != "choices"]
-    fields += [choice[name] for name in choice if name != "delta"]
-    return (
-        not choice.get("index")
-        and not any(isinstance(field, dict | list) for field in fields)
-        and all(delta[name] is None or name in ("content", *_WHOLE_TEXTS) for name in delta)
-    )
+@dataclass(frozen=True, slots=True)
+class _LikelyEvent:
+    """An event like others but for its text, and for log-probabilities if these are skipped.
+
+    Attributes:
+        before, between, after: its other bytes; there are some between if these are skipped.
+        texts: where the texts of such events are added.
+    """
+
+    before: bytes
+    between: bytes
+    after: bytes
+    texts: StringIO
+    is_content: bool
+
+    def take(self, data: bytes) -> str | None:
+        """Add the text of an event like this one; return the content. ``None``: it is another."""
+        if not (data.startswith(self.before) and data.endswith(self.after)):
+            return None
+        value = data[len(self.before) : len(data) - len(self.after)]
+        if self.between:
+            value, found, skipped = value.partition(self.between)
+            # What is skipped may be the end of this choice, and another one.
+            if not found or b'"delta"' in skipped or b'"finish_reason"' in skipped:
+                return None
+        try:
+            text = from_json(value)
+            self.texts.write(text)
+        except (ValueError, TypeError):
+            return None
+        return text if self.is_content else ""
+
+
+_LOGPROBS = re.compile(r'"logprobs"\s*:\s*')
+
+
+def _find_text(
+    data: bytes, name: str, event: Mapping[str, Any], *, is_strict: bool
+) -> tuple[bytes, bytes, bytes] | None:
+    """Return the bytes of :class:`_LikelyEvent`; ``None`` if reading one may add more than a text.
+
+    Args:
+        name: the field of the delta that has the text.
+        event: the event with null in place of its text, and of log-probabilities unless strict.
+    """
+    text = rf'(?<="{re.escape(name)}":)\s*"(?:[^"\\]|\\.)*+"'
+    try:
+        (before, after), between = re.split(text, data.decode(), maxsplit=1), ""
+        if not is_strict and (key := _LOGPROBS.search(after)) is not None:
+            _, end = json.JSONDecoder().raw_decode(after, key.end())
+            between, after = after[: key.end()], after[end:]
+        rest = f"{before}null{between}{between and 'null'}{after}"
+        # It is in the only object of the only list; what is found may be in another place.
+        is_sure = (rest.count("{"), rest.count("[")) == (3, 1) and from_json(rest) == event
+    except (ValueError, RecursionError):
+        return None
+    pieces = (f"data: {before}", between, f"{after}\n\n")
+    before, between, after = map(str.encode, pieces)
+    return (before, between, after) if is_sure else None
 
 
 _IDENTITY = ("id", "created", "model")

@@ -23,10 +23,10 @@ import anyio
 import httpx
 
 from flashmoa.engine.connections import keep_by_loop
-from flashmoa.engine.generation import is_event_stream, read_choices, read_event_data
+from flashmoa.engine.generation import is_event_stream
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
-from flashmoa.openai_answers import AnswerReader, MergedChunks, UnusableStream, parse_chunk
+from flashmoa.openai_answers import AnswerReader, UnusableStream
 from flashmoa.openai_requests import as_stream, change_body, read_chat_body
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class _TappedRequest:
         self._request = request
         self._errors = http_module(request)  # Its HTTP client raises the exceptions of that.
         self._on_text = on_text
-        self._completion = MergedChunks()
+        self._reader = AnswerReader(is_stream=True, is_strict=True)
         # When the engine had received the whole request; if the HTTP client does not report that,
         # when this attempt began.
         self._sent_at = anyio.current_time()
@@ -319,8 +319,9 @@ class _TappedRequest:
             raise UnusableStream(f"neither a stream nor JSON: {kind!r}")
         await response.aread()
         if response.is_success:  # Some servers answer with a whole completion.
-            choices = read_choices(parse_chunk(response.content))
-            if not any(choice.get("message") for choice in choices):
+            whole = AnswerReader(is_stream=False)
+            whole.feed(response.content)
+            if not whole.has_begun:
                 raise UnusableStream(f"not a whole answer: {response.text[:200]!r}")
         response.request = self._request
         return response
@@ -330,26 +331,29 @@ class _TappedRequest:
 
         Raises: UnusableStream; RefusedForm if it has an error in place of an answer.
         """
-        async with aclosing(read_event_data(response)) as events:
-            async for data in events:
-                if data == b"[DONE]":  # Some servers end without it.
-                    # Only after the end of its response, soon to come, is a connection used again.
-                    with suppress(self._errors.HTTPError), anyio.move_on_after(0.1):
-                        async for _ in events:
-                            pass
-                    break
-                event = parse_chunk(data)
-                if event.get("error"):
-                    status, body = _read_error(event)
-                    # 500 says no more than that there is an error, whose true status is that of the
-                    # request as it was.
-                    may_be_form = status in (None, 500) or status in _REFUSALS_OF_FORMS
-                    if may_be_form and not self._completion.has_begun:
-                        raise RefusedForm
-                    return await self._whole_response(response, status or 500, body)
-                if text := self._completion.add(event):
+        reader = self._reader
+        async with aclosing(response.aiter_bytes()) as pieces:
+            async for piece in pieces:
+                if text := reader.feed(piece):
                     self._on_text(text)
-        body = self._completion.body()
+                if reader.is_over:  # Some servers end without saying so.
+                    break
+            if reader.error is None:
+                # Only after the end of its response, soon to come, is a connection used again.
+                with suppress(self._errors.HTTPError), anyio.move_on_after(0.1):
+                    async for _ in pieces:
+                        pass
+        if text := reader.end():
+            self._on_text(text)
+        if reader.error is not None:
+            status, body = _read_error(reader.error)
+            # 500 says no more than that there is an error, whose true status is that of the
+            # request as it was.
+            may_be_form = status in (None, 500) or status in _REFUSALS_OF_FORMS
+            if may_be_form and not reader.has_begun:
+                raise RefusedForm
+            return await self._whole_response(response, status or 500, body)
+        body = reader.body()
         return await self._whole_response(response, response.status_code, body)
 
     async def _whole_response(

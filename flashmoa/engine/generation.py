@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import httpx
@@ -34,17 +34,17 @@ class EventReader:
         self._rest = [b""]  # The pieces of a line that has not ended.
         self._data: list[bytes] = []
         self._is_first_line = True
-        self._is_between_events = False
+        self.is_between_events = False
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ends in the next bytes."""
-        if self._is_between_events and data.startswith(b"data: ") and data.endswith(b"\n\n"):
+        if self.is_between_events and data.startswith(b"data: ") and data.endswith(b"\n\n"):
             # Servers send events as a whole, whose data is one line.
             events = data[len(b"data: ") : -len(b"\n\n")].split(b"\n\ndata: ")
             if b"\r" not in data and data.count(b"\n") == 2 * len(events):
                 return [event for each in events if (event := each.strip())]
         events = self._feed_lines(data)
-        self._is_between_events = self._rest == [b""] and not self._data
+        self.is_between_events = self._rest == [b""] and not self._data
         return events
 
     def _feed_lines(self, data: bytes) -> list[bytes]:
@@ -111,18 +111,14 @@ async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]
         async for data in events:
             if data == b"[DONE]":
                 continue
-            start = data[:200].decode(errors="replace")
-            try:
+            event: Any = None
+            with suppress(ValueError):
                 event = parse_event(data)
-            except ValueError as error:
-                raise errors.BadAnswer(
-                    f"the engine sent an event that is not JSON: {start!r}. Is the URL that "
-                    "of an SGLang engine?"
-                ) from error
             if not isinstance(event, dict):
+                start = data[:200].decode(errors="replace")
                 raise errors.BadAnswer(
-                    f"the engine sent an event that is not a JSON object: {start!r}. Is the "
-                    "URL that of an SGLang engine?"
+                    f"the engine sent an event that is not JSON, or not a JSON object: {start!r}. "
+                    "Is the URL that of an SGLang engine?"
                 )
             found = cast("dict[str, Any]", event)
             # Some servers have the field in every event, and null in it if nothing is wrong.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa import openai_answers
+from flashmoa.engine.generation import parse_event
 from flashmoa.openai_answers import AnswerReader
 
 
@@ -36,7 +39,7 @@ def test_a_stream_that_breaks_off_has_no_result() -> None:
     assert reader.result() is None and "not read to its end" in reader.problem
 
 
-def test_null_in_place_of_parts_of_a_chunk_is_no_problem() -> None:
+def test_null_and_other_odd_parts_of_a_chunk_are_no_problem() -> None:
     reader = AnswerReader(is_stream=True)
     problem = reader.problem
     odd = [
@@ -44,6 +47,7 @@ def test_null_in_place_of_parts_of_a_chunk_is_no_problem() -> None:
         {"choices": None},
         {"choices": [None]},
         {"choices": [{"delta": None}], "usage": None},
+        *[{"choices": [{"delta": {"reasoning": {"an": "object"}}}]}] * 3,
     ]
     data = [b"data:\n\n", *(f"data: {json.dumps(event)}\n\n".encode() for event in odd)]
     text = "".join(map(reader.feed, [chunk(content="Hé"), *data, chunk(content="llo")]))
@@ -124,3 +128,97 @@ def test_an_answer_that_calls_tools_is_the_message_that_agents_send_back(
         "reasoning_content": "Hm",
         "tool_calls": calls,
     }
+
+
+# Texts that look like other parts of an event, and half of a surrogate pair.
+ODD_TEXTS = ["", "\u00e9\n", '"', "\\", '","x":"', '},"logprobs":null', "delta", "\ud83d"]
+TEXTS = st.sampled_from(ODD_TEXTS) | st.text(max_size=4)
+TOKENS = st.lists(st.fixed_dictionaries({"token": TEXTS, "logprob": st.floats(-9, 0)}), max_size=2)
+LOGPROBS = st.fixed_dictionaries({"content": TOKENS, "text": TEXTS}) | st.none()
+DELTAS: list[st.SearchStrategy[dict[str, Any]]] = [
+    st.fixed_dictionaries({"content": TEXTS, "reasoning": st.none(), "tool_calls": st.none()}),
+    st.fixed_dictionaries({"content": st.none(), "reasoning": TEXTS, "tool_calls": st.none()}),
+    st.fixed_dictionaries({"content": TEXTS, "reasoning": TEXTS}),
+    st.fixed_dictionaries({"tool_calls": TEXTS.map(lambda x: [{"function": {"arguments": x}}])}),
+]
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Return the chunks of an answer, many of which differ from those before in one field only."""
+    found: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        deltas, indexes = (
+            draw(st.sampled_from(DELTAS)),
+            draw(st.sampled_from([[0], [0], [0, 0], [0, 1]])),
+        )
+        for length in draw(st.lists(st.integers(1, 2), max_size=6)):
+            choices = [
+                {"index": index, "delta": draw(deltas), "logprobs": draw(LOGPROBS), "stop": None}
+                for index in indexes[:length]
+            ]
+            found.append({"choices": choices, "usage": None})
+    return [*found, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]
+
+
+@given(chunks(), st.sampled_from([(",", ":"), (", ", ": ")]), st.lists(st.integers(0, 5000)))
+def test_a_stream_is_read_as_its_chunks_add_up(
+    chunks: list[dict[str, Any]], separators: tuple[str, str], cuts: list[int]
+) -> None:
+    events = [json.dumps(chunk, separators=separators) for chunk in chunks]
+    pieces = [f"data: {event}\n\n".encode() for event in events]
+    deltas = [
+        [choice["delta"] for choice in chunk["choices"] if choice["index"] == 0] for chunk in chunks
+    ]
+    whole, cut = AnswerReader(is_stream=True), AnswerReader(is_stream=True)
+    texts = ["".join(delta.get("content") or "" for delta in each) for each in deltas]
+    assert list(map(whole.feed, pieces)) == texts
+    sent = b"".join(pieces)
+    places = sorted({0, *cuts, len(sent)})
+    assert "".join(cut.feed(sent[a:b]) for a, b in pairwise(places)) == "".join(texts)
+    result = whole.result()
+    assert result is not None and result == cut.result()
+    of_first = [delta for each in deltas for delta in each]
+    reasoning = [delta["reasoning"] for delta in of_first if delta.get("reasoning") is not None]
+    calls = [delta["tool_calls"][0] for delta in of_first if delta.get("tool_calls")]
+    assert result.text == "".join(texts)
+    reply = cast("dict[str, Any] | None", result.tool_calls)
+    assert (reply is None) == (not calls)
+    if reply is not None:
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+        assert [call["function"]["arguments"] for call in reply["tool_calls"]] == [arguments]
+        assert reply.get("reasoning", "") == "".join(reasoning)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("kind", ["content", "reasoning_content"])
+def test_events_that_differ_in_their_text_only_are_not_parsed(
+    kind: str, is_strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+
+    def count(data: bytes) -> Any:
+        parsed.append(data)
+        return parse_event(data)
+
+    monkeypatch.setattr(openai_answers, "parse_event", count)
+    reader = AnswerReader(is_stream=True, is_strict=is_strict)
+    for place in range(100):
+        choice: dict[str, Any] = {"index": 0, "delta": {kind: f"{place} ", "role": None}}
+        if not is_strict:  # A body has them all.
+            choice["logprobs"] = {"content": [{"token": str(place), "logprob": -place}]}
+        event = {"id": "c", "choices": [{**choice, "finish_reason": None}], "usage": None}
+        # Pieces of one event, and of two.
+        text = "".join(
+            map(reader.feed, [f"data: {json.dumps(event)}\n\n".encode() * (1 + place % 2)])
+        )
+        assert text == (f"{place} " * (1 + place % 2) if kind == "content" else "")
+    assert len(parsed) == 2
+
+
+def test_an_event_within_a_comment_or_after_the_end_is_none() -> None:
+    reader = AnswerReader(is_stream=True)
+    event = chunk(content="a")
+    assert [reader.feed(event) for _ in range(3)] == ["a"] * 3
+    assert [reader.feed(data) for data in (b": ", event, event)] == ["", "", "a"]
+    assert [reader.feed(data) for data in (b"data: [DONE]\n\n", event)] == ["", ""]

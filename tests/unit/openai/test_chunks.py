@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.openai_answers import MergedChunks, UnusableStream
+from flashmoa.openai_answers import AnswerReader, UnusableStream
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
 TOP = {"id": "c1", "object": "chat.completion", "created": 1, "model": "m"}
@@ -121,11 +123,24 @@ def cut_answers(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return whole, [*chunks, last, {}]
 
 
-@given(cut_answers())
-def test_chunks_add_up_to_the_whole_answer(cut: tuple[dict[str, Any], list[Any]]) -> None:
+def _reader() -> AnswerReader:
+    return AnswerReader(is_stream=True, is_strict=True)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(chunk)}\n\n".encode()
+
+
+@given(cut_answers(), st.none() | st.lists(st.integers(0, 10_000), max_size=9))
+def test_chunks_add_up_to_the_whole_answer(
+    cut: tuple[dict[str, Any], list[Any]], cuts: list[int] | None
+) -> None:
     whole, chunks = cut
-    completion = MergedChunks()
-    text = "".join(map(completion.add, chunks))
+    pieces, completion = list(map(_event, chunks)), _reader()
+    if cuts is not None:
+        sent = b"".join(pieces)
+        pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
+    text = "".join(map(completion.feed, pieces))
     assert completion.body() == whole
     assert text == (whole["choices"][0]["message"]["content"] or "")
 
@@ -147,27 +162,55 @@ def test_chunks_add_up_to_the_whole_answer(cut: tuple[dict[str, Any], list[Any]]
     ],
 )
 def test_chunks_that_do_not_add_up_are_no_answer(choice: dict[str, Any]) -> None:
-    completion = MergedChunks()
+    completion = _reader()
     delta = {"content": "a", "audio": {"data": "a"}, "format": "f", "thinking": "ha"}
-    completion.add({"choices": [{"index": 0, "delta": delta, "sources": ["a"]}]})
+    completion.feed(_event({"choices": [{"index": 0, "delta": delta, "sources": ["a"]}]}))
     with pytest.raises(UnusableStream):
-        completion.add({"choices": [choice]})
+        completion.feed(_event({"choices": [choice]}))
 
 
 @pytest.mark.parametrize("name", ["citations", "provider", "metadata"])
 def test_other_values_of_a_servers_own_field_are_no_answer(name: str) -> None:
     values: dict[str, list[Any]] = {"metadata": [{"a": {"b": 1}}, {"a": {"b": 2}}]}
     first, second = values.get(name, [["a"], ["a", "b"]])
-    completion = MergedChunks()
-    completion.add({name: first})
-    completion.add({name: first})
+    completion = _reader()
+    completion.feed(_event({name: first}))
+    completion.feed(_event({name: first}))
     with pytest.raises(UnusableStream, match=r"is .* and then"):
-        completion.add({name: second})
+        completion.feed(_event({name: second}))
 
 
 @pytest.mark.parametrize("choices", [None, [], [{"index": 0, "delta": {"content": "half an"}}]])
 def test_an_answer_has_a_choice_with_an_end(choices: Any) -> None:
-    completion = MergedChunks()
-    completion.add({**TOP, "choices": choices})
+    completion = _reader()
+    completion.feed(_event({**TOP, "choices": choices}))
     with pytest.raises(UnusableStream, match="ended before the answer was complete"):
         completion.body()
+
+
+def test_what_chunks_have_besides_their_texts_is_merged_however_often_it_repeats() -> None:
+    completion = _reader()
+    calls = [{"index": 0, "id": "x", "function": {"arguments": "1"}}]
+    for name in ("content", "reasoning"):
+        for top, fields, more in (
+            ({"content": "its own"}, {}, {}),
+            ({}, {"token_ids": [1]}, {}),
+            ({}, {}, {"tool_calls": calls}),
+        ):
+            for text in "abcc":
+                choice = {"index": 0, "delta": {name: text, **more}, **fields}
+                completion.feed(_event({**top, "choices": [choice]}))
+    completion.feed(_event({"choices": [{"finish_reason": "stop"}]}))
+    body = completion.body()
+    (choice,) = body["choices"]
+    assert (body["content"], choice["token_ids"]) == ("its own", [1] * 8)
+    assert choice["message"]["content"] == choice["message"]["reasoning"] == "abcc" * 3
+    assert choice["message"]["tool_calls"] == [{"id": "x", "function": {"arguments": "1" * 8}}]
+
+
+def test_nothing_is_read_after_an_error() -> None:
+    completion = _reader()
+    chunk = {"choices": [{"delta": {"content": "a"}}]}
+    error = {"error": {"message": "no memory"}}
+    assert completion.feed(b"".join(map(_event, [chunk, error, chunk, {"error": "b"}]))) == "a"
+    assert completion.is_over and completion.error == error

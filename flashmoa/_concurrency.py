@@ -1,6 +1,7 @@
 """Run tasks that outlive the call that starts them (:class:`TaskHost`), work that is requested
 often but runs once at a time (:class:`SingleFlight`), and several calls at once (:func:`all_of`);
-give context variables a value for a while (:func:`setting`).
+find the running loop (:func:`running_loop`); give context variables a value for a while
+(:func:`setting`).
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ class TaskHost:
         if self._closed:
             return
         if self._group is not None:
+            coroutine = self._log_failures(work)
             try:
-                self._group.start_soon(self._log_failures, work)
+                self._group.start_soon(lambda: coroutine)
                 return
             except RuntimeError:  # The group's last task has just ended.
+                coroutine.close()
                 self._group = None
         # If this is called twice before the new task has run, there are two groups; both are in
         # `_group_tasks`, so both are closed.
@@ -187,6 +190,14 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     if len(results) < len(calls):
         raise RuntimeError("something that one of several calls awaited was cancelled elsewhere")
     return [results[index] for index in range(len(calls))]
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop of asyncio that runs in this thread, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 @contextmanager

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import anyio
 import httpx
 
 from flashmoa.engine.connections import keep_by_loop
@@ -27,17 +25,20 @@ from flashmoa.engine.generation import is_event_stream
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
 from flashmoa.openai_answers import AnswerReader, UnusableStream
+from flashmoa.openai_io import (
+    BlockingIO,
+    Request,
+    Response,
+    UntappedIO,
+    finish,
+    http_module,
+    is_blocking,
+)
 from flashmoa.openai_requests import as_stream, change_body, read_chat_body
 
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[str], None]
-
-# OpenAI's client 3 is built on httpx2, earlier ones on httpx. Both have the same interface, but
-# share no types.
-Request: TypeAlias = Any
-_Response: TypeAlias = Any
-_Send = Callable[..., Awaitable[_Response]]
 FindObserver = Callable[[Request, Mapping[str, Any]], CallObserver | None]
 
 # By HTTP client, the functions that :func:`observe_completions` was given for it.
@@ -67,35 +68,13 @@ class RefusedForm(Exception):
     """Raised when a server refuses the form that FlashMoA gave to a request."""
 
 
-class UntappedClient:
-    """An HTTP client as it is before its ``send`` is replaced.
-
-    Args:
-        http: an ``AsyncClient`` of httpx or httpx2.
-    """
-
-    def __init__(self, http: Any) -> None:
-        self._http = http
-        self._earlier: _Send | None = cast("dict[str, Any]", vars(http)).get("send")
-
-    @property
-    def has_response_hooks(self) -> bool:
-        """Whether functions of its user read the responses, which expect them as they were."""
-        return bool(self._http.event_hooks["response"])
-
-    async def send(self, request: Request, **options: Any) -> _Response:
-        # Looked up at each call, so that a patch of the class still takes effect.
-        send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
-        return await send(request, **options)
-
-
 def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -> None:
     """Have the chat completions of an HTTP client observed. Repeating this is harmless.
 
     Each attempt of a retried request is a request of its own.
 
     Args:
-        http: an ``AsyncClient`` of httpx or httpx2.
+        http: an ``AsyncClient`` or a ``Client`` of httpx or httpx2.
         current: returns the function that finds the observers of requests which are made in this
             context, given a request and its body; ``None`` if none of them is observed. Of several
             functions that were given for a client, the first one with an observer counts.
@@ -104,13 +83,13 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         _finders[http].setdefault(current)
         return
     finders = _finders[http] = {current: None}
-    client = UntappedClient(http)
+    client = BlockingIO(http) if is_blocking(http) else UntappedIO(http)
     # OpenAI's own HTTP client keeps connections of one event loop, which in the next one, as of the
     # next `asyncio.run`, make a request fail and be repeated, and cannot be closed.
     if type(http).__name__ == "AsyncHttpxClientWrapper" and isinstance(http, httpx.AsyncClient):
         keep_by_loop(http)
 
-    async def send(request: Request, **options: Any) -> _Response:
+    async def send(request: Request, **options: Any) -> Response:
         found = [find for each in tuple(finders) if (find := each()) is not None]
         # Without them, prompts of megabytes need not be parsed.
         body = read_chat_body(request) if found else None
@@ -125,7 +104,10 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
             observer.on_failure(error)
             raise
 
-    http.send = send
+    def send_blocking(request: Request, **options: Any) -> Response:
+        return finish(send(request, **options))
+
+    http.send = send_blocking if is_blocking(http) else send
 
 
 def stop_observing(http: Any, current: Callable[[], FindObserver | None]) -> None:
@@ -134,12 +116,12 @@ def stop_observing(http: Any, current: Callable[[], FindObserver | None]) -> Non
 
 
 async def _send_observed(
-    client: UntappedClient,
+    client: UntappedIO,
     request: Request,
     body: Mapping[str, Any],
     options: Mapping[str, Any],
     observer: CallObserver,
-) -> _Response:
+) -> Response:
     try:
         observer.on_prompt(body)
     except Exception:
@@ -156,8 +138,8 @@ async def _send_observed(
     response = await send_changed(client, request, body, fields, options, on_text if taps else None)
     # A hook of the HTTP client may have read a stream already.
     if options.get("stream") and not response.is_closed:
-        response.stream = watch(response, observer, on_text, http_module(request))
-        observer.on_response(response.aclose)
+        response.stream = client.watch(response, PassingAnswer(response, observer, on_text))
+        observer.on_response(partial(client.close, response))
     else:
         report_whole(response, response.content, observer, is_stream=is_event_stream(response))
     return response
@@ -180,13 +162,13 @@ def _contained(on_text: OnText) -> OnText:
 
 
 async def send_changed(
-    client: UntappedClient,
+    client: UntappedIO,
     request: Request,
     body: Mapping[str, Any],
     fields: Mapping[str, Any],
     options: Mapping[str, Any],
     on_text: OnText | None,
-) -> _Response:
+) -> Response:
     """_Send a request for a chat completion in another form; if that is refused, as it was.
 
     What a server refuses is remembered for a while, so that it is not asked twice for the like.
@@ -211,20 +193,20 @@ async def send_changed(
     # With an idempotency key, a server may take one request only.
     if is_same or _is_refused(form) or "idempotency-key" in request.headers:
         return await client.send(request, **options)
-    began = anyio.current_time()
+    began = time.monotonic()
     try:
         sent = with_body(request, body, changed)
         if streaming is not None and on_text is not None:
-            return await _TappedRequest(request, on_text).send(client, sent, options)
+            return await _TappedRequest(client, request, on_text).send(sent, options)
         response = await client.send(sent, **options)
         if response.status_code not in _REFUSALS_OF_FORMS:
             return response
-        await response.aclose()
+        await client.close(response)
         problem: Exception = RefusedForm()
     except (UnusableStream, RefusedForm) as error:
         problem = error
     if not is_streamed:
-        _take_time(request, anyio.current_time() - began)
+        _take_time(request, time.monotonic() - began)
     try:
         plain = await client.send(request, **options)
     except http_module(request).ReadTimeout:
@@ -269,22 +251,22 @@ class _TappedRequest:
     """One attempt at a request, sent as a streaming one.
 
     Args:
+        client: the HTTP client to send it with.
         request: the request that OpenAI's client made.
         on_text: the function to call with each piece of the answer's text.
     """
 
-    def __init__(self, request: Request, on_text: OnText) -> None:
+    def __init__(self, client: UntappedIO, request: Request, on_text: OnText) -> None:
+        self._client = client
         self._request = request
         self._errors = http_module(request)  # Its HTTP client raises the exceptions of that.
         self._on_text = on_text
         self._reader = AnswerReader(is_stream=True, is_strict=True)
         # When the engine had received the whole request; if the HTTP client does not report that,
         # when this attempt began.
-        self._sent_at = anyio.current_time()
+        self._sent_at = time.monotonic()
 
-    async def send(
-        self, client: UntappedClient, streaming: Request, options: Mapping[str, Any]
-    ) -> _Response:
+    async def send(self, streaming: Request, options: Mapping[str, Any]) -> Response:
         """Return the response that the request would have had without a stream.
 
         Raises: the HTTP client's exceptions; UnusableStream if the chunks make no completion;
@@ -292,23 +274,27 @@ class _TappedRequest:
         """
         extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
         read_timeout = extensions.get("timeout", {}).get("read")
-        streaming.extensions = {"trace": self._trace, **streaming.extensions}
-        response = await client.send(streaming, **{**options, "stream": True})
+        streaming.extensions = {
+            "trace": self._client.trace(self._hear),
+            **streaming.extensions,
+        }
+        response = await self._client.send(streaming, **{**options, "stream": True})
         try:
             # Without a stream, no byte arrives before the answer is complete, so the read timeout
             # limits how long the whole answer takes. Here each chunk would start it again.
-            deadline = float("inf") if read_timeout is None else self._sent_at + read_timeout
-            with anyio.CancelScope(deadline=deadline):
+            passed = time.monotonic() - self._sent_at
+            left = None if read_timeout is None else read_timeout - passed
+            with self._client.time_limit(response, left):
                 return await self._read(response)
             raise self._errors.ReadTimeout("", request=self._request)
         finally:
-            await response.aclose()
+            await self._client.close(response)
 
-    async def _trace(self, event: str, _: Mapping[str, Any]) -> None:
+    def _hear(self, event: str) -> None:
         if event.endswith("send_request_body.complete"):
-            self._sent_at = anyio.current_time()
+            self._sent_at = time.monotonic()
 
-    async def _read(self, response: _Response) -> _Response:
+    async def _read(self, response: Response) -> Response:
         """Read a response to its end. Raises: UnusableStream; RefusedForm."""
         if response.status_code in _REFUSALS_OF_FORMS:
             raise RefusedForm
@@ -317,7 +303,7 @@ class _TappedRequest:
         kind = response.headers.get("content-type", "")
         if response.is_success and "json" not in kind.lower():
             raise UnusableStream(f"neither a stream nor JSON: {kind!r}")
-        await response.aread()
+        await self._client.read(response)
         if response.is_success:  # Some servers answer with a whole completion.
             whole = AnswerReader(is_stream=False)
             whole.feed(response.content)
@@ -326,13 +312,13 @@ class _TappedRequest:
         response.request = self._request
         return response
 
-    async def _read_stream(self, response: _Response) -> _Response:
+    async def _read_stream(self, response: Response) -> Response:
         """Read a stream to its end.
 
         Raises: UnusableStream; RefusedForm if it has an error in place of an answer.
         """
         reader = self._reader
-        async with aclosing(response.aiter_bytes()) as pieces:
+        async with aclosing(self._client.pieces(response)) as pieces:
             async for piece in pieces:
                 if text := reader.feed(piece):
                     self._on_text(text)
@@ -340,7 +326,7 @@ class _TappedRequest:
                     break
             if reader.error is None:
                 # Only after the end of its response, soon to come, is a connection used again.
-                with suppress(self._errors.HTTPError), anyio.move_on_after(0.1):
+                with suppress(self._errors.HTTPError), self._client.time_limit(response, 0.1):
                     async for _ in pieces:
                         pass
         if text := reader.end():
@@ -357,9 +343,9 @@ class _TappedRequest:
         return await self._whole_response(response, response.status_code, body)
 
     async def _whole_response(
-        self, stream: _Response, status: int, body: Mapping[str, Any]
-    ) -> _Response:
-        await stream.aclose()  # `elapsed` is known only after this.
+        self, stream: Response, status: int, body: Mapping[str, Any]
+    ) -> Response:
+        await self._client.close(stream)  # `elapsed` is known only after this.
         headers = [
             (n, v) for n, v in stream.headers.multi_items() if n.lower() not in _BODY_HEADERS
         ]
@@ -385,11 +371,6 @@ def _read_error(event: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     return (int(code) if is_status else None), fields if "object" in fields else event
 
 
-def http_module(request: Request) -> Any:
-    """Return httpx or httpx2, whichever a request is of."""
-    return sys.modules[type(request).__module__.partition(".")[0]]
-
-
 def with_body(request: Request, body: Mapping[str, Any], changed: Mapping[str, Any]) -> Request:
     """Return a request with another JSON body, in the format of OpenAI's client.
 
@@ -408,40 +389,12 @@ def with_body(request: Request, body: Mapping[str, Any], changed: Mapping[str, A
     )
 
 
-def watch(response: Any, observer: CallObserver, on_text: OnText, http_module: Any) -> Any:
-    """Return the byte stream of a response as one that is observed.
+class PassingAnswer:
+    """Reads an answer from the bytes of a response as they pass, and reports it once.
 
     Args:
         on_text: the function to call with each piece of the answer's text; it must not raise.
-        http_module: httpx or httpx2, whichever the response is of.
     """
-    base: Any = http_module.AsyncByteStream
-    stream, answer = response.stream, _PassingAnswer(response, observer, on_text)
-
-    class WatchedStream(base):  # httpx accepts no other iterators.
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            try:
-                async for data in stream:
-                    # Observers get the text before the reader may act upon it.
-                    answer.feed(data)
-                    yield data
-            except GeneratorExit:  # The reader has left.
-                answer.end()
-                raise
-            except BaseException as error:
-                answer.end(error)
-                raise
-            answer.complete()
-
-        async def aclose(self) -> None:
-            answer.end()
-            await stream.aclose()
-
-    return WatchedStream()
-
-
-class _PassingAnswer:
-    """Reads an answer from the bytes of a response as they pass, and reports it once."""
 
     def __init__(self, response: Any, observer: CallObserver, on_text: OnText) -> None:
         self._response = response

@@ -12,6 +12,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from flashmoa._concurrency import running_loop
+
 # SGLang closes a connection that was idle for 5 s (``SGLANG_TIMEOUT_KEEP_ALIVE``). A request that
 # is sent at that moment is lost, so the client closes idle connections long before.
 KEPT_SECONDS = 2.0
@@ -105,14 +107,14 @@ class EachLoop(httpx.AsyncBaseTransport):
         return await (await self._connections()).handle_async_request(request)
 
     async def aclose(self) -> None:
-        own = self._by_loop.pop(_running_loop(), None)
+        own = self._by_loop.pop(running_loop(), None)
         # Loops that still run in other threads close theirs now.
         self._by_loop.clear()
         if own is not None:
             await own.aclose()
 
     async def _connections(self) -> _Connections:
-        loop = _running_loop()
+        loop = running_loop()
         held = self._by_loop.get(loop)
         # A loop that is ending may have closed its generators already.
         connections = None if held is None else await anext(held, None)
@@ -140,14 +142,6 @@ def keep_by_loop(http: httpx.AsyncClient) -> None:
     pool = getattr(http._transport, "_pool", None)
     if type(http._transport) is _Connections and pool is not None and not pool.connections:
         http._transport = EachLoop(str(http.base_url), None)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that is running; ``None`` for one of trio."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _proxy_of(url: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Link the calls of any program that uses OpenAI's asynchronous client, or a framework on it.
+"""Link the calls of any program that uses OpenAI's client, or a framework on it.
 
 Needs the extra ``openai``.
 """
@@ -15,12 +15,30 @@ from flashmoa.openai._runs import agent, current_finder, run
 from flashmoa.openai._sent_requests import linked_clients, settings_by_http
 from flashmoa.openai_http import observe_completions, stop_observing
 
-__all__ = ["AsyncOpenAI", "Instrumentation", "agent", "instrument", "run"]
+__all__ = ["AsyncOpenAI", "Instrumentation", "OpenAI", "agent", "instrument", "run"]
 
 Client = TypeVar("Client")
 
 
-class AsyncOpenAI(openai.AsyncOpenAI):
+class _SelfHosted:
+    """Is what both clients add to those of OpenAI."""
+
+    def __init__(
+        self,
+        *,
+        base_url: object = None,
+        api_key: str | None = None,
+        engine_settings: EngineSettings | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Copies of a client are given the URL as an object of its HTTP library.
+        url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
+        stock: Any = super()  # OpenAI's class of the same name.
+        stock.__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
+        instrument(self, engine_settings)
+
+
+class AsyncOpenAI(_SelfHosted, openai.AsyncOpenAI):
     """Replaces ``openai.AsyncOpenAI`` for self-hosted engines.
 
     By itself it is the stock client, except that it needs no API key and that its default URL is
@@ -34,18 +52,9 @@ class AsyncOpenAI(openai.AsyncOpenAI):
         **kwargs: see the stock client.
     """
 
-    def __init__(
-        self,
-        *,
-        base_url: object = None,
-        api_key: str | None = None,
-        engine_settings: EngineSettings | None = None,
-        **kwargs: Any,
-    ) -> None:
-        # Copies of a client are given the URL as an object of its HTTP library.
-        url = f"{self_hosted_url(str(base_url) if base_url is not None else None)}/v1"
-        super().__init__(base_url=url, api_key=api_key or "EMPTY", **kwargs)
-        instrument(self, engine_settings)
+
+class OpenAI(_SelfHosted, openai.OpenAI):
+    """Replaces ``openai.OpenAI`` as :class:`AsyncOpenAI` replaces ``openai.AsyncOpenAI``."""
 
 
 class Instrumentation(Generic[Client]):
@@ -59,15 +68,17 @@ class Instrumentation(Generic[Client]):
 
     def __init__(self, client: Client, engine_settings: EngineSettings | None) -> None:
         self.client = client
-        self._found = found = _find_client(client)
-        linked_clients.add(found)
-        observe_completions(found._client, current_finder)
-        if engine_settings is not None:
-            settings_by_http[found._client] = engine_settings
+        self._found = _find_clients(client)
+        for found in self._found:
+            linked_clients[found] = None
+            observe_completions(found._client, current_finder)
+            if engine_settings is not None:
+                settings_by_http[found._client] = engine_settings
 
     def __repr__(self) -> str:
-        state = "" if self._found in linked_clients else ", closed"
-        return f"<Instrumentation of {type(self.client).__name__} at {self._found.base_url}{state}>"
+        first = self._found[0]
+        state = "" if first in linked_clients else ", closed"
+        return f"<Instrumentation of {type(self.client).__name__} at {first.base_url}{state}>"
 
     def __enter__(self) -> Client:
         return self.client
@@ -80,8 +91,9 @@ class Instrumentation(Generic[Client]):
 
         Repeating this is harmless. The client stays open.
         """
-        linked_clients.discard(self._found)
-        stop_observing(self._found._client, current_finder)
+        for found in self._found:
+            linked_clients.pop(found, None)
+            stop_observing(found._client, current_finder)
 
 
 def instrument(
@@ -94,26 +106,27 @@ def instrument(
     prompts also charges for what links prefill there.
 
     Args:
-        client: an ``openai.AsyncOpenAI``, or an object that has one in its attribute ``client`` or
-            ``root_async_client``: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and
-            the models made of it, the Agents SDK's ``OpenAIChatCompletionsModel``, CrewAI's
-            ``LLM``.
+        client: an ``openai.OpenAI`` or ``openai.AsyncOpenAI``, or an object that has some in its
+            attributes: LangChain's ``ChatOpenAI``, Pydantic AI's ``OpenAIProvider`` and the models
+            made of it, the Agents SDK's ``OpenAIChatCompletionsModel``, smolagents'
+            ``OpenAIModel`` and CrewAI's ``LLM``.
         engine_settings: says how links use its server; by default as before.
 
     Returns: what undoes it, by ``close()`` or as a context manager. You need not keep it.
 
     Raises:
-        TypeError: if there is no ``openai.AsyncOpenAI`` in it.
+        TypeError: if there is no client of OpenAI in it.
     """
     return Instrumentation(client, engine_settings)
 
 
-def _find_client(holder: object) -> openai.AsyncOpenAI:
-    names = ("root_async_client", "client", "_client", "_async_client")
-    for candidate in (holder, *(getattr(holder, name, None) for name in names)):
-        if isinstance(candidate, openai.AsyncOpenAI):
-            return candidate
-    raise TypeError(
-        f"there is no openai.AsyncOpenAI in {holder!r}; give instrument() the client itself, which "
-        "must be asynchronous"
-    )
+def _find_clients(holder: object) -> list[openai.OpenAI | openai.AsyncOpenAI]:
+    names = ("root_client", "root_async_client", "client", "_client", "_async_client")
+    candidates = (holder, *(getattr(holder, name, None) for name in names))
+    found = [each for each in candidates if isinstance(each, openai.OpenAI | openai.AsyncOpenAI)]
+    if not found:
+        raise TypeError(
+            f"there is no client of OpenAI in {holder!r}; give instrument() the client itself, an "
+            "openai.OpenAI or openai.AsyncOpenAI"
+        )
+    return found

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
 import sysconfig
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from contextvars import ContextVar
 from functools import cache, partial, wraps
+from inspect import iscoroutinefunction
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
-from flashmoa._concurrency import all_of, setting
+from anyio.from_thread import start_blocking_portal
+
+from flashmoa._concurrency import all_of, running_loop, setting
 from flashmoa.engine import EngineClient
-from flashmoa.linking.calls import CallObserver
+from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
 from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
 from flashmoa.openai._sent_requests import headers_now, read_request, settings_for
-from flashmoa.openai_http import FindObserver, Request
+from flashmoa.openai_http import FindObserver
+from flashmoa.openai_io import Request
 
 logger = logging.getLogger(__name__)
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Frames of code in these folders are not the user's: the standard library, installed packages, and
 # this package, which may be installed from its source folder.
@@ -42,20 +53,33 @@ _MOST_FRAMES = 3
 # By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
 _programs: dict[str, Program] = {}
 _MOST_PROGRAMS = 256
+_programs_lock = threading.Lock()  # Runs may be in several threads.
+# How long a request waits for the event loop of its run before it is sent unlinked.
+_LOOP_SECONDS = 1.0
+_UNLINKED = "A call runs unlinked because of the error below"
 _current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
 _agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
+# The runs that were entered with ``with`` and are open.
+_blocking: list[Run] = []
 
 
 def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
 
     ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
+    A program without an event loop is run within ``with run():``, where links have a thread of
+    their own, in which ``listener`` is called.
 
     The first run of a program is watched, and only what an agent asks after its tools is linked. In
     later ones, the prompt of each call that the run before had is prefilled while the calls before
     it still write. Prompts and answers stay the
     same; a program that does something else this time only gains less. Calls count if their client
-    is an :class:`AsyncOpenAI` of this package or was given to :func:`instrument`.
+    is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
+    :func:`instrument`.
+
+    Calls of other threads count if they have this context (``asyncio.to_thread``,
+    ``copy_context().run``). Without a context of a run, those of threads without an event loop
+    count to the run that was entered with ``with``, while that is the only one.
 
     Args:
         name: the program's name. Runs with the same name are of one program; by default those that
@@ -79,34 +103,37 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     return RunContext(partial(_run, program, LinkSettings(**options)))
 
 
-class RunContext(AbstractAsyncContextManager[Report, None]):
+class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManager[Report, None]):
     """Begins a run each time that it is entered, or that a function which it decorates is called.
 
     Args:
         begin: returns the context of one run.
     """
 
-    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Report]]) -> None:
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
         self._begin = begin
-        self._entered: AbstractAsyncContextManager[Report] | None = None
+        self._entered: AsyncExitStack | ExitStack | None = None
 
-    def __call__(
-        self, function: Callable[Arguments, Awaitable[Result]]
-    ) -> Callable[Arguments, Awaitable[Result]]:
+    def __call__(self, function: Function) -> Function:
         @wraps(function)
-        async def in_run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            async with self._begin():
+        async def in_run(*args: Any, **kwargs: Any) -> Any:
+            async with RunContext(self._begin):
                 return await function(*args, **kwargs)
 
-        return in_run
+        @wraps(function)
+        def in_blocking_run(*args: Any, **kwargs: Any) -> Any:
+            with RunContext(self._begin):
+                return function(*args, **kwargs)
+
+        return cast("Function", in_run if iscoroutinefunction(function) else in_blocking_run)
 
     async def __aenter__(self) -> Report:
-        if self._entered is not None:
-            raise RuntimeError("this run has not ended; call run() again for one at the same time")
-        entered = self._begin()
-        report = await entered.__aenter__()
-        self._entered = entered
-        return report
+        self._check()
+        async with AsyncExitStack() as stack:
+            this = await stack.enter_async_context(self._begin())
+            stack.enter_context(setting(_current, this))
+            self._entered = stack.pop_all()
+        return this.report
 
     async def __aexit__(
         self,
@@ -115,35 +142,62 @@ class RunContext(AbstractAsyncContextManager[Report, None]):
         trace: TracebackType | None,
     ) -> None:
         entered, self._entered = self._entered, None
-        if entered is not None:
+        if isinstance(entered, AsyncExitStack):
             await entered.__aexit__(kind, error, trace)
+
+    def __enter__(self) -> Report:
+        self._check()
+        with ExitStack() as stack:
+            if (this := _run_of_context()) is None:
+                portal = stack.enter_context(start_blocking_portal())
+                this = stack.enter_context(portal.wrap_async_context_manager(self._begin()))
+                this.entered_in = threading.get_ident()
+                _blocking.append(this)
+                stack.callback(_blocking.remove, this)
+            stack.enter_context(setting(_current, this))
+            self._entered = stack.pop_all()
+        return this.report
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        entered, self._entered = self._entered, None
+        if isinstance(entered, ExitStack):
+            entered.__exit__(kind, error, trace)
+
+    def _check(self) -> None:
+        if self._entered is not None:
+            raise RuntimeError("this run has not ended; call run() again for one at the same time")
 
 
 @asynccontextmanager
-async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Report]:
-    if (this := _open_run()) is not None:
-        yield this.report
+async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
+    if (this := _run_of_context()) is not None:
+        yield this
         return
     listener = settings.listen()
     try:
         this = Run(_find_program(program), settings, Report(listener))
-        with setting(_current, this):
-            try:
-                yield this.report
-            except BaseException:
-                await this.close(learn=False)
-                raise
-            else:
-                await this.close(learn=True)
+        try:
+            yield this
+        except BaseException:
+            await this.close(learn=False)
+            raise
+        else:
+            await this.close(learn=True)
     finally:
         end_trace(listener)
 
 
 def _find_program(name: str) -> Program:
-    program = _programs[name] = _programs.pop(name, None) or Program()
-    if len(_programs) > _MOST_PROGRAMS:
-        _warn_of_names()
-        del _programs[next(iter(_programs))]
+    with _programs_lock:
+        program = _programs[name] = _programs.pop(name, None) or Program()
+        if len(_programs) > _MOST_PROGRAMS:
+            _warn_of_names()
+            del _programs[next(iter(_programs))]
     return program
 
 
@@ -157,7 +211,13 @@ def _warn_of_names() -> None:
 
 
 class Run:
-    """One run of a program."""
+    """One run of a program.
+
+    Its links are made in the event loop in which it begins; calls may come from other threads.
+
+    Attributes:
+        entered_in: the thread that has entered it with ``with``; ``None`` with ``async with``.
+    """
 
     def __init__(
         self,
@@ -166,8 +226,14 @@ class Run:
         report: Report,
     ) -> None:
         self.is_closed = False
-        self.thread = threading.get_ident()
+        self.entered_in: int | None = None
         self.report = report
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        # What calls of other threads have to say, and whether a task listens to that yet.
+        self._news: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+        self._hears_threads = False
+        self._unanswered: _CallOfThread | None = None
         self._planner = LearnedLinkPlanner(program, report, self._find_engine, settings)
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
@@ -176,19 +242,52 @@ class Run:
         """Return the observer of a request that is about to be sent; ``None`` if it is odd."""
         try:
             hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
-            return self._planner.observe(calling_agent(), read_request(request, body), hold_reason)
+            begin = partial(
+                self._planner.observe, calling_agent(), read_request(request, body), hold_reason
+            )
+            return begin() if self._is_here() else self._observe_from_thread(begin)
         except Exception:
             # Whatever is wrong with a link, the request must be sent.
-            logger.exception("A call runs unlinked because of the error below")
+            logger.exception(_UNLINKED)
             return None
 
     async def close(self, *, learn: bool) -> None:
         """End the links; see :meth:`LearnedLinkPlanner.close`."""
         self.is_closed = True
+        while not self._news.empty():
+            self._news.get_nowait()()
         try:
             await self._planner.close(learn=learn)
         finally:
             await all_of([engine.close for engine in self._engines.values()])
+
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _observe_from_thread(self, begin: Callable[[], CallObserver]) -> CallObserver | None:
+        # A program may block its event loop until its threads have ended.
+        if self._unanswered is not None and not self._unanswered.has_begun.is_set():
+            return None
+        call = _CallOfThread(self._pass_on, begin)
+        if call.begin():
+            return call
+        self._unanswered = call
+        return None
+
+    def _pass_on(self, news: Callable[[], None]) -> None:
+        """Have a function called in a task of the event loop, after those before it."""
+        with suppress(RuntimeError):  # The event loop, and with it the run, has ended.
+            self._loop.call_soon_threadsafe(self._receive, news)
+
+    def _receive(self, news: Callable[[], None]) -> None:
+        self._news.put_nowait(news)
+        if not self._hears_threads:
+            self._hears_threads = True
+            self._planner.host.start(self._hear_threads)
+
+    async def _hear_threads(self) -> None:
+        while True:
+            (await self._news.get())()
 
     def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
         headers = headers_now(request, sent)
@@ -204,20 +303,96 @@ class Run:
         return engine
 
 
+class _CallOfThread(CallObserver):
+    """Passes what it hears in one thread on to an observer in the event loop of another one.
+
+    Args:
+        pass_on: has a function called in that event loop, after those before it.
+        begin: makes the observer.
+
+    Attributes:
+        has_begun: whether the event loop has run ``begin``.
+    """
+
+    def __init__(
+        self,
+        pass_on: Callable[[Callable[[], None]], None],
+        begin: Callable[[], CallObserver],
+    ) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+        self._pass_on = pass_on
+        self._begin = begin
+        self._observer: CallObserver | None = None
+
+    def begin(self) -> bool:
+        """Have the observer made, and return whether that was done in time."""
+        self._pass_on(self._make)
+        try:
+            self.has_begun.wait(_LOOP_SECONDS)
+        finally:
+            if not self.has_begun.is_set():  # Nobody will send the request of an observer made now.
+                self.on_failure(TimeoutError("the run's event loop did not answer"))
+        return self._observer is not None
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._tell("on_prompt", body)
+
+    def on_text(self, text: str) -> None:
+        self._tell("on_text", text)
+
+    def on_finish(self, result: CallResult) -> None:
+        self._tell("on_finish", result)
+
+    def on_failure(self, error: BaseException) -> None:
+        self._tell("on_failure", error)
+
+    def release_stream(self) -> None:
+        self._tell("release_stream")
+
+    def _make(self) -> None:
+        try:
+            self._observer = observer = self._begin()
+            self.prompt_stream_id = observer.prompt_stream_id
+            self.expected_output_tokens = observer.expected_output_tokens
+            self.takes_text = observer.takes_text
+        except Exception:
+            logger.exception(_UNLINKED)
+        finally:
+            self.has_begun.set()
+
+    def _tell(self, method: str, *news: object) -> None:
+        def tell() -> None:
+            if self._observer is not None:
+                try:
+                    getattr(self._observer, method)(*news)
+                except Exception:
+                    logger.exception(_UNLINKED)
+
+        self._pass_on(tell)
+
+
 def current_finder() -> FindObserver | None:
     """Return what finds the observers of requests in this context; ``None`` outside of runs."""
-    current = _open_run()
+    current = _run_of_context() if _current.get() is not None else _run_of_thread()
     return current.find_observer if current is not None else None
 
 
-def _open_run() -> Run | None:
-    """Return the run of this context, unless it has ended.
-
-    Threads inherit the context, but links are made only in the event loop of their run.
-    """
+def _run_of_context() -> Run | None:
+    """Return the run of this context, which threads may inherit, unless it has ended."""
     run = _current.get()
-    is_open = run is not None and not run.is_closed and run.thread == threading.get_ident()
-    return run if is_open else None
+    return run if run is not None and not run.is_closed else None
+
+
+def _run_of_thread() -> Run | None:
+    """Return the run of a thread whose context has none.
+
+    Pools of threads do not inherit it. Of several runs, it may be any; an event loop has contexts
+    for what it runs, and so has the thread that has entered the run.
+    """
+    runs = _blocking.copy()
+    is_plain = len(runs) == 1 and running_loop() is None
+    return runs[0] if is_plain and runs[0].entered_in != threading.get_ident() else None
 
 
 def calling_agent() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import openai
 
@@ -27,7 +27,7 @@ _BEGINNINGS = ("content-", "x-stainless-")
 # What clients send to servers that need no key.
 _NO_KEY = "Bearer EMPTY"
 # The clients whose requests are linked.
-linked_clients: WeakSet[openai.AsyncOpenAI] = WeakSet()
+linked_clients: WeakKeyDictionary[openai.OpenAI | openai.AsyncOpenAI, None] = WeakKeyDictionary()
 # By HTTP client, which copies of a client share, what it was instrumented with.
 settings_by_http: WeakKeyDictionary[Any, EngineSettings] = WeakKeyDictionary()
 
@@ -110,11 +110,15 @@ def settings_for(url: str) -> EngineSettings | None:
     return next(filter(None, found), None)
 
 
-def _open_clients(url: str) -> list[openai.AsyncOpenAI]:
+def _open_clients(url: str) -> list[openai.OpenAI | openai.AsyncOpenAI]:
+    # Other threads may add clients meanwhile.
+    clients = [reference() for reference in linked_clients.keyrefs()]
     return [
         client
-        for client in linked_clients
-        if not client.is_closed() and str(client.base_url).startswith(f"{url}/")
+        for client in clients
+        if client is not None
+        and not client.is_closed()
+        and str(client.base_url).startswith(f"{url}/")
     ]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from flashmoa.openai import run
+from flashmoa.engine.local import LocalEngine
+from flashmoa.openai import OpenAI, run
 from tests.integration.openai.programs import BODY, SETTINGS, Clients
 
 pytestmark = pytest.mark.anyio
@@ -45,9 +48,14 @@ def options(eos: int, word: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-async def answers(client: openai.AsyncOpenAI, asked: list[dict[str, Any]]) -> Any:
+async def answers(client: openai.AsyncOpenAI | openai.OpenAI, asked: list[dict[str, Any]]) -> Any:
     """Return a plan, and the answers of calls that read it, each of which asks for something."""
-    create: Any = client.chat.completions.create
+
+    async def create(**request: Any) -> Any:
+        create: Any = client.chat.completions.create
+        answer = create(**request)
+        return await answer if inspect.isawaitable(answer) else answer
+
     task = [{"role": "user", "content": "Plan three days in Nepal."}]
     plan = await create(messages=task, extra_body=BODY, **SETTINGS)
     found = [plan.choices[0].message.content]
@@ -80,16 +88,25 @@ def comparable(answer: Any) -> Any:
 
 
 @pytest.mark.slow
-async def test_an_answer_has_the_same_fields_linked_and_not(clients: Clients, model: Path) -> None:
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
+async def test_an_answer_has_the_same_fields_linked_and_not(
+    clients: Clients, engine: LocalEngine, model: Path, kind: str
+) -> None:
     eos: int = json.loads((model / "config.json").read_text())["eos_token_id"]
     (_, plain) = await answers(clients.first, [{}])
     word = plain["choices"][0]["message"]["content"].split()[3]
     asked = options(eos, word)
     unlinked = await answers(clients.first, asked)
     runs: list[Any] = []
-    for _ in range(2):
-        async with run("options"):
-            runs.append(await answers(clients.first, asked))
+    with OpenAI(base_url=engine.url, max_retries=0) as blocking:
+        for _ in range(2):
+            async with AsyncExitStack() as stack:
+                if kind == "asynchronous":
+                    await stack.enter_async_context(run("options"))
+                    runs.append(await answers(clients.first, asked))
+                else:
+                    stack.enter_context(run("blocking options"))
+                    runs.append(await answers(blocking, asked))
     expected = [comparable(answer) for answer in unlinked]
     for found in runs:
         for fields, one, other in zip([None, *asked], found, expected, strict=True):

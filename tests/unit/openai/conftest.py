@@ -14,8 +14,11 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    return serve(monkeypatch)
+def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeServer:
+    """Return a server; with ``both_clients`` one for each kind of clients."""
+    server = serve(monkeypatch)
+    server.is_blocking = getattr(request, "param", False)
+    return server
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, Self
 
 import httpx
 import pytest
 
-from flashmoa.openai import AsyncOpenAI
+from flashmoa.openai import AsyncOpenAI, OpenAI
 from tests.unit.linking.hung_engine import STATE
 
 URL = "http://engine:30000"
@@ -20,6 +22,10 @@ _BASE = {"id": "c1", "created": 1, "model": "m"}
 # Returns the answer to a chat completion, given its body.
 Chat = Callable[[dict[str, Any]], httpx.Response]
 
+both_clients = pytest.mark.parametrize(
+    "server", [False, True], ids=["async", "blocking"], indirect=True
+)
+
 
 class FakeServer:
     """Serves chat completions and any number of prompt streams.
@@ -27,15 +33,23 @@ class FakeServer:
     Attributes:
         requests: every request so far, as (path, body, headers).
         chat: answers chat completions.
+        is_blocking: whether its clients are synchronous.
     """
 
     def __init__(self) -> None:
+        self.is_blocking = False
         self.requests: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.chat: Chat = lambda body: stream(chunks()) if body.get("stream") else whole()
         self._ids = itertools.count()
 
-    def client(self, **more: Any) -> AsyncOpenAI:
+    def client(self, **more: Any) -> Any:
+        """Return an asynchronous client, or a synchronous one that looks like that."""
+        if self.is_blocking:
+            return Blocking(self.blocking_client(**more))
         return AsyncOpenAI(base_url=URL, max_retries=0, **more)
+
+    def blocking_client(self, **more: Any) -> OpenAI:
+        return OpenAI(base_url=URL, max_retries=0, **more)
 
     def chats(self) -> list[dict[str, Any]]:
         """Return the bodies of the chat completions so far."""
@@ -53,6 +67,40 @@ class FakeServer:
         return httpx.Response(200, json={**STATE, "next_seq": 0, "id": f"s{next(self._ids)}"})
 
 
+class Blocking:
+    """Looks like an asynchronous client, but blocks the event loop."""
+
+    def __init__(self, client: OpenAI) -> None:
+        self._client = client
+        self._completions: Any = client.chat.completions
+        streaming = SimpleNamespace(create=self._create_streaming)
+        completions = SimpleNamespace(create=self._create, with_streaming_response=streaming)
+        self.chat = SimpleNamespace(completions=completions)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._client.close()
+
+    async def _create(self, **asked: Any) -> Any:
+        answer = self._completions.create(**asked)
+        return _each(answer) if asked.get("stream") else answer
+
+    @asynccontextmanager
+    async def _create_streaming(self, **asked: Any) -> AsyncGenerator[Any]:
+        async def parse() -> Any:
+            return response.parse()
+
+        with self._completions.with_streaming_response.create(**asked) as response:
+            yield SimpleNamespace(parse=parse, iter_bytes=lambda: _each(response.iter_bytes()))
+
+
+async def _each(items: Iterable[Any]) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
 def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     """Return a server that gets all requests of httpx."""
     server = FakeServer()
@@ -61,14 +109,19 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
         await request.aread()
         return server.answer(request)
 
+    def handle_blocking(_: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        request.read()
+        return server.answer(request)
+
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle_blocking)
     return server
 
 
-async def ask(client: AsyncOpenAI, content: str, **more: Any) -> Any:
+async def ask(client: Any, content: str, **more: Any) -> Any:
     """Return the first choice of an answer."""
     messages = [{"role": "user", "content": content}]
-    answer: Any = await client.chat.completions.create(model="m", messages=messages, **more)  # type: ignore[call-overload]
+    answer: Any = await client.chat.completions.create(model="m", messages=messages, **more)
     return answer.choices[0]
 
 
@@ -100,7 +153,10 @@ def in_pieces(
 ) -> httpx.Response:
     """Answer with bytes that arrive in pieces."""
 
-    class Pieces(httpx.AsyncByteStream):
+    class Pieces(httpx.AsyncByteStream, httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield from pieces
+
         async def __aiter__(self) -> AsyncIterator[bytes]:
             for piece in pieces:
                 yield piece

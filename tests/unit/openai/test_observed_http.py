@@ -16,12 +16,14 @@ import pytest
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai_http import watch
+from flashmoa.openai_http import PassingAnswer
+from flashmoa.openai_io import UntappedIO
 from tests.unit.openai.fake_server import (
     TEXT,
     WORDS,
     FakeServer,
     ask,
+    both_clients,
     chunk,
     chunks,
     in_pieces,
@@ -41,6 +43,7 @@ def texts(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, CallFinished)]
 
 
+@both_clients
 async def test_several_answers_are_asked_for_once_and_not_as_a_stream(server: FakeServer) -> None:
     def several(body: Mapping[str, Any]) -> httpx.Response:
         if not body.get("stream"):
@@ -56,6 +59,7 @@ async def test_several_answers_are_asked_for_once_and_not_as_a_stream(server: Fa
     assert texts(events) == [TEXT]
 
 
+@both_clients
 async def test_one_answer_is_asked_for_as_a_stream(server: FakeServer) -> None:
     async with server.client() as client, run("one"):
         await ask(client, "Go.", n=1)
@@ -63,6 +67,7 @@ async def test_one_answer_is_asked_for_as_a_stream(server: FakeServer) -> None:
     assert [body.get("stream") for body in server.chats()] == [True, True]
 
 
+@both_clients
 @pytest.mark.parametrize("fields", ["x", [1]])
 async def test_a_prompt_that_cannot_be_reported_is_sent_all_the_same(
     server: FakeServer, fields: Any, caplog: pytest.LogCaptureFixture
@@ -75,6 +80,7 @@ async def test_a_prompt_that_cannot_be_reported_is_sent_all_the_same(
     assert len(reports) == 1 and "could not be reported" in reports[0].message
 
 
+@both_clients
 async def test_a_servers_own_fields_of_a_choice_are_the_same_in_a_run(server: FakeServer) -> None:
     def answer(body: Mapping[str, Any]) -> httpx.Response:
         if not body.get("stream"):
@@ -103,6 +109,7 @@ def compressed(body: bytes, coding: str, kind: str) -> httpx.Response:
     return in_pieces(pieces, kind, **{"content-encoding": coding})
 
 
+@both_clients
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
 async def test_a_compressed_stream_is_observed(server: FakeServer, coding: str) -> None:
     lines = [f"data: {json.dumps(event)}\n\n" for event in chunks()]
@@ -115,6 +122,7 @@ async def test_a_compressed_stream_is_observed(server: FakeServer, coding: str) 
     assert [piece for piece in pieces if piece] == WORDS and texts(events) == [TEXT]
 
 
+@both_clients
 @pytest.mark.parametrize("coding", [None, "gzip"])
 async def test_a_document_that_is_read_in_pieces_is_observed(
     server: FakeServer, coding: str | None
@@ -130,6 +138,7 @@ async def test_a_document_that_is_read_in_pieces_is_observed(
     assert answer.choices[0].message.content == TEXT and texts(events) == [TEXT]
 
 
+@both_clients
 async def test_a_document_that_is_not_read_to_its_end_is_no_answer(server: FakeServer) -> None:
     body = whole().content
     server.chat = lambda _: in_pieces([body[:40], body[40:]], "application/json")
@@ -143,6 +152,7 @@ async def test_a_document_that_is_not_read_to_its_end_is_no_answer(server: FakeS
     assert "not read to its end" in failed.error
 
 
+@both_clients
 async def test_an_answer_in_a_wrong_encoding_fails_as_outside_of_runs(server: FakeServer) -> None:
     server.chat = lambda _: in_pieces([b"no", b" gzip"], **{"content-encoding": "gzip"})
     events: list[Event] = []
@@ -170,6 +180,7 @@ def refusal(status: int, body: bytes, **headers: str) -> httpx.Response:
     return answer
 
 
+@both_clients
 @pytest.mark.parametrize("asked", [{}, {"stream": True}, {"tools": [TOOL]}])
 @pytest.mark.parametrize("is_wrapped", [True, False])
 async def test_a_refusal_is_reported_with_its_message(
@@ -186,6 +197,7 @@ async def test_a_refusal_is_reported_with_its_message(
     assert failed.error_type == "MalformedRequest" and "the prompt is too long" in failed.error
 
 
+@both_clients
 async def test_a_compressed_refusal_is_reported_with_its_message(server: FakeServer) -> None:
     body = gzip.compress(b"Not yet.")
     server.chat = lambda _: refusal(503, body, **{"content-encoding": "gzip"})
@@ -197,6 +209,7 @@ async def test_a_compressed_refusal_is_reported_with_its_message(server: FakeSer
     assert failed.error_type == "EngineDraining" and "Not yet." in failed.error
 
 
+@both_clients
 @pytest.mark.parametrize("status", [200, 400])
 async def test_a_document_that_is_nested_too_deeply_fails_as_outside_of_runs(
     server: FakeServer, status: int
@@ -250,6 +263,7 @@ async def test_a_stream_that_a_hook_has_read_is_observed(server: FakeServer) -> 
         assert texts(events) == [TEXT]
 
 
+@both_clients
 async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
     server: FakeServer,
 ) -> None:
@@ -275,6 +289,11 @@ class Recorder(CallObserver):
         self.found.append(error)
 
 
+def watch(response: Any, recorder: Recorder) -> Any:
+    answer = PassingAnswer(response, recorder, recorder.on_text)
+    return UntappedIO(httpx.AsyncClient()).watch(response, answer)
+
+
 class Unending(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield f"data: {json.dumps(chunks()[0])}\n\n".encode()
@@ -284,7 +303,7 @@ class Unending(httpx.AsyncByteStream):
 async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
     """Nobody may close the response afterwards."""
     response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
-    response.stream = watch(response, recorder, recorder.on_text, httpx)
+    response.stream = watch(response, recorder)
     with anyio.CancelScope() as scope:
         async for _ in response.aiter_bytes():
             scope.cancel()
@@ -295,7 +314,7 @@ async def test_an_answer_whose_reader_is_cancelled_has_failed() -> None:
 
 async def test_an_answer_whose_reader_leaves_has_ended() -> None:
     response, recorder = httpx.Response(200, headers=EVENTS, stream=Unending()), Recorder()
-    pieces = aiter(watch(response, recorder, recorder.on_text, httpx))
+    pieces = aiter(watch(response, recorder))
     await anext(pieces)
     await pieces.aclose()
     assert recorder.found[0] == WORDS[0] and len(recorder.found) == 2
@@ -316,7 +335,7 @@ async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str
 
     headers = {"content-type": "text/event-stream", "content-encoding": "gzip"}
     response, recorder = http.Response(200, headers=headers, stream=Pieces()), Recorder()
-    response.stream = watch(response, recorder, recorder.on_text, http)
+    response.stream = watch(response, recorder)
     passed = 0
     async for _ in response.aiter_bytes():
         passed += 1

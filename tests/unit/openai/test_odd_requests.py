@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
+from flashmoa import openai_http
 from flashmoa.linking.calls import CallObserver
 from flashmoa.openai_http import observe_completions
-from tests.unit.openai.fake_server import FakeServer, chunks, stream, whole
+from tests.unit.openai.fake_server import FakeServer, chunks, in_pieces, stream, whole
 
 pytestmark = pytest.mark.anyio
 URL = "http://engine:30000/v1/chat/completions"
@@ -103,10 +104,15 @@ async def test_a_stream_that_took_all_the_time_is_not_tried_again(
         asked.append((is_stream, request.extensions["timeout"]["read"]))
         if len(asked) == 2:
             raise httpx.ReadTimeout("too late")
-        return stream([]) if is_stream else whole()
+        return in_pieces(slowly()) if is_stream else whole()
 
-    times = iter([0.0, 0.0, 100.0])
-    monkeypatch.setattr(anyio, "current_time", lambda: next(times, 100.0))
+    def slowly() -> Iterator[bytes]:
+        nonlocal now
+        now = 100.0
+        yield b"data: [DONE]\n\n"
+
+    now = 0.0
+    monkeypatch.setattr(openai_http, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
     with pytest.raises(httpx.ReadTimeout):
         await send()

@@ -16,9 +16,18 @@ from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.openai import run
 from flashmoa.openai_http import observe_completions
 from tests.unit.openai import fake_server
-from tests.unit.openai.fake_server import TEXT, FakeServer, chunk, chunks, in_pieces, stream, whole
+from tests.unit.openai.fake_server import (
+    TEXT,
+    FakeServer,
+    both_clients,
+    chunk,
+    chunks,
+    in_pieces,
+    stream,
+    whole,
+)
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, both_clients]
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
 REFUSAL = {"object": "error", "message": "not like this", "code": 400}
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -31,7 +40,9 @@ async def calls(server: FakeServer, how: How) -> AsyncGenerator[Create]:
     """Yield a function that asks for an answer, in a run or not."""
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(server.client())
-        if how == "run":
+        if how == "run" and server.is_blocking:
+            stack.enter_context(run("forms"))
+        elif how == "run":
             await stack.enter_async_context(run("forms"))
         create: Any = client.chat.completions.create
 

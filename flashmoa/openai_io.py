@@ -1,0 +1,207 @@
+"""Do the input and output of the HTTP client below an OpenAI client, as before it was observed.
+
+The same coroutines observe both kinds of HTTP clients. With a synchronous one (:class:`BlockingIO`)
+they never suspend: all input and output is done in the thread that calls, where :func:`finish` runs
+them without an event loop.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
+
+import anyio
+
+Result = TypeVar("Result")
+
+# OpenAI's client 3 is built on httpx2, earlier ones on httpx. Both have the same interface, but
+# share no types.
+Request: TypeAlias = Any
+Response: TypeAlias = Any
+
+
+def http_module(request: Request) -> Any:
+    """Return httpx or httpx2, whichever a request is of."""
+    return sys.modules[type(request).__module__.partition(".")[0]]
+
+
+def is_blocking(http: Any) -> bool:
+    """Return whether an HTTP client is synchronous."""
+    return not hasattr(http, "aclose")
+
+
+def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return what a coroutine returns that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} has to wait for an event loop")
+
+
+class PassingBytes(Protocol):
+    """Hears of an answer whose bytes pass to its reader."""
+
+    def feed(self, data: bytes) -> None: ...
+    def complete(self) -> None: ...
+    def end(self, error: BaseException | None = None) -> None: ...
+
+
+class UntappedIO:
+    """Uses an HTTP client as it is before its ``send`` is replaced.
+
+    Args:
+        http: an ``AsyncClient`` of httpx or httpx2.
+    """
+
+    def __init__(self, http: Any) -> None:
+        self._http = http
+        self._earlier: Callable[..., Any] | None = cast("dict[str, Any]", vars(http)).get("send")
+
+    @property
+    def has_response_hooks(self) -> bool:
+        """Whether functions of its user read the responses, which expect them as they were."""
+        return bool(self._http.event_hooks["response"])
+
+    async def send(self, request: Request, **options: Any) -> Response:
+        return await self._send(request, **options)
+
+    async def close(self, response: Response) -> None:
+        await response.aclose()
+
+    async def read(self, response: Response) -> None:
+        await response.aread()
+
+    def pieces(self, response: Response) -> AsyncGenerator[bytes]:
+        """Yield the bytes of a response's body, without content encoding, as they arrive."""
+        return response.aiter_bytes()
+
+    def time_limit(
+        self, _response: Response, seconds: float | None
+    ) -> AbstractContextManager[object]:
+        """Leave the block, or raise the HTTP client's ``ReadTimeout``, when its time is up."""
+        return anyio.move_on_after(seconds)
+
+    def trace(self, hear: Callable[[str], None]) -> Callable[..., Any]:
+        """Return the request's extension that has the names of its events passed to ``hear``."""
+
+        async def trace(event: str, _: object) -> None:
+            hear(event)
+
+        return trace
+
+    def watch(self, response: Response, answer: PassingBytes) -> Any:
+        """Return the byte stream of a response as one that tells of its answer."""
+        base: Any = http_module(response).AsyncByteStream
+        stream = response.stream
+
+        class WatchedStream(base):  # httpx accepts no other iterators.
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                with _passing(answer):
+                    async for data in stream:
+                        # Observers get the text before the reader may act upon it.
+                        answer.feed(data)
+                        yield data
+
+            async def aclose(self) -> None:
+                answer.end()
+                await stream.aclose()
+
+        return WatchedStream()
+
+    def _send(self, request: Request, **options: Any) -> Any:
+        # Looked up at each call, so that a patch of the class still takes effect.
+        send = self._earlier or partial(cast("Any", type(self._http)).send, self._http)
+        return send(request, **options)
+
+
+class BlockingIO(UntappedIO):
+    """Uses a synchronous HTTP client in the same way; no coroutine suspends.
+
+    Args:
+        http: a ``Client`` of httpx or httpx2.
+    """
+
+    async def send(self, request: Request, **options: Any) -> Response:
+        return self._send(request, **options)
+
+    async def close(self, response: Response) -> None:
+        response.close()
+
+    async def read(self, response: Response) -> None:
+        response.read()
+
+    async def pieces(self, response: Response) -> AsyncGenerator[bytes]:
+        for piece in response.iter_bytes():
+            yield piece
+
+    @contextmanager
+    def time_limit(self, response: Response, seconds: float | None) -> Generator[None]:
+        # The read timeout of a request holds for each read, so each of them is given less. Several
+        # requests share a connection of HTTP/2.
+        network = response.extensions.get("network_stream")
+        if seconds is None or network is None or response.http_version != "HTTP/1.1":
+            yield
+            return
+        deadline, reader = time.monotonic() + seconds, threading.get_ident()
+        read, earlier = network.read, cast("dict[str, Any]", vars(network)).get("read")
+
+        def read_in_time(max_bytes: int, timeout: float | None = None) -> bytes:
+            # After the last byte, another thread may use the connection at once.
+            if threading.get_ident() == reader:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise http_module(response).ReadTimeout("", request=response.request)
+                timeout = left if timeout is None else min(timeout, left)
+            return read(max_bytes, timeout)
+
+        network.read = read_in_time
+        try:
+            yield
+        finally:
+            del network.read
+            if earlier is not None:  # That of a limit around this one.
+                network.read = earlier
+
+    def trace(self, hear: Callable[[str], None]) -> Callable[..., Any]:
+        def trace(event: str, _: object) -> None:
+            hear(event)
+
+        return trace
+
+    def watch(self, response: Response, answer: PassingBytes) -> Any:
+        base: Any = http_module(response).SyncByteStream
+        stream = response.stream
+
+        class WatchedBlockingStream(base):
+            def __iter__(self) -> Iterator[bytes]:
+                with _passing(answer):
+                    for data in stream:
+                        answer.feed(data)
+                        yield data
+
+            def close(self) -> None:
+                answer.end()
+                stream.close()
+
+        return WatchedBlockingStream()
+
+
+@contextmanager
+def _passing(answer: PassingBytes) -> Generator[None]:
+    """Tell how the bytes of an answer end that pass in the block."""
+    try:
+        yield
+    except GeneratorExit:  # The reader has left.
+        answer.end()
+        raise
+    except BaseException as error:
+        answer.end(error)
+        raise
+    answer.complete()

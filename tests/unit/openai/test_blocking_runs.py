@@ -1,0 +1,301 @@
+"""Test runs of programs without an event loop, whose calls may come from several threads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from flashmoa.linking.learned_runs import Program
+from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
+from flashmoa.openai import OpenAI, _runs, agent, instrument, run
+from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
+from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
+from tests.unit.openai.fake_server import (
+    TEXT,
+    URL,
+    FakeServer,
+    chunk,
+    chunks,
+    in_pieces,
+    stream,
+    whole,
+)
+
+MESSAGES: Any = [{"role": "user", "content": "Go."}]
+# A timeout long enough for an answer without pauses, and short enough to wait for.
+BRIEF = 0.5
+# So many of these are enough to be streamed.
+DAY, DAYS = "A day in Patan. ", 60
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> Generator[dict[str, Program]]:
+    """Return the programs that are remembered; no thread may be left of their runs."""
+    programs: dict[str, Program] = {}
+    monkeypatch.setattr(_runs, "_programs", programs)
+    before = threading.active_count()
+    yield programs
+    assert threading.active_count() == before and not _runs._blocking
+
+
+def ask(client: openai.OpenAI, content: str, **more: Any) -> str:
+    messages: Any = [{"role": "user", "content": content}]
+    answer: Any = client.chat.completions.create(model="m", messages=messages, **more)
+    return answer.choices[0].message.content
+
+
+def recorded(programs: dict[str, Program]) -> dict[str, int]:
+    """Return how many calls were learned of each program."""
+    return {name: len(program.recorded) for name, program in programs.items()}
+
+
+def play(server: FakeServer, client: openai.OpenAI, *, is_linked: bool) -> list[Event]:
+    """Make two calls in a run, the second one after its link was fed, and return the events."""
+    events: list[Event] = []
+    opened = threading.Event()
+
+    def listener(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, LinkOpened):
+            opened.set()
+
+    def written() -> Generator[bytes]:
+        events = [*(chunk({"content": DAY}) for _ in range(DAYS)), chunk({}, "stop")]
+        for part in (events[:1], events[1:]):
+            yield b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in part)
+            assert not is_linked or opened.wait(10)
+        yield b"data: [DONE]\n\n"
+
+    server.chat = lambda body: (
+        stream(chunks()) if "Read: " in str(body["messages"]) else in_pieces(written())
+    )
+    with run("twice", listener=listener):
+        with agent("writer"):
+            text = ask(client, "Write.")
+        deadline = time.monotonic() + 10
+        while is_linked and not streamed(server):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        with agent("reader"):
+            assert ask(client, f"Read: {text}") == TEXT
+    return events
+
+
+def streamed(server: FakeServer) -> bool:
+    """Return whether text of the writer has come to a prompt stream."""
+    return any("prompt_streams" in path and DAY in str(body) for path, body, _ in server.requests)
+
+
+@pytest.mark.parametrize("kind", ["own", "stock"])
+def test_a_second_run_is_linked(
+    server: FakeServer, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = openai.OpenAI(base_url=f"{URL}/v1", api_key="none")
+    with server.blocking_client() if kind == "own" else instrument(stock) as client:
+        first, second = (play(server, client, is_linked=each) for each in (False, True))
+    assert not [event for event in first if isinstance(event, LinkOpened)]
+    assert {event.agent for event in second if isinstance(event, LinkOpened)} == {"reader"}
+    streams = [body.get("prompt_stream_id") for body in server.chats()]
+    assert streams[:3] == [None] * 3 and streams[3] is not None
+    assert [event.text for event in second if isinstance(event, CallFinished)] == [DAY * DAYS, TEXT]
+    assert not caplog.records
+
+
+def test_a_run_decorates_functions(server: FakeServer, programs: dict[str, Program]) -> None:
+    @run("decorated")
+    def trip(place: str) -> str:
+        return ask(client, place)
+
+    with server.blocking_client() as client:
+        assert trip("Nepal") == trip(place="Norway") == TEXT
+    assert recorded(programs) == {"decorated": 1}
+
+
+def test_a_run_that_fails_is_not_learned(server: FakeServer, programs: dict[str, Program]) -> None:
+    once = run("fails")
+    with server.blocking_client() as client:
+        with pytest.raises(ZeroDivisionError), once:
+            ask(client, "Go.")
+            raise ZeroDivisionError
+        assert recorded(programs) == {"fails": 0}
+        with once, pytest.raises(RuntimeError, match="has not ended"), once:
+            pass
+    assert recorded(programs) == {"fails": 0}
+
+
+def test_a_generator_that_is_left_ends_its_run(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    def answers() -> Generator[str]:
+        with run("generator"):
+            yield ask(client, "Go.")
+            yield ask(client, "Go on.")
+
+    with server.blocking_client() as client:
+        made = answers()
+        assert next(made) == TEXT
+        made.close()
+    assert recorded(programs) == {"generator": 0}
+
+
+def test_the_threads_of_a_pool_are_in_the_only_run(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    with ThreadPoolExecutor() as pool, server.blocking_client() as client:
+        ask(client, "Go.")
+        with run("pool"):
+            assert list(pool.map(lambda _: ask(client, "Go."), range(4))) == [TEXT] * 4
+        pool.submit(ask, client, "Go.").result()
+    assert recorded(programs) == {"pool": 4}
+
+
+def test_of_several_runs_only_that_of_its_context_gets_a_threads_call(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    both, done = threading.Barrier(2, timeout=10), threading.Barrier(2, timeout=10)
+
+    def program(name: str) -> None:
+        with run(name), ThreadPoolExecutor() as pool:
+            both.wait()
+            pool.submit(ask, client, f"{name}: without a context").result()
+            context = copy_context()
+            pool.submit(context.run, ask, client, f"{name}: with it").result()
+            ask(client, f"{name}: itself")
+            done.wait()
+
+    with server.blocking_client() as client, ThreadPoolExecutor() as pool:
+        list(pool.map(program, "ab"))
+    contents = {
+        name: [call.request.messages[0]["content"] for call in program.recorded.values()]
+        for name, program in programs.items()
+    }
+    assert contents == {name: [f"{name}: with it", f"{name}: itself"] for name in "ab"}
+
+
+def test_an_event_loop_is_not_in_the_run_of_another_thread(
+    server: FakeServer, programs: dict[str, Program]
+) -> None:
+    """It may serve somebody else's requests."""
+
+    async def serve() -> None:
+        async with server.client() as client:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+
+    with run("other"), ThreadPoolExecutor() as pool:
+        pool.submit(asyncio.run, serve()).result()
+        context = copy_context()
+        pool.submit(context.run, asyncio.run, serve()).result()
+    assert recorded(programs) == {"other": 1}
+
+
+def test_a_call_is_answered_while_its_runs_event_loop_is_blocked(
+    server: FakeServer, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_runs, "_LOOP_SECONDS", 0.01)
+
+    async def program() -> None:
+        async with run("blocked"):
+            with ThreadPoolExecutor() as pool, server.blocking_client() as client:
+                for _ in range(2):
+                    context = copy_context()
+                    # No coroutine should wait for a thread like this.
+                    assert pool.submit(context.run, ask, client, "Go.").result() == TEXT
+                monkeypatch.setattr(_runs, "_LOOP_SECONDS", 30)
+                for _ in range(10):  # Here the event loop answers.
+                    await asyncio.sleep(0)
+                assert await asyncio.to_thread(ask, client, "Go on.") == TEXT
+
+    asyncio.run(program())
+    (blocked, free) = programs["blocked"].recorded.values()
+    assert blocked.has_failed and free.answer == TEXT
+
+
+def test_a_stream_that_is_left_early_has_failed(server: FakeServer) -> None:
+    events: list[Event] = []
+    with server.blocking_client() as client, run("left", listener=events.append):
+        create: Any = client.chat.completions.create
+        with create(model="m", messages=MESSAGES, stream=True) as answer:
+            assert next(answer).choices[0].delta.content
+    (failed,) = [event for event in events if isinstance(event, CallFailed)]
+    assert "not read to its end" in failed.error
+
+
+def test_a_stream_may_be_read_after_its_run(server: FakeServer) -> None:
+    with server.blocking_client() as client:
+        create: Any = client.chat.completions.create
+        with run("outlived"):
+            answer = create(model="m", messages=MESSAGES, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in answer) == TEXT
+
+
+def test_an_interrupt_ends_the_run(server: FakeServer, programs: dict[str, Program]) -> None:
+    def interrupted() -> Generator[bytes]:
+        yield stream(chunks()[:1]).read()[:40]
+        raise KeyboardInterrupt
+
+    events: list[Event] = []
+    server.chat = lambda _: in_pieces(interrupted())
+    with server.blocking_client() as client, suppress(KeyboardInterrupt):
+        with run("interrupted", listener=events.append):
+            ask(client, "Go.")
+        raise AssertionError
+    assert [each.error_type for each in events if isinstance(each, CallFailed)] == [
+        "KeyboardInterrupt"
+    ]
+    assert recorded(programs) == {"interrupted": 0}
+
+
+Call = Callable[[openai.OpenAI], Any]
+
+
+def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
+    """Return the text or the error of a call, and how many requests it took."""
+    before = len(engine.bodies)
+    kind: Any = openai.OpenAI if how == "stock" else OpenAI
+    with kind(base_url=f"{engine.url}/v1", api_key="x", **options) as client:
+        try:
+            if how == "stock":
+                text = ask(client, "Go.")
+            else:
+                with run("faults"):
+                    text = ask(client, "Go.")
+            return text, len(engine.bodies) - before
+        except openai.OpenAIError as error:
+            return type(error), type(error.__cause__), len(engine.bodies) - before
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("fate", ["fine", "no done", "cut", "error", 500, 429, 404, "hang", "slow"])
+async def test_a_call_has_the_same_outcome_in_a_run(
+    fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    outcomes: list[Any] = []
+    for how in ("stock", "run"):
+        async with faulty_engine(fate) as engine:
+            timeout = BRIEF if fate in ("hang", "slow") else 5.0
+            options = {"max_retries": retries, "timeout": timeout}
+            outcomes.append(await asyncio.to_thread(outcome, engine, how, **options))
+    assert outcomes[0] == outcomes[1]
+    if fate == "fine" or (retries and fate != 404):
+        assert outcomes[0][0] == FAULTY_TEXT
+
+
+def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) -> None:
+    server.chat = lambda _: whole()
+    with httpx.Client() as http, OpenAI(base_url=URL, http_client=http) as client:
+        with run("shared"):
+            assert ask(client, "Go.") == TEXT
+        assert ask(client, "Go.") == TEXT

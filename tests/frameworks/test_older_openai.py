@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import openai
 import pytest
 from llama_index.core.agent.workflow import AgentWorkflow, FunctionAgent
 from llama_index.llms.openai_like import OpenAILike
@@ -28,12 +29,21 @@ os.environ |= {"OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true"}
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.timeout(1200),
-    # CrewAI uses what is deprecated, and its models' connections cannot be closed.
+    # CrewAI uses what is deprecated.
     pytest.mark.filterwarnings("ignore"),
 ]
 
 TASK = "Plan three days in Nepal for two people."
 TOKENS = SETTINGS["max_tokens"]
+# Clients of CrewAI's models, which do not close them.
+_opened: list[openai.OpenAI] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 def llama_index_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
@@ -64,19 +74,12 @@ def llama_index_program(rounds: Rounds, clients: Clients, guide: str) -> Program
 
 
 def crewai_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
-    """Make a program of crews, which call their models in threads: from there back to the loop."""
+    """Make a program of crews, which call their models in threads."""
     import crewai
-    from crewai.llms.providers.openai.completion import OpenAICompletion
 
-    loop = asyncio.get_running_loop()
-
-    class LoopLLM(OpenAICompletion):
-        def call(self, *args: Any, **kwargs: Any) -> Any:
-            return asyncio.run_coroutine_threadsafe(self.acall(*args, **kwargs), loop).result()
-
-    models = [
-        LoopLLM(
-            model="tiny",
+    models: list[Any] = [
+        crewai.LLM(
+            model="openai/tiny",
             base_url=str(client.base_url),
             api_key="none",
             temperature=0,
@@ -87,6 +90,7 @@ def crewai_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
     ]
     for model in models:
         instrument(model)
+        _opened.append(model._client)
 
     async def call(agent: Agent, content: str) -> str:
         backstory, model = f"{guide}\n{agent.role}", models[0 if agent.is_first else 1]

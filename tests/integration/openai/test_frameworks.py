@@ -14,8 +14,8 @@ from tests.integration.frameworks import run_frameworks
 @pytest.mark.parametrize(
     ("venv", "files"),
     [
-        ("frameworks", ["test_frameworks.py", "test_tools.py", "test_adk.py"]),
-        ("frameworks-openai2", ["test_older_openai.py"]),
+        ("frameworks", ["test_frameworks.py", "test_tools.py", "test_adk.py", "test_blocking.py"]),
+        ("frameworks-openai2", ["test_older_openai.py", "test_crewai.py"]),
     ],
 )
 async def test_the_newest_frameworks_answer_the_same_linked(

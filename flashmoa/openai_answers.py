@@ -161,13 +161,14 @@ class AnswerReader:
             delta = choice["delta"]
             (name,) = [name for name in delta if delta[name] and name not in _WHOLE_TEXTS]
             index = choice.get("index") or 0
-            texts: StringIO = self._choices[index]["message"][name]
+            texts: object = self._choices[index]["message"][name]
         except (LookupError, TypeError, ValueError, AttributeError):
             return
         delta[name] = None
         if not self._is_strict and "logprobs" in choice:
             choice["logprobs"] = None
-        if event == last:
+        # Pieces of tool calls are put together in another way.
+        if event == last and isinstance(texts, StringIO):
             around = _find_text(data, name, event, is_strict=self._is_strict)
             is_content = name == "content" and index == 0
             self._likely = _LikelyEvent(*around, texts, is_content) if around else None

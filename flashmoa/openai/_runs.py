@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import re
 import sys
@@ -155,6 +156,10 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
                 _blocking.append(this)
                 stack.callback(_blocking.remove, this)
             stack.enter_context(setting(_current, this))
+            # Later than that the run's thread does not run any more, and would be waited for.
+            ended = RuntimeError("the program ended within its run")
+            leave = partial(self.__exit__, RuntimeError, ended, None)
+            stack.callback(atexit.unregister, atexit.register(leave))
             self._entered = stack.pop_all()
         return this.report
 

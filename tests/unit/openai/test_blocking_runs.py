@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -147,6 +149,20 @@ def test_a_generator_that_is_left_ends_its_run(
         assert next(made) == TEXT
         made.close()
     assert recorded(programs) == {"generator": 0}
+
+
+def test_a_program_that_never_leaves_its_run_ends() -> None:
+    program = """if True:
+        from flashmoa.openai import run
+
+        def trip():
+            with run("endless"):
+                yield
+
+        kept = trip()
+        next(kept)
+    """
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 def test_the_threads_of_a_pool_are_in_the_only_run(

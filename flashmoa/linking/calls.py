@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Mapping,
     Sequence,
 )
@@ -271,6 +272,11 @@ class OutputLengths:
 
     def add(self, agent: str, tokens: int) -> None:
         self._lengths[agent].append(tokens)
+
+    def keep(self, agents: Collection[str]) -> None:
+        """Forget the answers of all agents but these."""
+        for agent in self._lengths.keys() - agents:
+            del self._lengths[agent]
 
     def expect(self, agent: str) -> int | None:
         """Return the median of the last answers; ``None`` for an agent that has not answered."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +103,7 @@ class RequestAfterTools:
         render: renders the prompt of the request, given the tools' results by these names. It may
             raise EngineError.
         namespace: see :class:`Forecast`.
-        writers: the agents whose texts results may hold; ``render`` is given what stands for these
-            texts, too, by the agents' names.
+        placeholders: those of the agents whose texts results may hold.
         results: the results so far, by the tools' names.
         dropped: is set when the request is not held any more.
         is_given_up: whether that is because it will not come.
@@ -115,7 +114,7 @@ class RequestAfterTools:
     tools: Sequence[str]
     render: Callable[[Mapping[str, str]], Awaitable[str]]
     namespace: Mapping[str, str] | None = None
-    writers: Collection[str] = ()
+    placeholders: Placeholders = field(default_factory=Placeholders)
     results: dict[str, str] = field(default_factory=dict[str, str])
     dropped: anyio.Event = field(default_factory=anyio.Event)
     is_given_up: bool = False
@@ -135,16 +134,14 @@ class RequestAfterTools:
         Results are rendered with the whole prompt, since a chat template may quote or escape them.
         """
         results = dict(self.results)
-        missing = [tool for tool in self.tools if tool not in results]
-        placeholders = Placeholders([*missing, *self.writers])
         texts = {
-            name: results[name] if name in results else placeholders.padded(name)
-            for name in (*self.tools, *self.writers)
+            tool: results[tool] if tool in results else self.placeholders.padded(tool)
+            for tool in self.tools
         }
         return Forecast(
             turn,
             self.engine,
-            placeholders,
+            self.placeholders,
             [lambda: self.render(texts)],
             namespace=self.namespace,
             holds=lambda _, now: now is None or len(self.results) == len(results),

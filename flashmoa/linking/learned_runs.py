@@ -1,43 +1,31 @@
-"""Learn the calls of a program from its runs (:class:`Program`, :class:`LearnedRun`), and plan the
-links of its next run by them (:class:`LearnedLinkPlanner`).
+"""Learn the calls of a program from its runs (:class:`Program`, :class:`LearnedRun`).
 
 Nothing is known of a program but the requests that its runs send. The last complete run is the
 example for the next one: the same calls are expected again, in the same order, with messages in
-which the texts of this run take the place of those of the example. A planner does all I/O.
+which the texts of this run take the place of those of the example. No I/O.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections import ChainMap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, cast
+from itertools import islice
+from typing import Any
 
-from flashmoa.engine import EngineClient
-from flashmoa.linking.calls import CallRequest, CallResult, OutputLengths
-from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn, name_calls
+from flashmoa.linking.calls import OutputLengths
 from flashmoa.linking.learned_texts import (
     Divergence,
     KnownTexts,
     Messages,
-    end_at,
     find_changes,
     find_divergence,
     have_same_start,
     similarity,
 )
-from flashmoa.linking.options import LinkSettings
-from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import Placeholders, Prompt
-from flashmoa.observe import Listener
 
-# What is known beforehand of a call two steps away is prefilled while others write. A call further
-# away would hold its KV for long, and is less likely to come.
-_STEPS = 2
 # An answer that calls tools, as a message of OpenAI's API.
 Message = Mapping[str, Any]
 
@@ -46,6 +34,8 @@ _ALWAYS_SENT_BACK = {"role", "content", "tool_calls"}
 # Of the calls that a request may be, only those are predicted that are the most like it as the
 # example had them.
 _MOST_PREDICTED = 8
+# No more calls are expected at once: an engine holds 256 prompt streams.
+_MOST_UPCOMING = 256
 # Of the calls that a request may be, no more than these first ones are compared with it, since a
 # program may ask thousands of times in the same place.
 _MOST_COMPARED = 32
@@ -71,11 +61,6 @@ class RecordedRequest:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     namespace: Mapping[str, str] = field(default_factory=dict[str, str])
     headers: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
-
-
-# The last requests of a run with the same headers and namespaces, each after the one of the example
-# that it stands for, or after itself.
-SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +121,7 @@ class Program:
 
 
 class LearnedRun:
-    """One run of a program."""
+    """One run of a program. The work for a call does not grow with the number of calls."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -150,8 +135,30 @@ class LearnedRun:
             {call.key: call.answer for call in calls if call.answer is not None},
             {call.key: call_ids(call.tool_answer) for call in calls if call.tool_answer},
         )
+        # The calls of the example that have not begun, in the order in which they began there, and
+        # those of them that were answered, in the order of that.
+        begun = sorted(calls, key=lambda call: call.after)
+        answered = [(call.completed, call) for call in begun if call.completed is not None]
+        self._missing = OrderedDict((call.key, call) for call in begun)
+        self._unanswered = OrderedDict((call.key, at) for at, call in sorted(answered, key=_first))
+        # By name, the earlier calls that a request of that name may be.
+        self._left: defaultdict[str, OrderedDict[str, RecordedCall]] = defaultdict(OrderedDict)
+        # By the key of a call, those of the calls of the example with its tools' results.
+        self._following: defaultdict[str, list[str]] = defaultdict(list)
+        for call in self._earlier.values():
+            self._left[call.name][call.key] = call
+            if call.follows is not None and not call.has_failed:
+                self._following[call.follows].append(call.key)
         # By the key of a call whose tools run, the key of the call after them.
         self._next_keys: dict[str, str | None] = {}
+        self._taken = set(self._earlier)
+        self._numbers: dict[str, int] = {}  # The last one that each name got.
+        # The calls whose tools' results have not come, by the number of their messages and the ids.
+        self._waiting: defaultdict[int, dict[tuple[Any, ...], list[RecordedCall]]]
+        self._waiting = defaultdict(dict)
+        self._failed: defaultdict[Hashable, list[RecordedCall]] = defaultdict(list)
+        # Names of which a call began as that of the earlier run did.
+        self._alike: set[str] = set()
 
     def begin(self, name: str, request: RecordedRequest) -> RecordedCall:
         """Record a call that is about to be sent, and return it."""
@@ -165,19 +172,42 @@ class LearnedRun:
         if key is None:
             key = self._likest(name, request) or self._new_key(name)
         call = RecordedCall(key, name, request, self._complete)
+        self._take(key)
+        self._missing.pop(key, None)
+        self._unanswered.pop(key, None)
         if before is not None:
             call.follows = before.key
             self._learn_form(before, request)
         if key in self.example:
             self._learn_differences(call, before)
         self.calls[key] = call
+        if key in self._earlier and name not in self._alike:
+            twin = self._earlier[key].request
+            if have_same_start(twin.messages, request.messages):
+                self._alike.add(name)
         return call
 
-    def complete(self, call: RecordedCall) -> None:
-        """Note that the answer to a call is complete. Repeating this is harmless."""
-        if call.completed is None:
-            call.completed = self._complete
-            self._complete += 1
+    def complete(
+        self, call: RecordedCall, answer: str | None = None, tool_answer: Message | None = None
+    ) -> None:
+        """Note that the answer to a call is complete. Repeating this is harmless.
+
+        Args:
+            answer, tool_answer: see :class:`RecordedCall`.
+        """
+        if call.completed is not None:
+            return
+        call.completed, call.answer, call.tool_answer = self._complete, answer, tool_answer
+        self._complete += 1
+        if tool_answer is not None:
+            waiting = self._waiting[len(call.request.messages)]
+            waiting.setdefault(_ids(tool_answer), []).append(call)
+
+    def fail(self, call: RecordedCall) -> None:
+        """Note that the request of a call failed."""
+        if not call.has_failed:
+            call.has_failed = True
+            self._failed[_gist(call.name, call.request)].append(call)
 
     def next_key(self, call: RecordedCall) -> str | None:
         """Return the key of the call that brings the results of a call's tools.
@@ -187,11 +217,13 @@ class LearnedRun:
         if call.key not in self._next_keys:
             earlier = self.example.get(call.key)
             if earlier is not None and earlier.tool_answer is not None:
-                after = [each.key for each in self.example.values() if each.follows == call.key]
+                after = self._following.get(call.key, ())
                 key = next((key for key in after if key not in self.calls), None)
             else:
                 key = self._new_key(call.name)
             self._next_keys[call.key] = key
+            if key is not None:
+                self._take(key)
         return self._next_keys[call.key]
 
     def after_tools(
@@ -231,16 +263,17 @@ class LearnedRun:
             steps: how far to look: 1 for calls that only need such as have begun, 2 for those that
                 may follow these, and so on.
         """
-        begun = set(self.calls)
-        found: set[str] = set()
+        found: dict[str, None] = {}
+        coming = iter(self._missing.values())
+        call = next(coming, None)
         for _ in range(steps):
-            begun |= found
-            missing = [call for call in self.example.values() if call.key not in begun]
             # A call needs those that were complete before it began.
-            completed = [call.completed for call in missing if call.completed is not None]
-            first = min(completed, default=math.inf)
-            found |= {call.key for call in missing if call.after <= first}
-        return [key for key in self.example if key in found]
+            unanswered = (at for key, at in self._unanswered.items() if key not in found)
+            first = next(unanswered, math.inf)
+            while call is not None and call.after <= first and len(found) < _MOST_UPCOMING:
+                found[call.key] = None
+                call = next(coming, None)
+        return list(found)
 
     def predict(self, key: str, texts: Mapping[str, str]) -> Messages:
         """Return the messages of a call of the example as they are likely to be in this run.
@@ -250,25 +283,47 @@ class LearnedRun:
         """
         return self._known.predict(self._earlier[key].request.messages, texts, self._call_ids)
 
-    def texts(self) -> dict[str, str]:
-        """Return the answers of this run that are complete, by key."""
-        return {call.key: call.answer for call in self.calls.values() if call.answer is not None}
+    def texts(self, others: Mapping[str, str] | None = None) -> Mapping[str, str]:
+        """Return the answers of this run that are complete now, by key.
+
+        Args:
+            others: what stands for those that are not.
+        """
+        return _TextsNow(self.calls, self._complete, others or {})
 
     def finish(self) -> None:
         """Make this run the example for later ones. Call this when the program has ended well."""
         if any(not call.has_failed for call in self.calls.values()):
             self._program.recorded = dict(self.calls)
+            self._program.output_lengths.keep(self.calls)
 
     def _find_failed(self, name: str, request: RecordedRequest) -> RecordedCall | None:
         """Return the failed call that a request repeats, if it repeats one."""
-        failed = (call for call in self.calls.values() if call.has_failed and call.name == name)
-        return next((call for call in failed if call.request == request), None)
+        failed = self._failed.get(_gist(name, request), [])
+        call = next((call for call in failed if call.request == request), None)
+        if call is not None:
+            failed.remove(call)
+        return call
 
     def _find_followed(self, request: RecordedRequest) -> RecordedCall | None:
-        """Return the call whose tools' results a request brings, if it brings any."""
-        followed = {call.follows for call in self.calls.values()}
-        waiting = (call for call in self.calls.values() if call.key not in followed)
-        return next((call for call in waiting if _follows(request.messages, call)), None)
+        """Return the call whose tools' results a request brings, if it brings any.
+
+        Frameworks write an answer down in their own ways, but keep the ids of its calls.
+        """
+        messages = request.messages
+        for count, by_ids in self._waiting.items():
+            calls = by_ids.get(_ids(messages[count]), []) if count < len(messages) else []
+            for call in calls:
+                if list(messages[:count]) == list(call.request.messages):
+                    calls.remove(call)
+                    return call
+        return None
+
+    def _take(self, key: str) -> None:
+        """Note that no other request can be the call with this key."""
+        self._taken.add(key)
+        if key in self._earlier:
+            self._left[self._earlier[key].name].pop(key, None)
 
     def _likest(self, name: str, request: RecordedRequest) -> str | None:
         """Return the key of the earlier call that a request is most like.
@@ -277,15 +332,15 @@ class LearnedRun:
         one, and of these the first; of very many, the one that already was the most like it in the
         example.
         """
-        taken = {*self.calls, *self._next_keys.values()}
-        left = (
-            call for call in self._earlier.values() if call.name == name and call.key not in taken
-        )
-        candidates = list(itertools.islice(left, _MOST_COMPARED))
+        candidates = list(islice(self._left[name].values(), _MOST_COMPARED))
         if not candidates or (len(candidates) == 1 and self._is_new(name, request, candidates[0])):
             return None
         if len(candidates) == 1:
             return candidates[0].key
+        texts, first = self.texts(), candidates[0]
+        # Most programs ask the same again in the same order.
+        if replace(first.request, messages=self.predict(first.key, texts)) == request:
+            return first.key
 
         def likeness(call: RecordedCall, messages: Messages) -> tuple[Any, ...]:
             earlier = call.request
@@ -300,7 +355,6 @@ class LearnedRun:
             candidates = heapq.nlargest(
                 _MOST_PREDICTED, candidates, key=lambda call: likeness(call, call.request.messages)
             )
-        texts = self.texts()
         return max(candidates, key=lambda call: likeness(call, self.predict(call.key, texts))).key
 
     def _is_new(self, name: str, request: RecordedRequest, candidate: RecordedCall) -> bool:
@@ -309,12 +363,7 @@ class LearnedRun:
         It is if its first message has nothing in common with that one's, while that of another
         call by this name does with its own.
         """
-        twins = [
-            (self._earlier[call.key].request.messages, call.request.messages)
-            for call in self.calls.values()
-            if call.name == name and call.key in self._earlier
-        ]
-        if not any(have_same_start(*twin) for twin in twins):
+        if name not in self._alike:
             return False
         predicted = self.predict(candidate.key, self.texts())
         return not have_same_start(predicted, request.messages)
@@ -347,9 +396,54 @@ class LearnedRun:
         return call_ids(call.tool_answer) if call is not None and call.tool_answer else ()
 
     def _new_key(self, name: str) -> str:
-        taken = {*self.calls, *self._earlier, *self._next_keys.values()}
-        keys = (f"{name} ({number})" for number in itertools.count(2))
-        return next(key for key in itertools.chain([name], keys) if key not in taken)
+        number, key = self._numbers.get(name, 1), name
+        while key in self._taken:
+            number += 1
+            key = f"{name} ({number})"
+        self._numbers[name] = number
+        return key
+
+
+class _TextsNow(Mapping[str, str]):
+    """The answers of a run that were complete when this was made, by key.
+
+    Args:
+        calls: the calls of the run, also later ones.
+        complete: how many of them were complete.
+        others: what stands for other answers.
+    """
+
+    def __init__(
+        self, calls: Mapping[str, RecordedCall], complete: int, others: Mapping[str, str]
+    ) -> None:
+        self._calls, self._complete, self._others = calls, complete, others
+
+    def __getitem__(self, key: str) -> str:
+        call = self._calls.get(key)
+        if call is None or call.answer is None or call.completed is None:
+            return self._others[key]
+        return call.answer if call.completed < self._complete else self._others[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in {**self._calls, **self._others} if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _first(pair: tuple[int, object]) -> int:
+    return pair[0]
+
+
+def _gist(name: str, request: RecordedRequest) -> Hashable:
+    """Return what requests that are equal have in common, and few others."""
+    messages = request.messages
+    content = messages[-1].get("content") if messages else None
+    return name, len(messages), content if isinstance(content, str) else None
+
+
+def _ids(message: Message) -> tuple[Any, ...]:
+    return tuple(call.get("id") for call in message.get("tool_calls") or ())
 
 
 def call_ids(answer: Message) -> list[str]:
@@ -365,19 +459,6 @@ def called_tools(answer: Message) -> list[str]:
 def _called(call: Message) -> Message:
     """Return the function of a call, or the custom tool, with its arguments."""
     return call.get("custom") or call["function"]
-
-
-def _follows(messages: Messages, call: RecordedCall) -> bool:
-    """Return whether messages continue those of a call, after the tools of its answer.
-
-    Frameworks write the answer down in their own ways, but keep the ids of its calls.
-    """
-    asked, answer = call.request.messages, call.tool_answer
-    count = len(asked)
-    if answer is None or len(messages) <= count or list(messages[:count]) != list(asked):
-        return False
-    ids = [call.get("id") for call in messages[count].get("tool_calls") or ()]
-    return ids == call_ids(answer)
 
 
 def likely_results(
@@ -411,169 +492,3 @@ def likely_results(
                 break
         likely.append(message)
     return likely
-
-
-class LearnedLinkPlanner(LinkPlanner):
-    """Plans the links of one run of a program; its agents are the run's calls, by their keys.
-
-    Args:
-        find_engine: returns a client of the engine that a request of the example was sent to, given
-            that request and those of this run. Raises NotForecastable if this run may send it in
-            another way.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        listener: Listener,
-        find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
-        settings: LinkSettings,
-    ) -> None:
-        super().__init__(listener, settings)
-        # All runs of a program report a reason once, and expect answers as long as in earlier runs.
-        self.reported_declines = program.reported_declines
-        self.output_lengths = program.output_lengths
-        self._learned = LearnedRun(program)
-        self._find_engine = find_engine
-        self._placeholders = Placeholders(self._learned.example)
-        self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
-        self._is_running = True
-        # By what SentInPlace goes by.
-        self._sent: dict[Hashable, tuple[RecordedRequest, RecordedRequest]] = {}
-        # Requests after tools, of which some are not held any more.
-        self._after_tools: list[RequestAfterTools] = []
-
-    @property
-    def is_running(self) -> bool:
-        return self._is_running
-
-    def observe(self, name: str, request: RecordedRequest, hold_reason: str | None) -> LinkedCall:
-        """Note that a request is about to be sent. Return its observer.
-
-        Args:
-            name: the name of the agent that sends it.
-            hold_reason: see :class:`CallRequest`.
-        """
-        recorded = self._learned.begin(name, request)
-        self._note_sent(self._learned.example.get(recorded.key, recorded).request, request)
-        known = recorded.key in self._learned.example or recorded.follows is not None
-        engine_request = CallRequest(request.url, request.model, hold_reason)
-        return self.begin(recorded.key, engine_request, linkable=known)
-
-    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        recorded = self._learned.calls[call.agent]
-        self._learned.complete(recorded)
-        recorded.answer = result.text if result.is_forwarded else None
-        recorded.tool_answer = cast("Message | None", result.tool_calls)
-        super().call_answered(call, result)
-
-    def call_failed(self, call: LinkedCall) -> None:
-        self._learned.calls[call.agent].has_failed = True
-        super().call_failed(call)
-
-    async def close(self, *, learn: bool) -> None:
-        """End the run and every link, and wait until the engines have their KV back.
-
-        Args:
-            learn: whether the run has ended well, so that later ones are likely to be like it.
-        """
-        self._is_running = False
-        if learn:
-            self._learned.finish()
-        self.end_all("unused")
-        await self.host.close()
-
-    async def upcoming(self, caller: str) -> Sequence[Turn]:
-        given_up = {each.agent for each in self._after_tools if each.is_given_up}
-        return [Turn(key) for key in self._learned.upcoming(_STEPS) if key not in given_up]
-
-    async def forecast(self, turn: Turn) -> Forecast:
-        """Return what a call of the example will send in this run."""
-        earlier = self._learned.example[turn.agent]
-        engine = self._find_engine(earlier.request, [*self._sent.values()])
-        written = self._learned.texts()
-        messages = self._predict(turn.agent, written)
-
-        def holds(_: Prompt, now: Turn | None) -> bool:
-            if now is None:
-                return True
-            # While its tools run, more is known of a request that is held.
-            is_held = turn.agent in self._held
-            return not is_held and self._predict(turn.agent, written) == messages
-
-        variants = [messages]
-        if earlier.differed is not None:
-            variants = [end_at(messages, earlier.differed, other) for other in ("0", "1")]
-        return Forecast(
-            turn,
-            engine,
-            self._placeholders,
-            [partial(_render, engine, earlier.request, each) for each in variants],
-            namespace=self._namespace(earlier.request),
-            holds=holds,
-        )
-
-    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
-        """Return what an agent asks when its tools have run, unless the example has no such call.
-
-        Results that are not likely to be those of the example are slots that get no text, since
-        they are seen only in the request.
-        """
-        call = self._learned.calls[agent]
-        key = self._learned.next_key(call)
-        if key is None or call.tool_answer is None:
-            return None
-        example = self._learned.example.get(key)
-        following = example.request if example is not None else _after_first_choice(call.request)
-        engine = self._find_engine(following, [*self._sent.values()])
-        tools = name_calls(called_tools(call.tool_answer))
-
-        async def render(texts: Mapping[str, str]) -> str:
-            written = {**texts, **self._learned.texts()}
-            missing = [texts[tool] for tool in tools]
-            messages = self._learned.after_tools(call, written, missing)
-            return await _render(engine, following, messages)
-
-        request = RequestAfterTools(
-            key,
-            engine,
-            tools,
-            render,
-            namespace=self._namespace(following),
-            writers=self._learned.example,
-        )
-        self._after_tools.append(request)
-        return request
-
-    def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
-        """Note that a request was sent in place of another one, as the last of its like."""
-        like = tuple(
-            (each.url, frozenset(each.headers.items()), frozenset(each.namespace.items()))
-            for each in (before, now)
-        )
-        # A run may send thousands of requests, which are looked through for each link.
-        self._sent.pop(like, None)
-        self._sent[like] = before, now
-
-    def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
-        """Return the namespace that this run uses in place of that of a request of the example."""
-        pairs = reversed(self._sent.values())
-        found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
-        return next(found, request.namespace)
-
-    def _predict(self, key: str, written: dict[str, str]) -> Messages:
-        """Return the messages of a call, with placeholders for all texts but those given."""
-        return self._learned.predict(key, ChainMap(written, self._padded))
-
-
-def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
-    """Return a request with which a model may choose its tools freely.
-
-    What forces a first call of a tool is not sent again with its result, which would force another.
-    """
-    fields = {name: value for name, value in request.fields.items() if name != "tool_choice"}
-    return replace(request, fields=fields)
-
-
-async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
-    return await engine.render(messages, **request.fields)

@@ -9,11 +9,10 @@ loop here goes over characters, and nothing is looked for twice in the same stri
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, cast
 
 Messages = Sequence[Mapping[str, Any]]
@@ -24,7 +23,7 @@ _SHORTEST_PART = 4
 _FEW_TEXTS = 32
 # The number of characters of a text among which its longest words are taken, and how many of these.
 _SAMPLE = 1000
-_MOST_WORDS = 3
+_MOST_WORDS = 8
 # Of characters for which `str.isalnum` is true.
 _WORD = re.compile(r"[^\W_]+")
 
@@ -54,8 +53,11 @@ class TextFinder:
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
-        # Each with words that are in every string in which it is found.
-        self._texts: dict[str, frozenset[str]] = {}
+        self._texts: set[str] = set()
+        # The numbers of the texts by one of the words of each, which few others have; a string
+        # without that word cannot have the text. A text without words is under an empty one.
+        self._by_word: defaultdict[str, list[int]] = defaultdict(list)
+        self._in_order: list[str] = []
         # By string, the texts that are in it, and how many of all texts were looked for.
         self._found: dict[str, tuple[Sequence[str], int]] = {}
         self.add(texts)
@@ -64,7 +66,11 @@ class TextFinder:
         """Look for these texts, too, from now on."""
         for text in texts:
             if len(text) >= _SHORTEST_PART and text not in self._texts:
-                self._texts[text] = _telling_words(text)
+                words = _longest_words(text)
+                word = min(words, key=lambda each: len(self._by_word[each]), default="")
+                self._by_word[word].append(len(self._in_order))
+                self._in_order.append(text)
+                self._texts.add(text)
 
     def within(self, string: str) -> Sequence[str]:
         """Return the texts that are in a string, the longest first.
@@ -72,31 +78,29 @@ class TextFinder:
         Their order does not depend on when they were added.
         """
         found, searched = self._found.get(string, ((), 0))
-        if searched < len(self._texts):
+        if searched < len(self._in_order):
             new = [text for text in self._likely(string, searched) if text in string]
             if new:
                 found = sorted([*found, *new], key=lambda text: (-len(text), text))
-            self._found[string] = found, len(self._texts)
+            self._found[string] = found, len(self._in_order)
         return found
 
     def _likely(self, string: str, searched: int) -> Iterable[str]:
         """Return the texts that may be in a string, without those that were looked for before."""
-        count = len(self._texts) - searched
-        # In the order of the dictionary; those at its end were added last.
-        new = islice(reversed(self._texts.items()), count)
-        if count <= _FEW_TEXTS:
-            return [text for text, _ in new]
-        # A look at a set is much quicker than a search in the string.
-        words = frozenset(_WORD.findall(string))
-        return [text for text, telling in new if telling <= words]
+        if len(self._in_order) - searched <= _FEW_TEXTS:
+            return self._in_order[searched:]
+        words = {"", *_WORD.findall(string)}
+        places = [self._by_word[word] for word in words if word in self._by_word]
+        new = (each[bisect_left(each, searched) :] for each in places)
+        return [self._in_order[number] for numbers in new for number in numbers]
 
 
-def _telling_words(text: str) -> frozenset[str]:
-    """Return the longest words at the beginning of a text, which few strings have by chance."""
+def _longest_words(text: str) -> Sequence[str]:
+    """Return the longest words at the beginning of a text, the longest first."""
     words: list[str] = _WORD.findall(text[:_SAMPLE])
     if len(text) > _SAMPLE:
         words = words[:-1]  # The last one may be cut off.
-    return frozenset(sorted(words, key=len)[-_MOST_WORDS:])
+    return sorted(set(words), key=lambda word: (-len(word), word))[:_MOST_WORDS]
 
 
 class KnownTexts:

@@ -134,18 +134,24 @@ class NotForecastable(FlashMoAError):
 
 
 class Placeholders:
-    """Provides one placeholder for each writer, and cuts rendered prompts at them.
+    """Provides a placeholder for each writer, and cuts rendered prompts at them.
 
     Put :meth:`padded` where the writer's text will be, let the engine render the messages, and
     give the rendered prompt to :meth:`build_prompt`.
     """
 
-    def __init__(self, writers: Iterable[str]) -> None:
-        # The placeholders without their margins.
-        self._cores = {name: f"[{secrets.token_hex(8)}]" for name in writers}
+    def __init__(self, writers: Iterable[str] = ()) -> None:
+        # The placeholders without their margins, by writer, and the writers by them.
+        self._cores: dict[str, str] = {}
+        self._writers: dict[str, str] = {}
+        for writer in writers:
+            self.padded(writer)
 
     def padded(self, writer: str) -> str:
         """Return the text to render in place of the text that ``writer`` is writing."""
+        if writer not in self._cores:
+            core = self._cores[writer] = f"[{secrets.token_hex(8)}]"
+            self._writers[core] = writer
         return f"{_MARGIN}{self._cores[writer]}{_MARGIN}"
 
     def build_prompt(self, *rendered: str) -> Prompt:
@@ -170,7 +176,7 @@ class Placeholders:
 
         If the template kept the margin on a side of a placeholder, its slot is not stripped there.
         """
-        names = {core: name for name, core in self._cores.items()}
+        names = self._writers
         found = ((match.start(), match.group()) for match in _CORE.finditer(rendered))
         places = [(start, names[core], core) for start, core in found if core in names]
         segments: list[str | Slot] = []

@@ -31,7 +31,8 @@ from anyio.from_thread import start_blocking_portal
 from flashmoa._concurrency import all_of, running_loop, setting
 from flashmoa.engine import EngineClient
 from flashmoa.linking.calls import CallObserver, CallResult
-from flashmoa.linking.learned_runs import LearnedLinkPlanner, Program, RecordedRequest, SentInPlace
+from flashmoa.linking.learned_links import LearnedLinkPlanner, SentInPlace
+from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.options import LinkOptions, LinkSettings
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace

@@ -10,7 +10,8 @@ import openai
 
 from flashmoa.engine import EngineSettings, kv_namespace, prompt_fields
 from flashmoa.engine.connections import engine_url
-from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
+from flashmoa.linking.learned_links import SentInPlace
+from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.linking.prompt import NotForecastable
 
 # Headers of one connection or body: the client that links use has its own.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -25,8 +28,7 @@ def make_request(
 def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:
     """Make one call of a run. Return its key."""
     call = run.begin(name, request)
-    run.complete(call)
-    call.answer = answer
+    run.complete(call, answer)
     return call.key
 
 
@@ -123,13 +125,99 @@ class CountingRun(LearnedRun):
         return super().predict(key, texts)
 
 
-def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls() -> None:
+def test_a_call_is_predicted_a_few_times_however_many_there_are() -> None:
     requests = [make_request(f"Summarise: {number}") for number in range(100)]
     run = CountingRun(learn(*[("ask", request, "Short.") for request in requests]))
     for request in requests:
         before = run.predictions
         play(run, "ask", request, "Short.")
         assert run.predictions <= before + 10
+
+
+def count_lines(work: Callable[[], object]) -> int:
+    """Return how many lines of Python some work runs, with each round of a loop."""
+    lines = 0
+
+    def trace(_frame: object, event: str, _value: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def ask_number(run: LearnedRun, number: int) -> None:
+    play(run, "ask", make_request(f"Summarise: {number}"), f"Page {number}, in short.")
+
+
+def fail_number(run: LearnedRun, number: int) -> None:
+    run.fail(run.begin("ask", make_request(f"Summarise: {number}", url="http://down")))
+    ask_number(run, number)
+
+
+def use_tool(run: LearnedRun, number: int) -> None:
+    messages = [{"role": "user", "content": f"Look up {number}"}]
+    function = {"name": "look", "arguments": f"{number}"}
+    answer = {"role": "assistant", "tool_calls": [{"id": f"id {number}", "function": function}]}
+    call = run.begin("look", RecordedRequest("http://engine", "tiny", messages))
+    run.complete(call, tool_answer=answer)
+    run.next_key(call)
+    result = {"role": "tool", "content": f"It is {number}."}
+    request = RecordedRequest("http://engine", "tiny", [*messages, answer, result])
+    following = run.begin("look", request)
+    assert following.follows == call.key
+    run.complete(following, "There.")
+
+
+@pytest.mark.parametrize("step", [ask_number, fail_number, use_tool])
+def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls(
+    step: Callable[[LearnedRun, int], None],
+) -> None:
+    program = Program()
+    for _ in range(3):
+        run = LearnedRun(program)
+
+        def take_step(number: int, run: LearnedRun = run) -> None:
+            step(run, number)
+            run.upcoming(2)
+            for key in islice(run.example, 1):
+                run.predict(key, run.texts())
+
+        costs: list[int] = []
+        for number in range(600):
+            if number in (100, 500):
+                costs.append(count_lines(partial(take_step, number)))
+            else:
+                take_step(number)
+        run.finish()
+        assert costs[1] <= 1.2 * costs[0] + 50
+
+
+def test_no_more_calls_are_expected_at_once_than_an_engine_has_streams_for() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    for number in range(300):
+        run.begin("ask", make_request(f"Summarise: {number}"))
+    run.finish()
+    assert LearnedRun(program).upcoming(2) == list(run.calls)[:256]
+
+
+def test_lengths_of_answers_are_forgotten_with_their_calls() -> None:
+    """As names of agents that hold a user's, which would be kept for ever."""
+    program = Program()
+    for number in range(3):
+        run = LearnedRun(program)
+        key = play(run, f"agent of user {number}", make_request("A trip"), PLAN)
+        program.output_lengths.add(key, 7)
+        run.finish()
+        known = [f"agent of user {each}" for each in range(3)]
+        assert [program.output_lengths.expect(each) for each in known].count(7) == 1
 
 
 def test_a_call_that_can_be_only_one_is_predicted_once() -> None:
@@ -141,7 +229,7 @@ def test_a_call_that_can_be_only_one_is_predicted_once() -> None:
 def test_a_retried_request_is_the_same_call() -> None:
     run = LearnedRun(Program())
     call = run.begin("plan", make_request("A trip"))
-    call.has_failed = True
+    run.fail(call)
     again = replace(make_request("A trip"), headers={"authorization": "Bearer of now"})
     assert run.begin("plan", again) is call
     assert call.request.headers == {"authorization": "Bearer of now"}
@@ -190,7 +278,7 @@ def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
     failed: list[str] = []
     for content in ("A trip", f"Check:\n{PLAN}"):
         call = run.begin("go", make_request(content, url="http://down"))
-        call.has_failed = True
+        run.fail(call)
         failed.append(call.key)
         kept.append(play(run, "go", make_request(content), PLAN))
     run.finish()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
+from flashmoa.linking.learned_links import LearnedLinkPlanner
 from flashmoa.linking.learned_runs import (
-    LearnedLinkPlanner,
     LearnedRun,
     Program,
     RecordedCall,
@@ -48,11 +48,10 @@ def request(messages: Sequence[Any]) -> RecordedRequest:
 def ask(run: LearnedRun, messages: Sequence[Any], answer: str | dict[str, Any]) -> RecordedCall:
     """Make one call of a run."""
     call = run.begin("agent", request(messages))
-    run.complete(call)
     if isinstance(answer, str):
-        call.answer = answer
+        run.complete(call, answer)
     else:
-        call.tool_answer = answer
+        run.complete(call, tool_answer=answer)
     return call
 
 
@@ -109,6 +108,17 @@ def test_a_request_with_another_history_does_not_follow(messages: list[Any]) -> 
     run = LearnedRun(Program())
     ask(run, ASKED, make_answer(("id 1", "lake")))
     assert run.begin("agent", request(messages)).follows is None
+
+
+def test_each_of_several_answers_with_the_same_ids_is_followed_once() -> None:
+    """Some servers number the calls of each answer anew."""
+    run, answer = LearnedRun(Program()), make_answer(("call_0", "lake"))
+    asked = [ask(run, ASKED, answer) for _ in range(2)]
+    following = [*ASKED, answer, *results(answer, "Blue.")]
+    assert [ask(run, following, "There.").follows for _ in range(3)] == [
+        *(call.key for call in asked),
+        None,
+    ]
 
 
 def test_the_results_of_the_same_calls_are_expected_again_with_the_new_ids() -> None:
@@ -194,14 +204,14 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
     program = Program()
     if has_run:
         run = LearnedRun(program)
-        run.begin("agent", make(ASKED)).tool_answer = answer
-        run.begin("agent", make([*ASKED, answer, *results(answer, "Blue.")])).answer = "There."
+        run.complete(run.begin("agent", make(ASKED)), tool_answer=answer)
+        run.begin("agent", make([*ASKED, answer, *results(answer, "Blue.")]))
         run.finish()
     planner = LearnedLinkPlanner(
         program, ignore, lambda *_: cast("EngineClient", Engine()), LinkSettings()
     )
     planner.observe("agent", make(ASKED), "it calls tools")
-    planner._learned.calls["agent"].tool_answer = answer
+    planner._learned.complete(planner._learned.calls["agent"], tool_answer=answer)
     turn = planner.request_after_tools("agent", answer)
     assert turn is not None
     await (await turn.forecast(turn.turn)).prompt()

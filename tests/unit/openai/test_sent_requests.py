@@ -12,7 +12,8 @@ import pytest
 
 import flashmoa.openai._runs
 from flashmoa.engine import EngineClient, EngineSettings
-from flashmoa.linking.learned_runs import RecordedRequest, SentInPlace
+from flashmoa.linking.learned_links import SentInPlace
+from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, instrument, run
 from flashmoa.openai._sent_requests import headers_now, read_request, settings_for

@@ -1,0 +1,203 @@
+"""Plan the links of a run by the run of its program before it (:class:`LearnedLinkPlanner`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from flashmoa.engine import EngineClient
+from flashmoa.linking.calls import CallRequest, CallResult
+from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn, name_calls
+from flashmoa.linking.learned_runs import (
+    LearnedRun,
+    Message,
+    Program,
+    RecordedRequest,
+    called_tools,
+)
+from flashmoa.linking.learned_texts import Messages, end_at
+from flashmoa.linking.options import LinkSettings
+from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.prompt import Placeholders, Prompt
+from flashmoa.observe import Listener
+
+# What is known beforehand of a call two steps away is prefilled while others write. A call further
+# away would hold its KV for long, and is less likely to come.
+_STEPS = 2
+# The last requests of a run with the same headers and namespaces, each after the one of the example
+# that it stands for, or after itself.
+SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
+# So many are kept: there may be headers that differ in each request.
+_MOST_SENT = 256
+
+
+class LearnedLinkPlanner(LinkPlanner):
+    """Plans the links of one run of a program; its agents are the run's calls, by their keys.
+
+    Args:
+        find_engine: returns a client of the engine that a request of the example was sent to, given
+            that request and those of this run. Raises NotForecastable if this run may send it in
+            another way.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        listener: Listener,
+        find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
+        settings: LinkSettings,
+    ) -> None:
+        super().__init__(listener, settings)
+        # All runs of a program report a reason once, and expect answers as long as in earlier runs.
+        self.reported_declines = program.reported_declines
+        self.output_lengths = program.output_lengths
+        self._learned = LearnedRun(program)
+        self._find_engine = find_engine
+        self._placeholders = Placeholders(self._learned.example)
+        self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
+        self._is_running = True
+        # By what SentInPlace goes by.
+        self._sent: dict[Hashable, tuple[RecordedRequest, RecordedRequest]] = {}
+        self._given_up: set[str] = set()  # Those whose request after tools will not come.
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+    def observe(self, name: str, request: RecordedRequest, hold_reason: str | None) -> LinkedCall:
+        """Note that a request is about to be sent. Return its observer.
+
+        Args:
+            name: the name of the agent that sends it.
+            hold_reason: see :class:`CallRequest`.
+        """
+        recorded = self._learned.begin(name, request)
+        self._note_sent(self._learned.example.get(recorded.key, recorded).request, request)
+        known = recorded.key in self._learned.example or recorded.follows is not None
+        engine_request = CallRequest(request.url, request.model, hold_reason)
+        return self.begin(recorded.key, engine_request, linkable=known)
+
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
+        recorded = self._learned.calls[call.agent]
+        text = result.text if result.is_forwarded else None
+        self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
+        super().call_answered(call, result)
+
+    def call_failed(self, call: LinkedCall) -> None:
+        self._learned.fail(self._learned.calls[call.agent])
+        super().call_failed(call)
+
+    async def close(self, *, learn: bool) -> None:
+        """End the run and every link, and wait until the engines have their KV back.
+
+        Args:
+            learn: whether the run has ended well, so that later ones are likely to be like it.
+        """
+        self._is_running = False
+        if learn:
+            self._learned.finish()
+        self.end_all("unused")
+        await self.host.close()
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        upcoming = self._learned.upcoming(_STEPS)
+        return [Turn(key) for key in upcoming if key not in self._given_up]
+
+    def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
+        super().give_up(request, reason)
+        if request.is_given_up:
+            self._given_up.add(request.agent)
+
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        super().call_held_back(call, reason)
+        # The next call of its agent has another key.
+        self.drop_call(call)
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        """Return what a call of the example will send in this run."""
+        earlier = self._learned.example[turn.agent]
+        engine = self._find_engine(earlier.request, [*self._sent.values()])
+        written = self._learned.texts(self._padded)
+        messages = self._learned.predict(turn.agent, written)
+
+        def holds(_: Prompt, now: Turn | None) -> bool:
+            if now is None:
+                return True
+            # While its tools run, more is known of a request that is held.
+            is_held = turn.agent in self._held
+            return not is_held and self._learned.predict(turn.agent, written) == messages
+
+        variants = [messages]
+        if earlier.differed is not None:
+            variants = [end_at(messages, earlier.differed, other) for other in ("0", "1")]
+        return Forecast(
+            turn,
+            engine,
+            self._placeholders,
+            [partial(_render, engine, earlier.request, each) for each in variants],
+            namespace=self._namespace(earlier.request),
+            holds=holds,
+        )
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        """Return what an agent asks when its tools have run, unless the example has no such call.
+
+        Results that are not likely to be those of the example are slots that get no text, since
+        they are seen only in the request.
+        """
+        call = self._learned.calls[agent]
+        key = self._learned.next_key(call)
+        if key is None or call.tool_answer is None:
+            return None
+        example = self._learned.example.get(key)
+        following = example.request if example is not None else _after_first_choice(call.request)
+        engine = self._find_engine(following, [*self._sent.values()])
+        tools = name_calls(called_tools(call.tool_answer))
+
+        async def render(texts: Mapping[str, str]) -> str:
+            written = self._learned.texts(self._padded)
+            missing = [texts[tool] for tool in tools]
+            messages = self._learned.after_tools(call, written, missing)
+            return await _render(engine, following, messages)
+
+        return RequestAfterTools(
+            key,
+            engine,
+            tools,
+            render,
+            namespace=self._namespace(following),
+            placeholders=self._placeholders,
+        )
+
+    def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
+        """Note that a request was sent in place of another one, as the last of its like."""
+        like = tuple(
+            (each.url, frozenset(each.headers.items()), frozenset(each.namespace.items()))
+            for each in (before, now)
+        )
+        # A run may send thousands of requests, which are looked through for each link.
+        self._sent.pop(like, None)
+        self._sent[like] = before, now
+        if len(self._sent) > _MOST_SENT:
+            del self._sent[next(iter(self._sent))]
+
+    def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
+        """Return the namespace that this run uses in place of that of a request of the example."""
+        pairs = reversed(self._sent.values())
+        found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
+        return next(found, request.namespace)
+
+
+def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
+    """Return a request with which a model may choose its tools freely.
+
+    What forces a first call of a tool is not sent again with its result, which would force another.
+    """
+    fields = {name: value for name, value in request.fields.items() if name != "tool_choice"}
+    return replace(request, fields=fields)
+
+
+async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
+    return await engine.render(messages, **request.fields)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import anyio
 
+from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient, StreamState
 from flashmoa.errors import PluginMissing
 from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN = "too late", "plain engine"
+# How long the next link to an engine waits for this one to be open.
+_BEGINNING_SECONDS = 0.25
 
 
 def kind_of(problem: BaseException) -> str:
@@ -109,6 +112,8 @@ class Link:
             add_special_tokens=add_special_tokens,
         )
         self._end_reason: str | None = None
+        # The stream is open, or there will be none.
+        self._begun = anyio.Event()
         # Whether it has ended because no request came in time.
         self.has_expired = False
         # When each slot last received text, by the event loop's clock.
@@ -207,6 +212,16 @@ class Link:
             self._end_reason = reason
             self._feed.stop()
 
+    async def start(self, host: TaskHost) -> None:
+        """Run the link in a task of ``host``; wait a moment for its stream to be open.
+
+        Engines prefill streams in the order in which they were opened, and requests that are sent
+        together arrive in any order.
+        """
+        host.start(self.run)
+        with anyio.move_on_after(_BEGINNING_SECONDS):
+            await self._begun.wait()
+
     async def run(self) -> None:
         """Open the stream, append to it, and delete it in the end unless a request uses it."""
         try:
@@ -218,6 +233,7 @@ class Link:
             self._end_reason = self._end_reason or "closed"
             raise
         finally:
+            self._begun.set()
             await self._release()
 
     async def _feed_engine(self) -> None:
@@ -229,6 +245,7 @@ class Link:
                 report_plain_engine(self.engine, problem)
                 if self.engine.settings.without_plugin == "off" or self.is_over:
                     raise
+                self._begun.set()
                 self._feed = PlainFeed(
                     self.engine,
                     self.prompt,
@@ -263,6 +280,7 @@ class Link:
 
     def _report_state(self, state: StreamState) -> None:
         """Report an answer of the engine as an event; the first answer opened the stream."""
+        self._begun.set()
         if state.next_seq == 0:
             event = LinkOpened(
                 agent=self.agent,

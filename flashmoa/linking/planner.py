@@ -485,7 +485,7 @@ class LinkPlanner(ABC):
         self._linked_engines.add(engine)
         self._end_attempt(turn.agent)
         self._follow_running(link)
-        self.host.start(link.run)
+        await link.start(self.host)
 
     async def _why_no_room(self, engine: EngineClient, prompt: Prompt) -> str | None:
         """Return why there can be no link to a prompt that may never come; ``None`` if there can.

@@ -14,8 +14,8 @@ rules of a batch:
    (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
    (:func:`choose_stream_ride`).
 3. *Which streams* get them: those that have ended, those that a step can complete, then one after
-   the other in the order in which they were opened, in whole pages (``streams.py``). A few tokens wait for more, unless
-   their stream has ended: its request computes them at hardly any cost.
+   the other in the order in which they were opened, in whole pages (``streams.py``). A few tokens
+   wait for more, unless their stream has ended: its request computes them at hardly any cost.
 4. *Room*: streams get the KV slots that requests leave, and give way when these need more
    (``admission.py``).
 5. *Sharing*: what several requests of the batch have in common is computed once, where the release
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 # A forward with more tokens is as good as one with few if it takes at most this factor of the time.
 _TOLERANCE = 1.1
+# Seconds of a forward that a request may have to wait for although it is expected. It comes some 10
+# to 20 ms after the text of the agent before has ended.
+_SHORT_FORWARD = 0.05
 # Sizes of forwards for streams alone.
 _CHUNKS = tuple(2**n for n in range(6, 14))
 # The bounds of how few tokens of all streams together are worth a forward.
@@ -139,7 +142,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
        less if the prompts ride along with decode steps, in chunks.
     3. A request of a client can start: SGLang builds its batch as usual, and streams fill it up if
        it is so small that they hardly lengthen it.
-    4. No request decodes: streams have a forward of their own.
+    4. No request decodes: streams have a forward of their own. On a slow engine they leave it idle
+       for a moment after a stream has ended, for its request.
     5. Tokens of streams ride along with the decode step, if SGLang can mix the two. Streams never
        stop decodes for a forward of their own. What is known of a prompt before the agent before
        writes does not ride: its request comes later than others, which it would delay.
@@ -167,6 +171,9 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not decoding:
         # The requests of streams that have ended come next, and wait for no tokens of others.
         urgent = sum(state.streams.waiting_tokens(ended=True))
+        is_slow = costs.prefill(_CHUNKS[0]) > _SHORT_FORWARD
+        if is_slow and not urgent and state.streams.await_request():
+            return None
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
     if rides:

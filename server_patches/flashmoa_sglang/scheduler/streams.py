@@ -33,6 +33,8 @@ _WORTH_MATCHING = 64
 # millisecond or two for each. Streams that end together are left with that many each, which their
 # requests compute in one forward.
 _LEAST_INCREMENT = 16
+# In so many steps an idle engine waits for the request of a stream: it may never come.
+_MOST_AWAITED = 10
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
@@ -52,6 +54,7 @@ class SchedulerStream:
         grows: whether the agent before writes already, so that the stream's request may come soon.
         ended: whether no more tokens come.
         claimed: whether the final request has come, which computes the rest.
+        awaited: in how many steps the engine has only waited for it.
         increment: the increment that was made and is not in the radix tree yet.
         kept: how many of its tokens are still those of the stream.
         is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
@@ -66,6 +69,7 @@ class SchedulerStream:
     grows: bool = False
     ended: bool = False
     claimed: bool = False
+    awaited: int = 0
     increment: Any = None
     kept: int = 0
     is_pin_stale: bool = False
@@ -115,6 +119,20 @@ class SchedulerStreams:
             if not stream.claimed and (stream.grows or not growing) and (stream.ended or not ended)
         )
         return [self._growth(stream) for stream in streams]
+
+    def await_request(self) -> bool:
+        """Wait in this step for the request of a stream that has ended and is computed.
+
+        Return whether there is one for which the engine has not waited long enough yet.
+        """
+        awaited = [
+            stream
+            for stream in self._open.values()
+            if stream.ended and not stream.claimed and stream.awaited < _MOST_AWAITED
+        ]
+        for stream in awaited:
+            stream.awaited += 1
+        return bool(awaited)
 
     def _growth(self, stream: SchedulerStream) -> int:
         return self._kept(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0

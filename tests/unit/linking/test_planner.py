@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from flashmoa import EngineClient
+from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineInfo, EngineSettings, PromptUsage, client
 from flashmoa.errors import EngineError, MalformedRequest, PluginMissing, PromptTooLarge
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
@@ -112,11 +113,10 @@ class Pair(LinkPlanner):
 
 @pytest.fixture
 async def planner(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pair]:
-    async def run(_: Link) -> None:
+    async def start(_: Link, host: TaskHost) -> None:
         """Do not connect to an engine."""
-        await anyio.sleep_forever()
 
-    monkeypatch.setattr(Link, "run", run)
+    monkeypatch.setattr(Link, "start", start)
     async with EngineClient(ENGINE) as engine:
         pair = Pair(engine)
         yield pair
@@ -330,6 +330,21 @@ async def test_an_engine_whose_plugin_is_missing_is_known_to_have_none_any_more(
     async with EngineClient(ENGINE) as dead:
         known.append(await run_link(dead))
     assert known == [True, False, True, None]
+
+
+async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_takes_long() -> (
+    None
+):
+    host = TaskHost("A link failed")
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+        for number in range(5):
+            link = Link(engine, Prompt([f"{number}"]), agent="a", listener=ignore)
+            await link.start(host)
+            assert link.stream_id is not None
+        server.hangs.add("open")
+        with anyio.fail_after(10):
+            await Link(engine, Prompt(["x"]), agent="a", listener=ignore).start(host)
+        await host.close()
 
 
 async def run_link(engine: EngineClient) -> bool | None:

@@ -10,6 +10,7 @@ Needs the extra ``adk``.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -184,7 +185,9 @@ class LinkPlugin(BasePlugin, Reported):
         self._runs: dict[str, RunPlanner] = {}
 
     async def before_run_callback(self, *, invocation_context: Any) -> None:
-        await self._end(invocation_context.invocation_id)
+        for invocation_id, run in list(self._runs.items()):
+            if invocation_id == invocation_context.invocation_id or not run.is_running:
+                await self._end(invocation_id)
         message = invocation_context.user_content
         # A dry run of an answer to a tool's request would run the tool.
         answers = [part for part in (message and message.parts) or () if part.function_response]
@@ -235,13 +238,14 @@ class RunPlanner(LinkPlanner):
         super().__init__(listener, settings)
         self.root: Any = context.agent
         self._context = context
+        self._task = asyncio.current_task()
         self._begun: set[str] = set()
         self._ended: set[str] = set()
 
     @property
     def is_running(self) -> bool:
-        """Whether it is: the plugin closes it when the run ends."""
-        return True
+        """Whether it is: the plugin closes it when the run ends, but hears of no cancellation."""
+        return self._task is None or not self._task.done()
 
     def observe(self, name: str, request: CallRequest) -> list[CallObserver]:
         """Note that an agent is about to send a request. Return the request's observers."""

@@ -216,7 +216,7 @@ class TeamLinkPlanner(LinkPlanner):
     ) -> LinkedCall:
         # A run may follow before the end of the one before is noticed.
         run = self._members.current_run
-        if run is not self._run:
+        if run is not None and run is not self._run:
             self._run, self._runs = run, self._runs + 1
         return super().begin(agent, request, rewritten, linkable)
 

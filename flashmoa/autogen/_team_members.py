@@ -140,9 +140,12 @@ class TeamMembers:
 
     @property
     def current_run(self) -> object:
-        """Return an object that is another one in each run of a team with a runtime of its own."""
+        """Return an object that is another one in each run of a team with a runtime of its own.
+
+        ``None`` while that does not run.
+        """
         runtime = self._parts.runtime
-        return getattr(runtime, "_run_context", None) or runtime
+        return getattr(runtime, "_run_context", runtime)
 
     def name_of(self, agent: AgentId) -> str | None:
         """Return the name of the member with this AutoGen agent id, if it is one of this team."""

@@ -44,7 +44,7 @@ Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN = "too late", "plain engine"
 # How long the next link to an engine waits for this one to be open.
-_BEGINNING_SECONDS = 0.25
+_BEGINNING_SECONDS = 0.1
 
 
 def kind_of(problem: BaseException) -> str:
@@ -219,6 +219,8 @@ class Link:
         together arrive in any order.
         """
         host.start(self.run)
+        if not self.prompt.stable():
+            return  # It is opened once its first text is written.
         with anyio.move_on_after(_BEGINNING_SECONDS):
             await self._begun.wait()
 

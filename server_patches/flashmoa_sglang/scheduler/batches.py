@@ -13,9 +13,10 @@ rules of a batch:
    chunk with which they and the decodes wait for the shortest time in all
    (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
    (:func:`choose_stream_ride`).
-3. *Which streams* get them: those that have ended, those that a step can complete, then one after
-   the other in the order in which they were opened, in whole pages (``streams.py``). A few tokens
-   wait for more, unless their stream has ended: its request computes them at hardly any cost.
+3. *Which streams* get them: those whose requests are due, those that a step can complete, then one
+   after the other in the order in which they were opened, in whole pages (``streams.py``). A few
+   tokens wait for more, unless their stream has ended: its request computes them at hardly any
+   cost.
 4. *Room*: streams get the KV slots that requests leave, and give way when these need more
    (``admission.py``).
 5. *Sharing*: what several requests of the batch have in common is computed once, where the release
@@ -169,8 +170,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         return Step()
     least = least_tokens(costs, page)
     if not decoding:
-        # The requests of streams that have ended come next, and wait for no tokens of others.
-        urgent = sum(state.streams.waiting_tokens(ended=True))
+        # Requests that are due wait for no tokens of others.
+        urgent = sum(state.streams.waiting_tokens(next_only=True))
         is_slow = costs.prefill(_CHUNKS[0]) > _SHORT_FORWARD
         if is_slow and not urgent and state.streams.await_request():
             return None

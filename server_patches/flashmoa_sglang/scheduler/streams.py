@@ -33,8 +33,9 @@ _WORTH_MATCHING = 64
 # millisecond or two for each. Streams that end together are left with that many each, which their
 # requests compute in one forward.
 _LEAST_INCREMENT = 16
-# In so many steps an idle engine waits for the request of a stream: it may never come.
-_MOST_AWAITED = 10
+# In so many steps an idle engine waits for the request of a stream: it may never come. On a CPU,
+# such a step lasts until a message comes, for at most a second.
+_MOST_AWAITED = 4
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
@@ -75,6 +76,11 @@ class SchedulerStream:
     is_pin_stale: bool = False
 
     @property
+    def is_next(self) -> bool:
+        """Whether the agent before has just written the end, so that the request is due."""
+        return self.ended and self.grows and not self.claimed
+
+    @property
     def may_grow(self) -> bool:
         return self.opener is not None and not self.claimed and self.increment is None
 
@@ -108,27 +114,29 @@ class SchedulerStreams:
     def can_prefill_more(self) -> bool:
         return any(self._growth(stream) for stream in self._open.values())
 
-    def waiting_tokens(self, *, growing: bool = False, ended: bool = False) -> list[int]:
+    def waiting_tokens(self, *, growing: bool = False, next_only: bool = False) -> list[int]:
         """Return how many tokens of each stream could be prefilled.
 
-        Args: growing, ended: whether to count only streams that grow or have ended.
+        Args: growing, next_only: whether to count only streams that grow, or whose request is due.
         """
         streams = (
             stream
             for stream in self._open.values()
-            if not stream.claimed and (stream.grows or not growing) and (stream.ended or not ended)
+            if not stream.claimed
+            and (stream.grows or not growing)
+            and (stream.is_next or not next_only)
         )
         return [self._growth(stream) for stream in streams]
 
     def await_request(self) -> bool:
-        """Wait in this step for the request of a stream that has ended and is computed.
+        """Wait in this step for the request of a stream that comes next.
 
         Return whether there is one for which the engine has not waited long enough yet.
         """
         awaited = [
             stream
             for stream in self._open.values()
-            if stream.ended and not stream.claimed and stream.awaited < _MOST_AWAITED
+            if stream.opener is not None and stream.is_next and stream.awaited < _MOST_AWAITED
         ]
         for stream in awaited:
             stream.awaited += 1
@@ -250,7 +258,8 @@ class SchedulerStreams:
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
-            return Growth(stream.prefilled, new, stream.ended, stream.output * weight)
+            output = stream.output * weight
+            return Growth(stream.prefilled, new, stream.ended, output, stream.is_next)
 
         streams: list[SchedulerStream] = []
         sizes: list[Growth] = []
@@ -361,12 +370,14 @@ class Growth:
         ended: whether no more tokens come.
         output: the decode steps of the stream's request, in prefill tokens, if jobs are ordered by
             their sizes.
+        is_next: whether the stream's request is due.
     """
 
     prefilled: int
     new: int
     ended: bool = False
     output: float = 0.0
+    is_next: bool = False
 
 
 def choose_increments(
@@ -374,7 +385,7 @@ def choose_increments(
 ) -> list[tuple[int, int]]:
     """Choose which streams to prefill in a step, and how far.
 
-    First come those that have ended, whose requests are next, and among these and among the others
+    First come those whose requests are due, and among these and among the others
     those of which the step can compute all, the smallest job first. The rest is computed one after
     the other, so that if there is not room for all, some are complete: the smallest job first, or
     without ``output`` the one that was opened first, whose request may come first. Increments are
@@ -400,7 +411,7 @@ def choose_increments(
         stream = streams[position]
         lasts = stream.new > whole_step
         size = 0.0 if lasts and not stream.output else stream.new + stream.output
-        return not stream.ended, lasts, size, position
+        return not stream.is_next, lasts, size, position
 
     for position in sorted(range(len(streams)), key=order):
         if tokens < page:

@@ -16,7 +16,7 @@ from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
+from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.observe import CallStarted, Event, LinkDeclined
 from flashmoa.observe.events import ignore
 from tests.unit.linking.hung_engine import hung_engine
@@ -341,6 +341,8 @@ async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_
             link = Link(engine, Prompt([f"{number}"]), agent="a", listener=ignore)
             await link.start(host)
             assert link.stream_id is not None
+        unwritten = Prompt([Slot("b")])
+        await Link(engine, unwritten, agent="a", listener=ignore).start(host)
         server.hangs.add("open")
         with anyio.fail_after(10):
             await Link(engine, Prompt(["x"]), agent="a", listener=ignore).start(host)

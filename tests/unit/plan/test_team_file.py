@@ -74,15 +74,17 @@ async def test_installed_packages_below_the_files_folder_are_imported_once(
     assert sys.modules.pop("installed_once")
 
 
-@pytest.mark.parametrize("example", ["chain", "mapreduce"])
-async def test_an_example_is_planned_as_it_is(example: str) -> None:
+@pytest.mark.parametrize(
+    ("example", "clients"),
+    [("chain", ["first", "second"] * 2), ("mapreduce", ["small"] * 3 + ["large"])],
+)
+async def test_an_example_is_planned_as_it_is(example: str, clients: list[str]) -> None:
     loaded = await TeamFile(ROOT / "examples" / f"{example}.py").load()
     check_plannable(loaded.team)
     assert loaded.task
     callers = find_callers(loaded.team)
     assert [caller.address for caller in callers] == [
-        *[("http://small/v1", "small")] * 3,
-        ("http://large/v1", "large"),
+        (f"http://{client}/v1", client) for client in clients
     ]
 
 

@@ -39,6 +39,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
         prefilled=st.integers(0, 50).map(lambda pages: pages * page),
         new=st.integers(1, 40).map(lambda pages: pages * page),
         ended=st.booleans(),
+        is_next=st.booleans(),
     )
     return page, draw(st.lists(stream, max_size=8))
 
@@ -49,7 +50,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
     least=st.integers(1, 200),
     open_streams=st.integers(0, 500),
 )
-def test_increments_are_whole_pages_of_ended_streams_of_completed_ones_and_then_of_the_oldest(
+def test_increments_are_whole_pages_of_due_streams_of_completed_ones_and_then_of_the_oldest(
     growing: tuple[int, list[Growth]], tokens: int, least: int, open_streams: int
 ) -> None:
     page, streams = growing
@@ -64,7 +65,7 @@ def test_increments_are_whole_pages_of_ended_streams_of_completed_ones_and_then_
 
     def order(position: int) -> tuple[bool, int, int]:
         new = streams[position].new
-        return (not streams[position].ended, new if new <= tokens else tokens + 1, position)
+        return (not streams[position].is_next, new if new <= tokens else tokens + 1, position)
 
     # Only the last stream may not be completed.
     assert [*sizes] == sorted(sizes, key=order)

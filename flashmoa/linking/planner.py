@@ -308,8 +308,8 @@ class LinkPlanner(ABC):
         """Note that a call has ended without giving text to other agents; links keep waiting."""
         for agent, url in ((one.agent, one.engine.url) for one in self.waiting_for(call.agent)):
             self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
-            level = warn_once(url, reason) if reason == call.hold_reason else logging.DEBUG
-            logger.log(level, "%s reads %s when it is complete: %s.", agent, call.agent, reason)
+            if warn_once(url, reason) == logging.WARNING:  # It is the first time, and no problem.
+                logger.info("%s reads %s when it is complete: %s.", agent, call.agent, reason)
 
     def call_failed(self, call: LinkedCall) -> None:
         """Note that a request failed."""

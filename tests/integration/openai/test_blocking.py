@@ -167,6 +167,8 @@ with OpenAI(base_url=sys.argv[1]) as client:
 """
 
 
+# Among all tests, but not by itself, its program takes over a minute; why is not known yet.
+@pytest.mark.nightly
 async def test_an_interrupted_program_gives_everything_back(
     engine: LocalEngine, client: EngineClient, clients: Clients
 ) -> None:

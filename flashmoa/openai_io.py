@@ -121,6 +121,46 @@ class UntappedIO:
         return send(request, **options)
 
 
+class TimedRead:
+    """Reads from a connection, by deadlines of the threads that read.
+
+    It stays on its connection: after the last byte of a response another thread may use that at
+    once, so that nothing may be taken off it then.
+    """
+
+    def __init__(self, read: Callable[..., bytes]) -> None:
+        self._read = read
+        self._limits: dict[int, tuple[float, Callable[[], Exception]]] = {}
+
+    def __call__(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        limit = self._limits.get(threading.get_ident())
+        if limit is not None:
+            deadline, expired = limit
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise expired()
+            timeout = left if timeout is None else min(timeout, left)
+        return self._read(max_bytes, timeout)
+
+    @contextmanager
+    def limit(self, deadline: float, error: Any, response: Response) -> Generator[None]:
+        """Raise ``error`` in what this thread reads after ``deadline``, or that of a limit around.
+
+        Args: deadline: by ``time.monotonic()``.
+        """
+        reader = threading.get_ident()
+        around = self._limits.get(reader)
+        if around is None or deadline < around[0]:
+            self._limits[reader] = deadline, partial(error, "", request=response.request)
+        try:
+            yield
+        finally:
+            if around is None:
+                del self._limits[reader]
+            else:
+                self._limits[reader] = around
+
+
 class BlockingIO(UntappedIO):
     """Uses a synchronous HTTP client in the same way; no coroutine suspends.
 
@@ -149,25 +189,11 @@ class BlockingIO(UntappedIO):
         if seconds is None or network is None or response.http_version != "HTTP/1.1":
             yield
             return
-        deadline, reader = time.monotonic() + seconds, threading.get_ident()
-        read, earlier = network.read, cast("dict[str, Any]", vars(network)).get("read")
-
-        def read_in_time(max_bytes: int, timeout: float | None = None) -> bytes:
-            # After the last byte, another thread may use the connection at once.
-            if threading.get_ident() == reader:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise http_module(response).ReadTimeout("", request=response.request)
-                timeout = left if timeout is None else min(timeout, left)
-            return read(max_bytes, timeout)
-
-        network.read = read_in_time
-        try:
+        timed = network.read
+        if not isinstance(timed, TimedRead):
+            timed = network.read = TimedRead(timed)
+        with timed.limit(time.monotonic() + seconds, http_module(response).ReadTimeout, response):
             yield
-        finally:
-            del network.read
-            if earlier is not None:  # That of a limit around this one.
-                network.read = earlier
 
     def trace(self, hear: Callable[[str], None]) -> Callable[..., Any]:
         def trace(event: str, _: object) -> None:

@@ -334,12 +334,13 @@ class _CallOfThread(CallObserver):
     def begin(self) -> bool:
         """Have the observer made, and return whether that was done in time."""
         self._pass_on(self._make)
+        has_begun = False
         try:
-            self.has_begun.wait(_LOOP_SECONDS)
+            has_begun = self.has_begun.wait(_LOOP_SECONDS)
         finally:
-            if not self.has_begun.is_set():  # Nobody will send the request of an observer made now.
+            if not has_begun:  # Nobody will send the request of an observer made now.
                 self.on_failure(TimeoutError("the run's event loop did not answer"))
-        return self._observer is not None
+        return has_begun and self._observer is not None
 
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._tell("on_prompt", body)

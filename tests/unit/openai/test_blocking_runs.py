@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ import pytest
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, _runs, agent, instrument, run
+from flashmoa.openai_io import TimedRead
 from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
 from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
@@ -315,3 +317,33 @@ def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) ->
         with run("shared"):
             assert ask(client, "Go.") == TEXT
         assert ask(client, "Go.") == TEXT
+
+
+def test_a_limit_holds_though_a_thread_that_had_the_connection_before_ends_its_own() -> None:
+    timeouts: list[float | None] = []
+
+    def read(_: int, timeout: float | None = None) -> bytes:
+        timeouts.append(timeout)
+        return b""
+
+    timed, response = TimedRead(read), SimpleNamespace(request=None)
+    has_ended = threading.Event()
+
+    def read_after_the_first() -> None:
+        with timed.limit(time.monotonic() + 100, httpx.ReadTimeout, response):
+            has_begun.set()
+            has_ended.wait(10)
+            timed(1)
+
+    has_begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with timed.limit(time.monotonic() - 1, httpx.ReadTimeout, response):
+            second = pool.submit(read_after_the_first)
+            assert has_begun.wait(10)
+            with pytest.raises(httpx.ReadTimeout):
+                timed(1)
+        has_ended.set()
+        second.result()
+    timed(1, 5.0)
+    limited, unlimited = timeouts
+    assert limited is not None and limited > 50 and unlimited == 5.0

@@ -102,7 +102,7 @@ class FlashMoALlm(OpenAILlm):
 
     @cached_property
     def engine(self) -> EngineClient:
-        """The engine, for links."""
+        """Return the client of the engine that links use."""
         return EngineClient(
             self_hosted_url(self.base_url),
             api_key=self.api_key,
@@ -125,7 +125,7 @@ class FlashMoALlm(OpenAILlm):
 
     @property
     def _openai_client(self) -> Any:
-        """What the stock model takes for the client of OpenAI."""
+        """Give the stock model what it takes for a client of OpenAI."""
         return SimpleNamespace(chat=SimpleNamespace(completions=self))
 
     async def create(self, **parameters: Any) -> Any:
@@ -244,7 +244,7 @@ class RunPlanner(LinkPlanner):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is: the plugin closes it when the run ends, but hears of no cancellation."""
+        """Return whether the run's task goes on: no callback tells the plugin of a cancellation."""
         return self._task is None or not self._task.done()
 
     def observe(self, name: str, request: CallRequest) -> list[CallObserver]:

@@ -326,8 +326,9 @@ class _TappedRequest:
                     break
             if reader.error is None:
                 # Only after the end of its response, soon to come, is a connection used again.
-                with suppress(self._errors.HTTPError), self._client.time_limit(response, 0.1):
-                    async for _ in pieces:
+                limit = self._client.time_limit(response, 0.1)
+                with suppress(self._errors.HTTPError), limit as is_limited:
+                    while is_limited is not None and await anext(pieces, None) is not None:
                         pass
         if text := reader.end():
             self._on_text(text)

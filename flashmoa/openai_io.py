@@ -85,7 +85,10 @@ class UntappedIO:
     def time_limit(
         self, _response: Response, seconds: float | None
     ) -> AbstractContextManager[object]:
-        """Leave the block, or raise the HTTP client's ``ReadTimeout``, when its time is up."""
+        """Leave the block, or raise the HTTP client's ``ReadTimeout``, when its time is up.
+
+        It gives ``None`` where nothing can limit the time.
+        """
         return anyio.move_on_after(seconds)
 
     def trace(self, hear: Callable[[str], None]) -> Callable[..., Any]:
@@ -161,6 +164,22 @@ class TimedRead:
                 self._limits[reader] = around
 
 
+def _timed_read(response: Response) -> TimedRead | None:
+    """Return how a response's connection is read; ``None`` if limits would hold for others, too.
+
+    Several requests share a connection of HTTP/2.
+    """
+    network = response.extensions.get("network_stream")
+    if network is None or response.http_version == "HTTP/2":
+        return None
+    if not isinstance(network.read, TimedRead):
+        try:
+            network.read = TimedRead(network.read)
+        except AttributeError:  # It is a stream of a transport of its user's.
+            return None
+    return network.read
+
+
 class BlockingIO(UntappedIO):
     """Uses a synchronous HTTP client in the same way; no coroutine suspends.
 
@@ -182,18 +201,14 @@ class BlockingIO(UntappedIO):
             yield piece
 
     @contextmanager
-    def time_limit(self, response: Response, seconds: float | None) -> Generator[None]:
-        # The read timeout of a request holds for each read, so each of them is given less. Several
-        # requests share a connection of HTTP/2.
-        network = response.extensions.get("network_stream")
-        if seconds is None or network is None or response.http_version != "HTTP/1.1":
-            yield
+    def time_limit(self, response: Response, seconds: float | None) -> Generator[TimedRead | None]:
+        # The read timeout of a request holds for each read, so each of them is given less.
+        timed = _timed_read(response)
+        if seconds is None or timed is None:
+            yield timed
             return
-        timed = network.read
-        if not isinstance(timed, TimedRead):
-            timed = network.read = TimedRead(timed)
         with timed.limit(time.monotonic() + seconds, http_module(response).ReadTimeout, response):
-            yield
+            yield timed
 
     def trace(self, hear: Callable[[str], None]) -> Callable[..., Any]:
         def trace(event: str, _: object) -> None:

@@ -123,9 +123,12 @@ async def _check_cancelled(run_team: RunTeam, engines: Sequence[EngineClient]) -
 
     await _flush(engines)
     running = asyncio.ensure_future(run_team(listener))
-    with anyio.fail_after(_RELEASE_SECONDS):
-        await opened.wait()
-    running.cancel()
+    try:
+        with anyio.fail_after(_RELEASE_SECONDS):
+            await opened.wait()
+    finally:
+        # Once, as frameworks are cancelled; a cancel scope would cancel what they do then, too.
+        running.cancel()
     outcome = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(outcome[0], asyncio.CancelledError | list), f"cancelled: {outcome[0]!r}"
     await _check_released(engines, events)

@@ -39,7 +39,7 @@ from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, curr
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.linked_team import LinkedTeams
-from flashmoa.linking.prompt_feed import warn_once
+from flashmoa.linking.prompt_feed import level_once
 from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import contained, ignore
@@ -194,7 +194,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         if time.monotonic() >= self._asks_again:
             await anyio.to_thread.run_sync(lambda: self.model_info, abandon_on_cancel=True)
         if uses_tools and not self.model_info["function_calling"]:
-            logger.log(warn_once(self.engine.url, "tools"), _NO_TOOLS, self.engine.url)
+            logger.log(level_once(self.engine.url, "tools"), _NO_TOOLS, self.engine.url)
 
     def _find_model_info(self, model: str | None) -> ModelInfo:
         """Return AutoGen's own entry for a model of this name, else what the engine reports.

@@ -23,8 +23,8 @@ from flashmoa.linking.prompt_feed import (
     Feed,
     PlainFeed,
     PromptFeed,
+    level_once,
     report_plain_engine,
-    warn_once,
 )
 from flashmoa.observe import (
     LinkAdvanced,
@@ -54,7 +54,7 @@ def kind_of(problem: BaseException) -> str:
 
 def report_no_link(agent: str, engine_url: str, problem: Exception, listener: Listener) -> None:
     """Log and report that an agent has no link this time, because of a problem with its engine."""
-    level = warn_once(engine_url, kind_of(problem))
+    level = level_once(engine_url, kind_of(problem))
     logger.log(level, "No link to %s this time: %s", agent, problem)
     listener(LinkDeclined(agent=agent, engine=engine_url, reason=f"{problem}"))
 
@@ -264,7 +264,7 @@ class Link:
             # If the link has ended, its request overtook an append. That is not a failure.
             if not self.is_over:
                 self._end_reason = f"{type(error).__name__}: {error}"
-                level = warn_once(self.engine.url, kind_of(error))
+                level = level_once(self.engine.url, kind_of(error))
                 text = "The link to %s has ended: %s. Its request is sent all the same."
                 logger.log(level, text, self.agent, str(error).removesuffix("."))
 

@@ -26,7 +26,7 @@ from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.prompt import NotForecastable, Prompt
-from flashmoa.linking.prompt_feed import report_plain_engine, warn_once
+from flashmoa.linking.prompt_feed import level_once, report_plain_engine
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
@@ -267,11 +267,9 @@ class LinkPlanner(ABC):
         own_link = self.take_link(agent, request.engine)
         why = self._unlinked.get(agent)
         unplanned = why is _Unlinked.UNFINISHED or (why is None and self._planning.is_running)
-        missed_link = own_link is None and unplanned and linkable
+        missed = own_link is None and unplanned and linkable
         self._end_attempt(agent)
-        call = LinkedCall(
-            self, agent, request, own_link, rewritten=rewritten, missed_link=missed_link
-        )
+        call = LinkedCall(self, agent, request, own_link, rewritten=rewritten, missed_link=missed)
         for link in self.waiting_for(agent):
             call.text._follow(link)
         # The text of a complete call has been delivered by now, unless its team waits for another
@@ -306,10 +304,11 @@ class LinkPlanner(ABC):
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """Note that a call has ended without giving text to other agents; links keep waiting."""
-        for agent, url in ((one.agent, one.engine.url) for one in self.waiting_for(call.agent)):
+        for link in self.waiting_for(call.agent):
+            agent, url = link.agent, link.engine.url
             self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))
-            if warn_once(url, reason) == logging.WARNING:  # It is the first time, and no problem.
-                logger.info("%s reads %s when it is complete: %s.", agent, call.agent, reason)
+            level = level_once(url, reason, logging.INFO)
+            logger.log(level, "%s reads %s when it is complete: %s.", agent, call.agent, reason)
 
     def call_failed(self, call: LinkedCall) -> None:
         """Note that a request failed."""

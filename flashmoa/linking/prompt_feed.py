@@ -51,20 +51,20 @@ _RELEASE_SECONDS = 0.3
 _KEEP_ALIVE_PART = 1 / 3
 # Until a step has counted a prompt's tokens.
 _CHARACTERS_PER_TOKEN = 4.0
-# Problems that have been logged as a warning, by the engine's URL and their kind; each is logged so
-# only once. Kinds are few, but nothing limits the URLs of a long-lived process.
+# What has been logged for all to see, by the engine's URL and its kind; each only once.
+# Kinds are few, but nothing limits the URLs of a long-lived process.
 _logged: set[tuple[str, str]] = set()
 _MOST_LOGGED = 1000
 
 
-def warn_once(engine_url: str, kind: str) -> int:
-    """Return the level at which to log a problem with an engine: a warning the first time."""
+def level_once(engine_url: str, kind: str, first: int = logging.WARNING) -> int:
+    """Return the level at which to log something of an engine: ``first``, later for debugging."""
     if (engine_url, kind) in _logged:
         return logging.DEBUG
     if len(_logged) >= _MOST_LOGGED:
         _logged.clear()
     _logged.add((engine_url, kind))
-    return logging.WARNING
+    return first
 
 
 class PromptSource(Protocol):
@@ -417,7 +417,7 @@ class PlainFeed(Feed):
                 "its prefix cache. Nothing is prefilled there for a minute. Is its prefix cache "
                 'on? If not, EngineSettings(without_plugin="off") saves these requests.'
             )
-            logger.log(warn_once(self._url, "forgets"), text, self._url, before, cached)
+            logger.log(level_once(self._url, "forgets"), text, self._url, before, cached)
 
     def _report(self) -> None:
         assert self.stream_id is not None
@@ -441,7 +441,7 @@ def report_plain_engine(engine: EngineClient, problem: PluginMissing) -> None:
     From now on, requests to it have no fields of the plugin.
     """
     engine.has_plugin = False
-    level, text = warn_once(engine.url, "plain"), f"{problem}".removesuffix(".")
+    level, text = level_once(engine.url, "plain"), f"{problem}".removesuffix(".")
     if engine.settings.without_plugin == "off":
         logger.log(level, "%s. Its agents run unlinked.", text)
         return

@@ -93,6 +93,7 @@ class Instrumentation(Generic[Client]):
         """
         for found in self._found:
             linked_clients.pop(found, None)
+            settings_by_http.pop(found._client, None)
             stop_observing(found._client, current_finder)
 
 

@@ -23,7 +23,7 @@ from functools import cache, partial, wraps
 from inspect import iscoroutinefunction
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar, Unpack, cast
 
 from anyio.from_thread import start_blocking_portal
@@ -137,15 +137,10 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
             self._entered = stack.pop_all()
         return this.report
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *problem: Any) -> None:
         entered, self._entered = self._entered, None
         if isinstance(entered, AsyncExitStack):
-            await entered.__aexit__(kind, error, trace)
+            await entered.__aexit__(*problem)
 
     def __enter__(self) -> Report:
         self._check()
@@ -164,15 +159,10 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
             self._entered = stack.pop_all()
         return this.report
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: Any) -> None:
         entered, self._entered = self._entered, None
         if isinstance(entered, ExitStack):
-            entered.__exit__(kind, error, trace)
+            entered.__exit__(*problem)
 
     def _check(self) -> None:
         if self._entered is not None:

@@ -24,7 +24,7 @@ from flashmoa.engine import EngineClient, EngineSettings, Prefilled, prompt_fiel
 from flashmoa.errors import EngineError
 from flashmoa.linking.link import Link, kind_of
 from flashmoa.linking.prompt import Placeholders, Prompt
-from flashmoa.linking.prompt_feed import warn_once
+from flashmoa.linking.prompt_feed import level_once
 from flashmoa.router.client_requests import (
     CHAT,
     GENERATE,
@@ -337,4 +337,4 @@ class EarlyPrefill:
     def _log_failure(self, error: Exception) -> None:
         text = "%s cannot prefill a prompt before its request: %s. It is computed with its request."
         url = self._engine.url
-        logger.log(warn_once(url, kind_of(error)), text, url, str(error).removesuffix("."))
+        logger.log(level_once(url, kind_of(error)), text, url, str(error).removesuffix("."))

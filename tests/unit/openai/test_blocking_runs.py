@@ -22,7 +22,7 @@ import pytest
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, _runs, agent, instrument, run
-from flashmoa.openai_io import TimedRead
+from flashmoa.openai_io import BlockingIO, TimedRead
 from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
 from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
@@ -317,6 +317,31 @@ def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) ->
         with run("shared"):
             assert ask(client, "Go.") == TEXT
         assert ask(client, "Go.") == TEXT
+
+
+def test_nothing_is_read_after_the_end_where_no_limit_holds(server: FakeServer) -> None:
+    """As on a connection of HTTP/2: what comes may come after the whole read timeout."""
+    has_read_on: list[bool] = []
+
+    def pieces() -> Generator[bytes]:
+        for event in [*map(json.dumps, chunks()), "[DONE]"]:
+            yield f"data: {event}\n\n".encode()
+        has_read_on.append(True)
+
+    server.chat = lambda _: in_pieces(pieces())
+    with OpenAI(base_url=URL) as client, run("endless"):
+        assert ask(client, "Go.") == TEXT
+    assert not has_read_on
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/2"])
+def test_only_connections_of_one_request_at_a_time_are_limited(version: str) -> None:
+    network = SimpleNamespace(read=len)
+    response = SimpleNamespace(
+        http_version=version, extensions={"network_stream": network}, request=None
+    )
+    with httpx.Client() as http, BlockingIO(http).time_limit(response, None) as timed:
+        assert (timed is not None) == isinstance(network.read, TimedRead) == (version != "HTTP/2")
 
 
 def test_a_limit_holds_though_a_thread_that_had_the_connection_before_ends_its_own() -> None:

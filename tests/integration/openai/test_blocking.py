@@ -143,12 +143,15 @@ async def test_the_calls_of_a_pool_of_threads_are_linked(
 
 
 INTERRUPTED = """
+import signal
 import sys
 import threading
 from flashmoa.observe import LinkOpened
 from flashmoa.openai import OpenAI, run
 from tests.integration.openai.test_blocking import ask
 
+# Shells have what they run in the background ignore interrupts, and tests may run there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 opened = threading.Event()
 
 def listener(event):
@@ -167,8 +170,6 @@ with OpenAI(base_url=sys.argv[1]) as client:
 """
 
 
-# Among all tests, but not by itself, its program takes over a minute; why is not known yet.
-@pytest.mark.nightly
 async def test_an_interrupted_program_gives_everything_back(
     engine: LocalEngine, client: EngineClient, clients: Clients
 ) -> None:

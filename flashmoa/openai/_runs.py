@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import re
 import sys
 import sysconfig
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -26,7 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, Unpack, cast
 
-from anyio.from_thread import start_blocking_portal
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from flashmoa._concurrency import all_of, running_loop, setting
 from flashmoa.engine import EngineClient
@@ -145,9 +148,8 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
     def __enter__(self) -> Report:
         self._check()
         with ExitStack() as stack:
-            if (this := _run_of_context()) is None:
-                portal = stack.enter_context(start_blocking_portal())
-                this = stack.enter_context(portal.wrap_async_context_manager(self._begin()))
+            if (this := _run_around()) is None:
+                this = stack.enter_context(_RunThread(self._begin))
                 this.entered_in = threading.get_ident()
                 _blocking.append(this)
                 stack.callback(_blocking.remove, this)
@@ -169,9 +171,63 @@ class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManag
             raise RuntimeError("this run has not ended; call run() again for one at the same time")
 
 
+class _RunThread(AbstractContextManager["Run", None]):
+    """Keeps a run in a thread with an event loop.
+
+    A process that is forked meanwhile has no such thread, so nothing there may wait for it:
+    leaving does nothing. ``anyio.from_thread.start_blocking_portal`` is a generator, which waits
+    even if it is only thrown away.
+
+    Args:
+        begin: returns the context of the run.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
+        self._begin = begin
+        self._started: Future[BlockingPortal] = Future()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Run:
+        self._thread.start()
+        self._portal = self._started.result()
+        self._entered = self._portal.wrap_async_context_manager(self._begin())
+        try:
+            self._run = self._entered.__enter__()
+        except BaseException:
+            self._stop()
+            raise
+        return self._run
+
+    def __exit__(self, *problem: Any) -> None:
+        if not self._run.is_forked:
+            try:
+                self._entered.__exit__(*problem)
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        """End the thread, and what an interrupt has left there."""
+        with suppress(RuntimeError):  # It has ended.
+            self._portal.call(self._portal.stop, True)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        async with BlockingPortal() as portal:
+            self._started.set_result(portal)
+            await portal.sleep_until_stopped()
+
+
 @asynccontextmanager
 async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
-    if (this := _run_of_context()) is not None:
+    if (this := _run_around()) is not None:
         yield this
         return
     listener = settings.listen()
@@ -213,6 +269,7 @@ class Run:
 
     Attributes:
         entered_in: the thread that has entered it with ``with``; ``None`` with ``async with``.
+        is_forked: whether this process was forked within it, and has nothing that keeps it.
     """
 
     def __init__(
@@ -224,6 +281,7 @@ class Run:
         self.is_closed = False
         self.entered_in: int | None = None
         self.report = report
+        self._process = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         # What calls of other threads have to say, and whether a task listens to that yet.
@@ -233,6 +291,10 @@ class Run:
         self._planner = LearnedLinkPlanner(program, report, self._find_engine, settings)
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def find_observer(self, request: Request, body: Mapping[str, Any]) -> CallObserver | None:
         """Return the observer of a request that is about to be sent; ``None`` if it is odd."""
@@ -372,7 +434,25 @@ class _CallOfThread(CallObserver):
 def current_finder() -> FindObserver | None:
     """Return what finds the observers of requests in this context; ``None`` outside of runs."""
     current = _run_of_context() if _current.get() is not None else _run_of_thread()
+    if current is not None and current.is_forked:
+        _warn_of_fork()
+        return None
     return current.find_observer if current is not None else None
+
+
+@cache
+def _warn_of_fork() -> None:
+    logger.warning(
+        "process %d was forked within a run of its parent, so that its calls run unlinked; enter a "
+        "run in the process itself to have them linked",
+        os.getpid(),
+    )
+
+
+def _run_around() -> Run | None:
+    """Return the run within which another one does nothing."""
+    run = _run_of_context()
+    return None if run is None or run.is_forked else run
 
 
 def _run_of_context() -> Run | None:
@@ -387,7 +467,7 @@ def _run_of_thread() -> Run | None:
     Pools of threads do not inherit it. Of several runs, it may be any; an event loop has contexts
     for what it runs, and so has the thread that has entered the run.
     """
-    runs = _blocking.copy()
+    runs = [run for run in _blocking if not run.is_forked] or _blocking.copy()
     is_plain = len(runs) == 1 and running_loop() is None
     return runs[0] if is_plain and runs[0].entered_in != threading.get_ident() else None
 

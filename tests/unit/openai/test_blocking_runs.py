@@ -167,6 +167,66 @@ def test_a_program_that_never_leaves_its_run_ends() -> None:
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
+FORKING = """
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import pytest
+from flashmoa.openai import _runs, run
+from tests.unit.openai.fake_server import TEXT, serve
+from tests.unit.openai.test_blocking_runs import ask, recorded
+
+parent = os.getpid()
+client = serve(pytest.MonkeyPatch()).blocking_client()
+
+def work():
+    signal.alarm(30)  # Its parent sees that it did not end by itself.
+    with ThreadPoolExecutor() as pool:
+        assert [ask(client, "Go."), *pool.map(ask, [client] * 2, "ab")] == [TEXT] * 3
+    assert recorded(_runs._programs) == {"forked": 0}
+    with run("own"), ThreadPoolExecutor() as pool:
+        assert [ask(client, "Go."), *pool.map(ask, [client] * 2, "ab")] == [TEXT] * 3
+    assert recorded(_runs._programs) == {"forked": 0, "own": 3}
+
+def fork():
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    return child.exitcode
+
+with run("forked"):
+    ask(client, "Go.")
+    if sys.argv[1] == "os.fork":
+        if child := os.fork():
+            ended = os.waitpid(child, 0)[1]
+        else:
+            work()
+            ended = 0
+    elif sys.argv[1] == "thread":
+        codes = []
+        thread = threading.Thread(target=lambda: codes.append(fork()))
+        thread.start()
+        thread.join()
+        ended = codes[0]
+    else:
+        ended = fork()
+assert ended == 0, ended
+assert os.getpid() != parent or recorded(_runs._programs) == {"forked": 1}
+"""
+
+
+@pytest.mark.parametrize("way", ["multiprocessing", "thread", "os.fork"])
+def test_a_process_forked_within_a_run_calls_unlinked_and_ends(way: str) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, way]
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (warning,) = ended.stderr.splitlines()
+    assert "was forked within a run" in warning
+
+
 def test_the_threads_of_a_pool_are_in_the_only_run(
     server: FakeServer, programs: dict[str, Program]
 ) -> None:

@@ -11,10 +11,12 @@ Needs the extra ``adk``.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Unpack
@@ -48,6 +50,7 @@ from flashmoa.adapters import (
     ObservedCall,
     Placeholders,
     Report,
+    RequestAfterTools,
     RequestCaptured,
     Turn,
     current_attempts,
@@ -57,7 +60,7 @@ from flashmoa.adapters import (
 )
 from flashmoa.engine import EngineSettings
 from flashmoa.engine.connections import self_hosted_url
-from flashmoa.linking.forecasts import Writers
+from flashmoa.linking.forecasts import Writers, name_calls
 from flashmoa.observe import Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument
@@ -154,8 +157,9 @@ class FlashMoALlm(OpenAILlm):
             async with aclosing(call.items(responses)) as items:
                 async for response in items:
                     # The text must be complete before others get it.
-                    if not response.partial and call.answer is not None:
-                        call.finish(call.answer)
+                    if not response.partial and (answer := call.answer) is not None:
+                        calls = response.content if answer.tool_calls else None
+                        call.finish(replace(answer, tool_calls=calls))
                     yield response
 
     async def close(self) -> None:
@@ -168,9 +172,10 @@ class LinkPlugin(BasePlugin, Reported):
 
     Give it to the runner or the app (``plugins=[LinkPlugin()]``); prompts and answers stay the
     same. It links agents of ``SequentialAgent``, ``ParallelAgent`` and ``LoopAgent`` whose model is
-    a :class:`FlashMoALlm`. These run unlinked: agents of classes of your own, agents with
-    instructions made by a function, with callbacks before their model, with planners, code
-    executors or toolsets, and what follows a loop or an agent that may transfer to another one.
+    a :class:`FlashMoALlm`, and what they ask after their tools. These run unlinked: agents of
+    classes of your own, agents with instructions made by a function, with callbacks before their
+    model, with planners, code executors or toolsets, and what follows a loop or an agent that may
+    transfer to another one.
 
     Args:
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
@@ -202,6 +207,12 @@ class LinkPlugin(BasePlugin, Reported):
     async def before_model_callback(self, *, callback_context: Any, llm_request: Any) -> None:
         planner = self._runs.get(callback_context.invocation_id)
         _caller.set([(planner, callback_context.agent_name)] if planner is not None else [])
+
+    async def after_tool_callback(
+        self, *, tool: Any, tool_args: Any, tool_context: Any, result: Any
+    ) -> None:
+        if planner := self._runs.get(tool_context.invocation_id):
+            planner.end_tool(tool_context.function_call_id, result)
 
     async def after_agent_callback(self, *, agent: Any, callback_context: Any) -> None:
         if planner := self._runs.get(callback_context.invocation_id):
@@ -241,6 +252,8 @@ class RunPlanner(LinkPlanner):
         self._task = asyncio.current_task()
         self._begun: set[str] = set()
         self._ended: set[str] = set()
+        # By the id of a tool's call, the request that brings its result, and its name there.
+        self._tools: dict[str, tuple[RequestAfterTools, str]] = {}
 
     @property
     def is_running(self) -> bool:
@@ -269,8 +282,58 @@ class RunPlanner(LinkPlanner):
     def end_agent(self, agent: Any) -> None:
         """Note that the messages of an agent are there; of several at a time, it was the next."""
         self._ended.add(agent.name)
+        if held := self._held.get(agent.name):  # Its tools have ended it.
+            self.give_up(held)
+        self.end_link(agent.name, "unused")
         if self.running:
             self.plan()
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        """Return what an agent asks with the results of the tools of its answer, a ``Content``.
+
+        ``None`` if a callback may change that answer, or one of the tools is ADK's: that may ask
+        another agent, or end this one.
+        """
+        actor, content = self.root.find_agent(agent), answer
+        assert isinstance(content, types.Content)
+        calls = [part.function_call for part in content.parts or () if part.function_call]
+        if reason := self._why_unknown(actor):
+            raise NotForecastable(reason)
+        own = [each if isinstance(each, BaseTool) else FunctionTool(each) for each in actor.tools]
+        is_own = {call.name for call in calls} <= {tool.name for tool in own}
+        if actor.after_model_callback or not is_own:
+            return None
+        tools = name_calls([call.name for call in calls])
+        empty = [types.FunctionResponse(id=each.id, name=each.name, response={}) for each in calls]
+        parts = [types.Part(function_response=each) for each in empty]
+        told = [content, types.Content(role="user", parts=parts)]
+        events = [*self._context.session.events, *(self._event(actor, each) for each in told)]
+
+        async def render(texts: Mapping[str, str]) -> str:
+            request = await self._dry_run(actor, events, self._context.session.state)
+            found = {call.id: texts[tool] for call, tool in zip(calls, tools, strict=True)}
+            messages = [
+                {**each, "content": found.get(each["tool_call_id"], each["content"])}
+                if each["role"] == "tool"
+                else each
+                for each in request.body["messages"]
+            ]
+            return await replace(request, body={**request.body, "messages": messages}).render()
+
+        model = actor.canonical_model
+        namespace = ChatRequest(model.engine, model.extra_body).namespace
+        held = RequestAfterTools(agent, model.engine, tools, render, namespace=namespace)
+        self._tools.update((call.id, (held, tool)) for call, tool in zip(calls, tools, strict=True))
+        return held
+
+    def end_tool(self, call_id: str, result: object) -> None:
+        """Note the result of a call of a tool."""
+        if call_id in self._tools:
+            request, tool = self._tools.pop(call_id)
+            # A callback may have to make JSON of it yet.
+            with suppress(TypeError, ValueError):
+                whole = result if isinstance(result, dict) else {"result": result}
+                self.add_result(request, tool, json.dumps(whole))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """End the links, as others also get tool calls and results, or another text."""
@@ -319,7 +382,16 @@ class RunPlanner(LinkPlanner):
         if reason := self._why_unknown(agent):
             raise NotForecastable(reason)
         placeholders, then = Placeholders(turn.writers), self._histories(turn)
-        requests = [await self._dry_run(agent, order, placeholders) for order in turn.orders]
+        requests: list[ChatRequest] = []
+        for order in turn.orders:
+            events, state = list(self._context.session.events), dict(self._context.session.state)
+            for name in order:
+                writer, text = self.root.find_agent(name), placeholders.padded(name)
+                content = types.Content(role="model", parts=[types.Part(text=text)])
+                events.append(self._event(writer, content))
+                if writer.output_key:
+                    state[writer.output_key] = text
+            requests.append(await self._dry_run(agent, events, state))
         return Forecast(
             turn,
             agent.canonical_model.engine,
@@ -345,20 +417,17 @@ class RunPlanner(LinkPlanner):
         found += ["runner's compaction"] * (self._context.events_compaction_config is not None)
         return f"predicting its prompt would run its {found[0]}" if found else None
 
+    def _event(self, writer: Any, content: types.Content) -> Event:
+        """Return the event that ADK makes of what an agent writes."""
+        place = {"invocation_id": self._context.invocation_id, "branch": self._branch(writer)}
+        return Event(author=writer.name, content=content, **place)
+
     async def _dry_run(
-        self, agent: Any, order: Sequence[str], placeholders: Placeholders
+        self, agent: Any, events: Sequence[Event], state: Mapping[str, Any]
     ) -> ChatRequest:
-        """Return the request that an agent will send when others have written, in this order."""
+        """Return the request that an agent will send when these events have come."""
         context = self._context
-        events, state = list(context.session.events), dict(context.session.state)
-        for name in order:
-            writer, text = self.root.find_agent(name), placeholders.padded(name)
-            content = types.Content(role="model", parts=[types.Part(text=text)])
-            place = {"invocation_id": context.invocation_id, "branch": self._branch(writer)}
-            events.append(Event(author=name, content=content, **place))
-            if writer.output_key:
-                state[writer.output_key] = text
-        session = context.session.model_copy(update={"events": events, "state": state})
+        session = context.session.model_copy(update={"events": [*events], "state": dict(state)})
         changed = {"agent": agent, "branch": self._branch(agent), "session": session}
         shadow, request = context.model_copy(update=changed), LlmRequest()
         async for _ in agent._llm_flow._preprocess_async(shadow, request):

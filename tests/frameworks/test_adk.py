@@ -15,6 +15,7 @@ from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, RunConfig, Seq
 from google.adk.agents.run_config import StreamingMode
 from google.adk.integrations.openai import OpenAILlm
 from google.adk.runners import InMemoryRunner
+from google.adk.tools import ToolContext
 from google.adk.workflow import Workflow
 from google.genai import types
 
@@ -22,11 +23,13 @@ from flashmoa._concurrency import all_of
 from flashmoa.adapters.conformance import check_adapter, status
 from flashmoa.adk import FlashMoALlm, LinkPlugin
 from flashmoa.engine import EngineClient
-from flashmoa.observe import Event, Listener
+from flashmoa.linking.link import Link
+from flashmoa.observe import Event, LinkOpened, Listener
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.frameworks.conftest import URLS
-from tests.integration.openai.programs import Clients, play_linked, statuses
+from tests.integration.openai.programs import Clients, closed, play_linked, statuses
+from tests.integration.scripted import call_until, script
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -167,6 +170,74 @@ async def test_the_plugin_links_within_a_run_too(guide: str) -> None:
     assert "hit" in map(status, calls(events)) and not report.calls
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["asks again", "ends with its tools"])
+async def test_what_an_agent_asks_after_its_tools_is_linked_in_the_first_run(
+    ends: bool, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, call_until(1, [("look", {"place": "lake"}), ("walk", {"place": "hill"})]))
+    fine = "A fine place. " * 20
+    events: list[Event] = []
+
+    async def play(plugin: LinkPlugin | None) -> list[str]:
+        def links() -> list[Link]:
+            return [link for run in plugin._runs.values() for link in run.links] if plugin else []
+
+        async def look(place: str) -> str:
+            """Look."""
+            await until(lambda: plugin is None or any(link.stream_id for link in links()))
+            return fine
+
+        async def walk(place: str, tool_context: ToolContext) -> dict[str, str]:
+            """Walk."""
+            await until(
+                lambda: plugin is None or any(fine in each.prompt.stable() for each in links())
+            )
+            tool_context.actions.skip_summarization = ends
+            return {"there": place}
+
+        async def wait_for_end(callback_context: Any, llm_request: Any) -> None:
+            await until(lambda: plugin is None or bool(closed(events)))
+
+        async with open_models({}) as models:
+            looker = agent("looker", models[0], guide[:2000], tools=[look, walk])
+            local = agent("local", models[1], guide[:2000], before_model_callback=wait_for_end)
+            team = SequentialAgent(name="root", sub_agents=[looker, local])
+            plugins = [] if plugin is None else [plugin]
+            async with InMemoryRunner(agent=team, plugins=plugins) as runner:
+                shown = [event.content async for event in await begin(runner)]
+        return [part.text for content in shown if content for part in content.parts if part.text]
+
+    unlinked = await play(None)
+    assert await play(LinkPlugin(listener=events.append)) == unlinked
+    found = [status(call) for call in calls(events)]
+    assert found == ["unlinked", *([] if ends else ["hit"]), "unlinked"]
+    opened = [event.upstream for event in events if isinstance(event, LinkOpened)]
+    assert opened == [("look()", "walk()")] and closed(events) == ["unused" if ends else "used"]
+
+
+async def test_a_message_that_has_come_extends_the_link_to_its_reader(guide: str) -> None:
+    plugin = LinkPlugin()
+
+    def links() -> list[Link]:
+        return [link for run in plugin._runs.values() for link in run.links]
+
+    async def wait_for_link(callback_context: Any, llm_request: Any) -> None:
+        await until(lambda: any(link.agent == "chair" for link in links()))
+
+    async def wait_for_short(callback_context: Any, llm_request: Any) -> None:
+        await until(lambda: any("[short] said" in link.prompt.stable() for link in links()))
+
+    async with open_models({"ignore_eos": True}) as models:
+        short = agent("short", models[0], guide[:2000], 8, before_model_callback=wait_for_link)
+        long = agent("long", models[0], guide[:2000], before_model_callback=wait_for_short)
+        both = ParallelAgent(name="both", sub_agents=[short, long])
+        chair = agent("chair", models[1], guide[:2000])
+        members = [agent("planner", models[0], guide[:2000]), both, chair]
+        team = SequentialAgent(name="root", sub_agents=members)
+        async with InMemoryRunner(agent=team, plugins=[plugin]) as runner:
+            await _read(await begin(runner))
+
+
 async def test_code_of_the_users_is_not_run_for_a_forecast(
     guide: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +275,12 @@ async def test_a_graph_is_linked_by_what_it_sent_the_last_time(
     assert await play_linked("graph", play, events) == unlinked
     assert len(statuses(events)) == 3 and "hit" in statuses(events)
     assert "unlinked" not in caplog.text
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with anyio.fail_after(20):
+        while not is_so():  # noqa: ASYNC110
+            await anyio.sleep(0.002)
 
 
 async def _read(events: AsyncGenerator[Any]) -> None:

@@ -19,11 +19,9 @@ Script = Callable[[dict[str, Any]], Answer | None]
 
 def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
     """Replace the answers of engines to OpenAI's clients once they are computed."""
-    real = httpx.AsyncClient.send
+    real: Any = AsyncHttpxClientWrapper.send  # Of httpx or httpx2.
 
-    async def send(
-        self: httpx.AsyncClient, request: httpx.Request, **options: Any
-    ) -> httpx.Response:
+    async def send(self: Any, request: Any, **options: Any) -> Any:
         answer = answer_to(json.loads(request.content))
         response = await real(self, request, **options)
         if answer is None or response.is_error:
@@ -33,7 +31,7 @@ def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
             return response
         whole = response.json()
         _replace(whole["choices"][0], "message", answer)
-        return httpx.Response(response.status_code, json=whole, request=request)
+        return type(response)(response.status_code, json=whole, request=request)
 
     monkeypatch.setattr(AsyncHttpxClientWrapper, "send", send)
 

@@ -265,6 +265,9 @@ class _TappedRequest:
         # When the engine had received the whole request; if the HTTP client does not report that,
         # when this attempt began.
         self._sent_at = time.monotonic()
+        extensions: Mapping[str, Mapping[str, float | None]] = request.extensions
+        self._timeouts = dict(extensions.get("timeout", {}))
+        self._read_timeout = self._timeouts.get("read")
 
     async def send(self, streaming: Request, options: Mapping[str, Any]) -> Response:
         """Return the response that the request would have had without a stream.
@@ -272,23 +275,32 @@ class _TappedRequest:
         Raises: the HTTP client's exceptions; UnusableStream if the chunks make no completion;
             RefusedForm.
         """
-        extensions: Mapping[str, Mapping[str, float | None]] = self._request.extensions
-        read_timeout = extensions.get("timeout", {}).get("read")
         streaming.extensions = {
             "trace": self._client.trace(self._hear),
             **streaming.extensions,
+            "timeout": self._timeouts,
         }
         response = await self._client.send(streaming, **{**options, "stream": True})
         try:
             # Without a stream, no byte arrives before the answer is complete, so the read timeout
             # limits how long the whole answer takes. Here each chunk would start it again.
-            passed = time.monotonic() - self._sent_at
-            left = None if read_timeout is None else read_timeout - passed
-            with self._client.time_limit(response, left):
+            with self._client.time_limit(response, self._time_left()):
                 return await self._read(response)
             raise self._errors.ReadTimeout("", request=self._request)
         finally:
             await self._client.close(response)
+
+    def _time_left(self) -> float | None:
+        if self._read_timeout is None:
+            return None
+        return self._read_timeout - (time.monotonic() - self._sent_at)
+
+    def _limit_next_read(self) -> None:
+        """Leave a read of HTTP/2, for which the timeout is looked up, what is left of the time."""
+        left = self._time_left()
+        if left is not None and left <= 0:
+            raise self._errors.ReadTimeout("", request=self._request)
+        self._timeouts["read"] = left
 
     def _hear(self, event: str) -> None:
         if event.endswith("send_request_body.complete"):
@@ -319,7 +331,9 @@ class _TappedRequest:
         """
         reader = self._reader
         async with aclosing(self._client.pieces(response)) as pieces:
+            self._limit_next_read()
             async for piece in pieces:
+                self._limit_next_read()
                 if text := reader.feed(piece):
                     self._on_text(text)
                 if reader.is_over:  # Some servers end without saying so.

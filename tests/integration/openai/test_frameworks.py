@@ -14,7 +14,16 @@ from tests.integration.frameworks import run_frameworks
 @pytest.mark.parametrize(
     ("venv", "files"),
     [
-        ("frameworks", ["test_frameworks.py", "test_tools.py", "test_adk.py", "test_blocking.py"]),
+        (
+            "frameworks",
+            [
+                "test_frameworks.py",
+                "test_tools.py",
+                "test_adk.py",
+                "test_blocking.py",
+                "test_http2.py",
+            ],
+        ),
         ("frameworks-openai2", ["test_older_openai.py", "test_crewai.py"]),
     ],
 )

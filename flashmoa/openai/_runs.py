@@ -475,18 +475,19 @@ def _run_of_thread() -> Run | None:
 def calling_agent() -> str:
     """Return the name of the agent that is calling, else the user's functions that call.
 
-    It is the name of :func:`agent`, of a LangGraph node or of a Pydantic AI agent. Functions are
-    named with the lines of their calls, the outermost first (``main:12 > ask:31``).
+    It is the name of :func:`agent`, of a LangGraph node or of a Pydantic AI agent, or the role of a
+    CrewAI agent. Functions are named with the lines of their calls, the outermost first
+    (``main:12 > ask:31``).
     """
-    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent()
+    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent() or _crewai_agent()
     return named or " > ".join(_calling_lines()) or "call"
 
 
 def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
-    Without it calls have the name of their LangGraph node or Pydantic AI agent, or of the lines of
-    code that make them.
+    Without it calls have the name of their LangGraph node or Pydantic AI agent, the role of their
+    CrewAI agent, or the name of the lines of code that make them.
     """
     return setting(_agent, name)
 
@@ -507,6 +508,15 @@ def _pydantic_ai_agent() -> str | None:
     context = module.get_current_run_context()
     name: object = getattr(getattr(context, "agent", None), "name", None)
     return name if isinstance(name, str) else None
+
+
+def _crewai_agent() -> str | None:
+    if "crewai" not in sys.modules:
+        return None
+    # Its models are told who asks, often in a thread without a frame of the user's.
+    calls = (each.f_locals for each in _frames() if each.f_code.co_name in ("call", "acall"))
+    roles = (getattr(call.get("from_agent"), "role", None) for call in calls)
+    return next((role.strip() for role in roles if isinstance(role, str)), None)
 
 
 def _calling_lines() -> list[str]:

@@ -14,8 +14,11 @@ TASK = "Plan three days in Nepal for two people."
 TOKENS = 64
 
 
-async def check_linked(name: str, program: Callable[[], object]) -> None:
-    """Check that a program answers the same in a first and a second run, which is linked."""
+async def check_linked(name: str, program: Callable[[], object]) -> list[str]:
+    """Check that a program answers the same in a first and a second run, which is linked.
+
+    Return the names of its calls.
+    """
     events: list[Event] = []
 
     def play() -> None:
@@ -36,3 +39,4 @@ async def check_linked(name: str, program: Callable[[], object]) -> None:
     # Nothing comes before the first call.
     assert len(made) > 2 and len(linked) >= 0.9 * (len(made) - 1 - len(late)) > 0
     assert hits >= 0.9 * len(linked)
+    return [call.agent for call in made]

@@ -22,7 +22,7 @@ with warnings.catch_warnings(action="ignore"):
     import crewai
 
 
-async def test_a_crew_answers_the_same_linked(guide: str) -> None:
+async def test_a_crew_answers_the_same_linked_and_its_calls_have_the_roles(guide: str) -> None:
     models: list[Any] = [
         crewai.LLM(
             "openai/tiny", base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=TOKENS
@@ -47,7 +47,8 @@ async def test_a_crew_answers_the_same_linked(guide: str) -> None:
         crew = crewai.Crew(agents=[writer, guide_, guest], tasks=[plan, *reviews, end])
         return [each.raw for each in crew.kickoff().tasks_output]
 
-    await check_linked("CrewAI", program)
+    names = await check_linked("CrewAI", program)
+    assert sorted(names) == ["guest", "guide", "writer", "writer (2)"]
     for model in models:
         model._client.close()
 

@@ -20,6 +20,14 @@ pytestmark = pytest.mark.anyio
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?```python\n(.*?)```", README, re.DOTALL | re.M)
 
+(REPORT,) = re.findall(r"```\n(Calls;.*?)```", README, re.DOTALL)
+
+
+def shape(report: str) -> list[str]:
+    """Return the first words of a report's lines, up to the summary."""
+    lines = report.partition("end to end")[0].splitlines()
+    return [re.sub(r"─+", "─", line).strip().partition(" ")[0] for line in lines]
+
 
 def compiled(program: str) -> CodeType:
     return compile(program, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -40,6 +48,7 @@ async def test_a_program_runs(
     engine: LocalEngine,
     client: EngineClient,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", f"{engine.url}/v1")
     program = program.replace("http://127.0.0.1:30000", engine.url)
@@ -51,4 +60,6 @@ async def test_a_program_runs(
         await done
     if "client" in names:
         await names["client"].close()
+    if title == "AutoGen":
+        assert shape(capsys.readouterr().out) == shape(REPORT)
     await wait_until_idle(client)

@@ -7,10 +7,12 @@ everything before that place at once, and the draft as it is written.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakValueDictionary
 
 import anyio
 from anyio.abc import TaskGroup
@@ -45,9 +47,16 @@ _NAMES = """
     verbosity web_search_options
 """
 _PARAMETERS = frozenset(_NAMES.split())
+# So many texts are kept of which only the marks may be left, in strings.
+_MOST_MARKED = 4096
+# The numbers of so many names are remembered.
+_MOST_NAMES = 4096
+# An engine has no more streams at once.
+_MOST_EXPECTED = 256
 
 Messages = Sequence[Mapping[str, Any]]
 Pending = PendingRequest
+AnyText = TypeVar("AnyText", bound=StreamedText)
 
 
 class Answer(StreamedText):
@@ -91,6 +100,14 @@ class Answer(StreamedText):
             self._write(delta.text)
         return True
 
+    def report_unread_error(self) -> None:
+        """Log the exception that it failed with, unless that was raised in a reader."""
+        if (error := self.unread_error) is not None:
+            self._was_raised = True
+            logger.warning("%s failed, and nobody awaited it: %s", self.name, error)
+
+    __del__ = report_unread_error
+
     def cancel(self) -> None:
         """Stop its engine from writing it; each link that waits for it acts by its policy.
 
@@ -112,6 +129,9 @@ class Workflow(Reported):
     if it is left by an exception. Then it ends its links and releases the streams of requests that
     were never sent; if an engine does not answer within 0.3 s, it lets them expire. The clients of
     the engines stay open.
+
+    It may run for any time: it keeps no text that you do not keep, but the last 4,096 that were put
+    into strings before they were complete.
     """
 
     def __init__(self, engine: EngineClient, **options: Unpack[LinkOptions]) -> None:
@@ -119,10 +139,12 @@ class Workflow(Reported):
         self._settings = LinkSettings(**options)
         self._listener = self._settings.listen()
         self.report = Report(self._listener)
-        self._texts: dict[str, StreamedText] = {}
-        self._names: set[str] = set()
+        # The texts that are in use, by mark and by name; answers are, until they are complete.
+        self._texts: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
+        self._named: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
+        self._marked: deque[StreamedText] = deque(maxlen=_MOST_MARKED)
         self._numbers: dict[str, int] = {}  # The last one that each name got.
-        self._expected: list[Pending] = []
+        self._expected: deque[Pending] = deque(maxlen=_MOST_EXPECTED)
         # The groups, and the id of the task that has entered the workflow.
         self._groups: tuple[TaskGroup, TaskGroup, int] | None = None
 
@@ -180,13 +202,14 @@ class Workflow(Reported):
             await links.__aexit__(None, None, None)
             self._groups = None
             end_trace(self._listener)
-            self._report_unread_errors()
+            self._expected.clear()
+            self._marked.clear()
+            for answer in self._answers():
+                answer.report_unread_error()
 
     def text(self, name: str = "text") -> Text:
         """Make a text for you to write, from any source."""
-        text = Text(self._unused_name(name))
-        self._texts[text._mark] = text
-        return text
+        return self._add(Text(self._unused_name(name)))
 
     def version(self, answer: Answer) -> Text:
         """Make a text for you to write: an answer as its readers get it, cut or after a heading.
@@ -194,10 +217,7 @@ class Workflow(Reported):
         It has the answer's name, so that events name the answer's writer. A prompt can have only
         one text with a given name.
         """
-        text = Text(answer.name)
-        self._names.add(answer.name)
-        self._texts[text._mark] = text
-        return text
+        return self._add(Text(answer.name))
 
     def ask(
         self,
@@ -221,16 +241,16 @@ class Workflow(Reported):
             parameters: parameters of OpenAI's chat completions, and SGLang's own. Calls of
                 ``tools`` are no text; see :attr:`Answer.tool_calls`.
 
-        Errors are raised where the answer is awaited, also if it is cut off. Leaving the workflow
-        logs a warning for each answer that failed and that nobody has awaited.
+        Errors are raised where the answer is awaited, also if it is cut off. A warning is logged
+        for an answer that failed and that nobody has awaited, when it is dropped or the workflow
+        is left.
 
         Raises: TypeError if there is no such parameter; ValueError if two texts in the messages
             have the same name, a text is of another workflow, its mark was changed, or is in a
             parameter, or ``n`` is above 1; RuntimeError outside of the workflow.
         """
         requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
-        answer = Answer(self._unused_name(name))
-        self._texts[answer._mark] = answer
+        answer = self._add(Answer(self._unused_name(name)))
         policy = on_failure or self._settings.policy(name)
         pending = self._make_pending(messages, answer.name, policy)
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
@@ -312,7 +332,8 @@ class Workflow(Reported):
                 answer._close()
             except BaseException as error:
                 if isinstance(error, Exception):
-                    answer._fail(error)
+                    # The frames of a traceback would keep the request.
+                    answer._fail(error.with_traceback(None))
                 else:
                     answer._fail(UpstreamCancelled(f"{answer.name} was cancelled"))
                 self._links.start_soon(pending.release_and_wait)
@@ -372,25 +393,30 @@ class Workflow(Reported):
 
     def _give_up(self) -> None:
         """Cancel every request, and release the streams, from another task than the workflow's."""
-        for text in self._texts.values():
-            if isinstance(text, Answer):
-                text.cancel()
+        for answer in self._answers():
+            answer.cancel()
         for pending in self._expected:
             self._links.start_soon(pending.release_and_wait)
 
-    def _report_unread_errors(self) -> None:
-        for text in self._texts.values():
-            if isinstance(text, Answer) and (error := text.unread_error) is not None:
-                logger.warning("%s failed, and nobody awaited it: %s", text.name, error)
+    def _answers(self) -> list[Answer]:
+        return [text for text in self._texts.values() if isinstance(text, Answer)]
+
+    def _add(self, text: AnyText) -> AnyText:
+        """Have a text found by its mark."""
+        self._texts[text._mark] = self._named[text.name] = text
+        text._marked = self._marked
+        return text
 
     def _unused_name(self, name: str) -> str:
-        """Return the name, with a number if another text has it already."""
-        number, choice = self._numbers.get(name, 1), name
-        while choice in self._names:
+        """Return the name, with a number if another text has or had it."""
+        number = self._numbers.pop(name, 0) + 1
+        choice = name if number == 1 else f"{name}-{number}"
+        while choice in self._named or choice in self._numbers:
             number += 1
             choice = f"{name}-{number}"
-        self._names.add(choice)
         self._numbers[name] = number
+        if len(self._numbers) > _MOST_NAMES:
+            del self._numbers[next(iter(self._numbers))]
         return choice
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, cast
@@ -33,6 +34,8 @@ _LONGEST_HEX = 20
 # string, one is enough.
 _SURE_LENGTH = 6
 _BEGUN_TOKEN = re.compile(r":([0-9a-f]{6}|[0-9a-f]{1,5}\Z)")
+# The middle of each token: a mark of this process is known as such when its text is gone.
+_OF_PROCESS = secrets.token_hex(_TOKEN_LENGTH // 2 - _SURE_LENGTH)
 # White space may have been put into the end of a mark; it is looked for in so many characters.
 _WRAPPED_LENGTH = 100
 _NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
@@ -53,22 +56,31 @@ class StreamedText:
     complete and is that string; as a key it is only itself, and it is always true.
     """
 
+    _error: Exception | None = None
+    # Whether anyone was told of the error.
+    _was_raised = False
+    # What keeps the text, if anything, once its mark may be in strings.
+    _marked: deque[StreamedText] | None = None
+
     def __init__(self, name: str) -> None:
         self.name = name.translate({0x27E6: None, 0x27E7: None})
-        self._mark = f"\u27e6{self.name}:{secrets.token_hex(_TOKEN_LENGTH // 2)}\u27e7"
+        start, end = (secrets.token_hex(_SURE_LENGTH // 2) for _ in range(2))
+        self._mark = f"\u27e6{self.name}:{start}{_OF_PROCESS}{end}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
         self._is_rewritten = False
-        self._error: Exception | None = None
-        # Whether anyone was told of the error.
-        self._was_raised = False
         # What readers wait for; there is none while there is no reader.
         self._changed: anyio.Event | None = None
         _TEXTS[_token(self._mark)] = self
 
     def __str__(self) -> str:
-        return self.written if self.is_complete else self._mark
+        if self.is_complete:
+            return self.written
+        if self._marked is not None:
+            self._marked.append(self)
+            self._marked = None
+        return self._mark
 
     # A list in an f-string has the representations of its items.
     __repr__ = __str__
@@ -251,7 +263,7 @@ class StreamedText:
 
         Call this again if the link's prompt is replaced, since the new prompt's slots are empty.
         """
-        if link not in self._links:
+        if not self._done and link not in self._links:
             self._links.append(link)
         if self._parts:
             link.feed(self.name, self.written)
@@ -332,15 +344,21 @@ def find_marks(value: Any) -> list[str]:
 def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedText]:
     """Return those of ``texts`` (by mark) whose marks are in a value; see :func:`find_marks`.
 
-    Raises: ValueError if a value has the mark of another text, or one that was changed, as by
-        ``upper()``: these could not be replaced, and a model would read them.
+    Raises: ValueError if a value has the mark of another text of this process, or one that was
+        changed, as by ``upper()``: these could not be replaced, and a model would read them.
     """
-    marks = find_marks(value)
-    for mark in marks:
-        text = _TEXTS.get(_token(mark))
-        if mark not in texts and text is not None and text._mark == mark:
+    found: list[StreamedText] = []
+    for mark in find_marks(value):
+        if (text := texts.get(mark)) is not None:
+            found.append(text)
+        elif _token(mark) in _TEXTS:
             raise ValueError(
-                f"{text.name!r} is a text of another workflow; await it, and use the string"
+                f"{_name(mark)!r} is a text of another workflow; await it, and use the string"
+            )
+        elif _token(mark)[_SURE_LENGTH:-_SURE_LENGTH] == _OF_PROCESS:
+            raise ValueError(
+                f"the text {_name(mark)!r} is gone, and only the mark that stood for it is left in "
+                "a string; keep what ask() or text() returned, or await it and use the string"
             )
     if broken := _find_broken_mark([_MARK.sub("\0", string) for string in _strings(value)]):
         text, string = broken
@@ -353,7 +371,7 @@ def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedTe
             f"{text.name!r} was changed before it was complete: the mark that stands for it is "
             "cut, wrapped, quoted or in another case. Await it, and change the string"
         )
-    return [texts[mark] for mark in marks if mark in texts]
+    return found
 
 
 def _find_broken_mark(strings: Sequence[str]) -> tuple[StreamedText, str] | None:
@@ -395,6 +413,10 @@ def _beginning(text: StreamedText, part: str) -> str:
 
 def _token(mark: str) -> str:
     return mark[-_TOKEN_LENGTH - 1 : -1]
+
+
+def _name(mark: str) -> str:
+    return mark[1 : -_TOKEN_LENGTH - 2]
 
 
 def replace_marks(value: Any, replacements: Mapping[str, str]) -> Any:

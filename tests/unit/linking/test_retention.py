@@ -1,0 +1,131 @@
+"""Test that a process which makes calls for ever keeps nothing of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import AsyncGenerator
+
+import httpx
+import pytest
+
+from flashmoa import EngineClient, Workflow
+from flashmoa.errors import EngineError
+from tests.retention import kept_by
+from tests.unit.openai.fake_server import URL, FakeServer, serve
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    for limit in ("workflow._MOST_MARKED", "workflow._MOST_EXPECTED", "workflow._MOST_NAMES"):
+        monkeypatch.setattr(f"flashmoa.{limit}", 20)
+    monkeypatch.setattr("flashmoa.observe.report._MOST_EVENTS", 20)
+    server = serve(monkeypatch)
+    # Pydantic keeps the last thousands of short strings that it reads, so there are no others.
+    server._ids = itertools.repeat(0)  # type: ignore[assignment]
+    return server
+
+
+@pytest.fixture
+async def flow(server: FakeServer) -> AsyncGenerator[Workflow]:
+    async with EngineClient(URL) as engine, Workflow(engine) as flow:
+        yield flow
+
+
+def user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": f"{content}".ljust(100)}]
+
+
+async def test_a_workflow_keeps_nothing_of_its_requests(flow: Workflow, server: FakeServer) -> None:
+    async def ask(number: int) -> None:
+        server.requests.clear()
+        draft = flow.ask(user(f"Write {number}"), name=f"draft {number}")
+        version = flow.version(draft)
+        review = flow.ask(user(f"Review {draft} {flow.text()!r:.0}"), name="review")
+        reader = flow.ask(user(f"Read {version}"))
+        version.finish(await draft)
+        await review
+        await reader
+
+    async def expect(number: int) -> None:
+        server.requests.clear()
+        with flow.text() as draft:
+            expected = flow.expect(user(f"Read {draft} {number}"))
+        await expected.messages()
+        expected.claim()
+
+    assert await kept_by(ask) < 0.5
+    assert await kept_by(expect) < 0.5
+
+
+async def test_failures_that_nobody_awaits_are_logged_and_not_kept(
+    flow: Workflow, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("flashmoa.workflow.logger.warning", lambda _, name, __: logged.append(name))
+    server.chat = lambda _: httpx.Response(503, text="no room")
+
+    async def fail(number: int) -> None:
+        server.requests.clear()
+        flow.ask(user(f"Ask {number}"), name="lost")
+        awaited = flow.ask(user(f"Ask again {number}"), name="awaited")
+        with pytest.raises(EngineError):
+            await awaited
+        await until(lambda: logged)
+        assert logged.pop().startswith("lost") and not logged
+
+    assert await kept_by(fail) < 0.5
+
+
+async def test_a_text_that_ends_while_its_readers_prompt_is_rendered_keeps_no_link(
+    flow: Workflow, server: FakeServer
+) -> None:
+    draft, other = flow.text(), flow.text("other")
+    answer = server.answer
+
+    def finish_and_answer(request: httpx.Request) -> httpx.Response:
+        draft.finish("Done.")
+        return answer(request)
+
+    server.answer = finish_and_answer  # type: ignore[method-assign]
+    reader = flow.ask(user(f"Read {draft} {other}"))
+    await until(lambda: other._links)
+    other.finish("Done, too.")
+    assert await reader == "The quick brown fox."
+    assert draft._links == []
+
+
+async def test_a_mark_is_resolved_while_its_text_may_be_meant_and_refused_after_that(
+    flow: Workflow,
+) -> None:
+    async def marked(number: int) -> str:
+        draft = flow.ask(user(f"Write {number}"), name="draft")
+        mark = f"{draft}"
+        await draft
+        return mark
+
+    marks = [await marked(number) for number in range(21)]
+    gc.collect()
+    assert await flow.ask(user(f"Read {marks[1:]}")) == "The quick brown fox."
+    with pytest.raises(ValueError, match="'draft' is gone, and only the mark"):
+        flow.ask(user(f"Read {marks[0]}"))
+
+
+async def test_a_text_that_is_being_written_is_known_however_many_follow(flow: Workflow) -> None:
+    long = flow.text("long")
+    prompt = f"Read {long}"
+    for number in range(50):
+        _ = f"{flow.text(f'other {number}')}"
+    reader = flow.ask(user(prompt))
+    long.finish("Done.")
+    assert await reader == "The quick brown fox."
+
+
+async def test_a_name_is_not_used_twice_while_its_first_text_is_in_use(flow: Workflow) -> None:
+    first = flow.text("a")
+    for number in range(50):
+        flow.text(f"other {number}")
+    assert (first.name, flow.text("a").name) == ("a", "a-2")

@@ -89,12 +89,9 @@ class FlashMoALlm(OpenAILlm):
 
     Args:
         model: the served model's name.
-        base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
-            environment, else the address on which SGLang listens by default.
-        api_key: the key that the server was started with, if any.
-        default_headers: headers to send with every request.
+        base_url: the engine's URL; by default OPENAI_BASE_URL of the environment, else SGLang's.
+        api_key, default_headers, engine_settings: see :class:`flashmoa.EngineClient`.
         extra_body: further fields of every request, as SGLang has them.
-        engine_settings: says how links use the engine.
         max_tokens: see the stock model.
     """
 

@@ -48,11 +48,8 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 
     Args:
         model: the served model's name.
-        base_url: the engine's URL, with or without ``/v1``; by default OPENAI_BASE_URL of the
-            environment, else the address on which SGLang listens by default.
-        api_key: the key that the server was started with, if any.
-        default_headers: headers to send with every request.
-        engine_settings: says how links use the engine.
+        base_url: the engine's URL; by default OPENAI_BASE_URL of the environment, else SGLang's.
+        api_key, default_headers, engine_settings: see :class:`flashmoa.EngineClient`.
         **kwargs: see the stock client; all but ``async_client``.
 
     Raises: ValueError if ``async_client`` is given.

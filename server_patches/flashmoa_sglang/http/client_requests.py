@@ -7,12 +7,14 @@ on a request is for the scheduler; clients must not set it. SGLang checks everyt
 
 The final request of a prompt stream, whose prompt the stream has prepared, has its whole prompt
 itself; ``prompt_stream_id`` is only a hint. Its tokens are taken from the stream as far as the two
-texts agree, and its answer says how the stream was used.
+texts agree, and its answer says how the stream was used. A request that names no stream, as behind
+a front end that drops the hint, is known by its prompt (:func:`find_by_prompt`).
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
@@ -153,7 +155,7 @@ def _with_mark(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
 
 
 class StreamRequest:
-    """A request that names a prompt stream.
+    """A request that names a prompt stream, or is known by its prompt to belong to one.
 
     Attributes:
         status: after :meth:`use`, ``hit`` (the stream is a prefix of the prompt), ``mispredicted``
@@ -164,8 +166,9 @@ class StreamRequest:
         usage: the fields that :meth:`annotate` added to the answer.
     """
 
-    def __init__(self, table: StreamTable, stream_id: str) -> None:
+    def __init__(self, table: StreamTable, stream_id: str, *, is_named: bool = True) -> None:
         self.stream_id = stream_id
+        self._is_named = is_named
         self._table = table
         self._stream, self.status = table.find(stream_id)
         # The text that SGLang has encoded so far. It encodes some prompts in two pieces.
@@ -226,7 +229,7 @@ class StreamRequest:
         return ids is not None and ids[: len(expected)] == list(expected)
 
     def annotate(self, output: dict[str, Any]) -> None:
-        """Add to an answer how many tokens of the prompt had been computed before.
+        """Add to the answer of a request that names a stream how much of its prompt was computed.
 
         ``prompt_tokens`` is the sum of ``cached_tokens`` and ``late_tokens``. The stream computed
         ``streamed_tokens`` of the cached ones before the request came.
@@ -252,7 +255,13 @@ class StreamRequest:
                 "saved_seconds": self._table.saved_seconds(streamed, late),
             },
         }
-        meta.update(self.usage)
+        if self._is_named:
+            meta.update(self.usage)
+
+    def drop_held(self) -> None:
+        """Close the stream if this server holds it, since the request has brought another."""
+        if self._stream is not None and self._stream.held_from is not None:
+            self._table.close(self._stream, "used")
 
     def give_stream_back(self) -> None:
         """Leave the stream to the next request, because SGLang has refused this one."""
@@ -293,6 +302,17 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
     return request
 
 
+def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:
+    """Find the stream of a ``GenerateReqInput`` by its tokens and namespace."""
+    ids = obj.input_ids
+    if not table or not ids or isinstance(ids[0], list) or obj.session_params is not None:
+        return None
+    if obj.image_data or obj.video_data or obj.audio_data:
+        return None
+    stream = table.find_by_prompt(array("q", ids), lambda stream: _shares_kv(obj, stream))
+    return StreamRequest(table, stream.id, is_named=False) if stream is not None else None
+
+
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
 ) -> Any:
@@ -310,6 +330,11 @@ def generate_request(
         obj.routed_dp_rank = rank
     _, expected_output = read_hints(http_request)
     request = current() or bind(manager.flashmoa_table, http_request)
+    by_prompt = find_by_prompt(manager.flashmoa_table, obj)
+    if request is None:
+        request = by_prompt
+    elif by_prompt is not None:
+        by_prompt.drop_held()
     if request is None:
         _put_expectation(obj, expected_output)
         return original(manager, obj, http_request)

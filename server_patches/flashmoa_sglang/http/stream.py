@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmoa_sglang.http.errors import EngineFailed
+from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class PromptStream:
         failure: why the stream is not prefilled any more, if it is not.
         pace_seconds: how long the client was last asked to gather text before it appends.
         waits_for_room: whether the KV pool has no room for the stream's next tokens.
+        held_from: of a stream that this server holds over a tool call, the number of tokens that
+            its prompt has in common with the one before it; ``None`` of a client's stream.
     """
 
     ttl_seconds: float
@@ -111,6 +114,7 @@ class PromptStream:
     deadline: float = 0.0
     pace_seconds: float = 0.0
     waits_for_room: bool = False
+    held_from: int | None = None
 
     def known(self) -> array[int] | list[int]:
         """Return the tokens so far; the last ones of a stream of text may be taken back."""
@@ -121,6 +125,22 @@ class PromptStream:
         if not self.ids:
             self.ids = array("q", self.buffer.all_tokens())
         return self.ids
+
+    def agrees_with(self, prompt: array[int]) -> int:
+        """Return how many tokens a prompt and this stream's have in common, if it may be its own.
+
+        It may be if it begins with all tokens of a stream that has ended, or goes on after what a
+        held stream has in common with the prompt before. Otherwise return 0.
+        """
+        known, need = self.known(), self.held_from
+        if need is None:
+            need = len(known) if self.ended_at is not None else 0
+        # Most streams are told apart by one token, where comparing all would take a while.
+        if not 0 < need <= len(prompt) or prompt[need - 1] != known[need - 1]:
+            return 0
+        agreed = common_length(array("q", known), prompt)
+        goes_on = self.held_from is None or agreed > need
+        return agreed if agreed >= need and goes_on else 0
 
     def beginning(self) -> str | array[int]:
         """Return what was appended so far: text, or token ids."""

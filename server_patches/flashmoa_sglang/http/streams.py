@@ -140,8 +140,23 @@ class StreamTable:
             return None, "used"
         return None, self._ended.get(stream_id, "unknown")
 
+    def find_by_prompt(
+        self, prompt: array[int], fits: Callable[[PromptStream], bool]
+    ) -> PromptStream | None:
+        """Find the stream whose request has this prompt, for a request that names none.
+
+        Behind a front end a stream's id does not arrive, and a client does not know the streams
+        that the server holds. Of several, the one that agrees most is taken, and of equal ones the
+        one that was opened first.
+
+        Args: fits: whether a request may use a stream.
+        """
+        agreed = {s: s.agrees_with(prompt) for s in self._open.values() if not s.claimed}
+        found = max(agreed, key=lambda s: agreed[s] if fits(s) else 0, default=None)
+        return found if found is not None and agreed[found] and fits(found) else None
+
     def open(self, stream: PromptStream) -> None:
-        """Open a stream.
+        """Open a stream. At the limit, the oldest that the server holds itself gives way.
 
         Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down or its
             weights or the stream's adapter are being changed.
@@ -150,7 +165,7 @@ class StreamTable:
             raise EngineDraining("The server is shutting down; use another engine.")
         if None in self._closed or stream.terms.lora_path in self._closed:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
-        if len(self._open) >= self.limits.streams:
+        if len(self._open) >= self.limits.streams and not self._drop_held():
             raise TooManyStreams(
                 f"{self.limits.streams} prompt streams are open, which is the limit. "
                 "Delete some, or send the request without one."
@@ -270,6 +285,13 @@ class StreamTable:
         self._engine.release(stream.id)
         self._handover.wake()
 
+    def _drop_held(self) -> bool:
+        held = (s for s in self._open.values() if s.held_from is not None and not s.claimed)
+        if (oldest := next(held, None)) is None:
+            return False
+        self.close(oldest, "expired")
+        return True
+
     @contextlib.asynccontextmanager
     async def closed(self, adapter: str | None = None) -> AsyncGenerator[None]:
         """Close all streams, or those of one adapter, and open none of them in the meantime.
@@ -353,8 +375,9 @@ class StreamTable:
                 self.close(stream, "drained")
                 continue
             if now >= stream.deadline and not stream.claimed:
-                text = "Prompt stream %s expired, because its client sent nothing for %g s"
-                logger.info(text, stream.id, stream.ttl_seconds)
+                if stream.held_from is None:
+                    text = "Prompt stream %s expired, because its client sent nothing for %g s"
+                    logger.info(text, stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.errors import StreamGone
 from tests.integration.support import (
     LAG,
     complete_stream,
@@ -140,3 +141,25 @@ async def test_deleting_a_stream_stops_its_prefill(client: EngineClient, words: 
     await client.delete_stream(opened.id)
     state = await wait_until_idle(client)
     assert state.evictable < 6000
+
+
+async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_by_its_prompt(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
+) -> None:
+    """The stream stays pinned until that request is there, and then gives its KV back."""
+    ids = [*range(100, 400)]
+    opened = await client.open_stream(input_ids=ids)
+    shorter = await client.open_stream(input_ids=ids[:100])
+    await complete_stream(client, opened.id)
+    body = {"input_ids": [*ids, 7], "sampling_params": {"max_new_tokens": 1}}
+    # One that is as long as it, but for another tenant, is not taken.
+    other = await http.post("/generate", json={**body, "extra_key": "other"})
+    assert other.json()["meta_info"]["cached_tokens"] == 0
+    answer = await http.post("/generate", json=body)
+    assert answer.json()["meta_info"]["cached_tokens"] == 300
+    assert "prompt_stream" not in answer.json()["meta_info"]
+    with pytest.raises(StreamGone):
+        await client.stream_state(opened.id)
+    # One that has not ended may still grow.
+    assert (await http.get(f"/prompt_streams/{shorter.id}")).json()["in_use"] is False
+    await client.delete_stream(shorter.id)

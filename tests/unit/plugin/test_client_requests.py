@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.cpu import torchvision_ops
+from hypothesis import given
+from hypothesis import strategies as st
 
 torchvision_ops.allow_mismatched_build()
 
@@ -17,7 +19,8 @@ from fastapi import HTTPException  # noqa: E402
 from flashmoa_sglang.http import bodies, client_requests  # noqa: E402
 from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
-from flashmoa_sglang.http.errors import PromptTooLarge  # noqa: E402
+from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
+from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 
 from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
@@ -52,10 +55,7 @@ async def send(table: StreamTable, stream: str, *outcomes: Exception | dict[str,
                 raise outcome
             yield outcome
 
-    body = SimpleNamespace(
-        text=None, input_ids=[*range(10)], sampling_params={}, stream=True, routed_dp_rank=None,
-        cache_salt=None, extra_key=None, lora_path=None,
-    )  # fmt: skip
+    body = generation([*range(10)], sampling_params={}, stream=True, routed_dp_rank=None)
     manager = SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=1000), tokenizer=None, flashmoa_table=table,
         mm_processor=None,
@@ -156,3 +156,94 @@ def test_an_engine_whose_score_route_is_sglangs_does_not_say_that_it_scores(
     renderer: Any = None
     capabilities = Api(engine, table, renderer)._capabilities()
     assert ("scoring" in capabilities) == (not packs_items)
+
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
+    """Return, token by token, what `PromptStream.agrees_with` should."""
+    agreed = 0
+    for mine, its in zip(prompt, stream.ids, strict=False):
+        if mine != its:
+            break
+        agreed += 1
+    if stream.held_from is None:
+        return agreed if stream.ended_at is not None and agreed == len(stream.ids) else 0
+    return agreed if agreed > stream.held_from else 0
+
+
+@given(
+    prompt=PROMPTS,
+    streams=st.lists(
+        st.tuples(
+            PROMPTS, st.booleans(), st.booleans(), st.none() | st.integers(1, 5), st.booleans()
+        ),
+        max_size=4,
+    ),
+)
+async def test_a_prompt_finds_the_stream_that_agrees_most(
+    prompt: list[int], streams: list[tuple[list[int], bool, bool, int | None, bool]]
+) -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    expected, most = None, 0
+    for ids, ended, claimed, held_from, salted in streams:
+        stream = PromptStream(
+            ttl_seconds=9,
+            buffer=None,
+            terms=Terms(cache_salt="salt" if salted else None),
+            ended_at=1.0 if ended or held_from else None,
+            held_from=min(held_from, len(ids)) if held_from else None,
+        )
+        table.add(stream, ids)
+        table.open(stream)
+        stream.claimed = claimed
+        agreed = may_be_its_own(prompt, stream)
+        if agreed > most and not (claimed or salted):
+            expected, most = stream, agreed
+    found = client_requests.find_by_prompt(table, generation(prompt))
+    assert (found.stream_id if found else None) == (expected.id if expected else None)
+    for stream in list(table._open.values()):
+        table.close(stream, "deleted")
+
+
+def generation(ids: Any, **fields: Any) -> Any:
+    """Return the fields of a ``GenerateReqInput``."""
+    names = "text session_params image_data video_data audio_data cache_salt extra_key lora_path"
+    return SimpleNamespace(**{**dict.fromkeys(names.split()), "input_ids": ids, **fields})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        generation([[1, 2, 3]]),
+        generation(None, text="1 2 3"),
+        generation([]),
+        generation([1, 2, 3], session_params={"id": "s"}),
+        generation([1, 2, 3], image_data=["cat.png"]),
+        generation([1, 2, 3], cache_salt="other"),
+    ],
+    ids=["batch", "text", "nothing", "session", "picture", "namespace"],
+)
+async def test_a_prompt_that_is_more_than_tokens_finds_no_stream(request_: Any) -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    stream = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0)
+    table.add(stream, [1, 2])
+    table.open(stream)
+    assert client_requests.find_by_prompt(table, generation([1, 2, 3])) is not None
+    assert client_requests.find_by_prompt(table, request_) is None
+    table.close(stream, "deleted")
+
+
+async def test_a_stream_that_the_server_holds_gives_way_to_a_clients_at_the_limit() -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    held = [PromptStream(ttl_seconds=9, buffer=None, held_from=1) for _ in range(2)]
+    for stream in held:
+        table.open(stream)
+    for _ in range(table.limits.streams):
+        open_stream(table)
+    assert [stream.closed for stream in held] == ["expired", "expired"]
+    with pytest.raises(TooManyStreams):
+        open_stream(table)
+    for stream in list(table._open.values()):
+        table.close(stream, "deleted")

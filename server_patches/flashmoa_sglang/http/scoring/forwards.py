@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http.client_requests import StreamRequest, using_stream
-from flashmoa_sglang.http.engine import new_rid
+from flashmoa_sglang.http.engine import NO_GRAMMAR, new_rid
 from flashmoa_sglang.http.errors import ApiError, EngineBusy, EngineFailed
 from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.messages import RequestMark, unsent
@@ -253,6 +253,7 @@ class ListScorer:
             sampling_params={
                 "max_new_tokens": 0,
                 "temperature": 1.0,
+                **NO_GRAMMAR,
                 "custom_params": RequestMark().to_custom_params(),
             },
             return_logprob=True,

@@ -15,6 +15,7 @@ from typing import Any
 
 # Seconds. A client that waits longer assumes that the server has failed.
 _LONGEST_WAIT = 60
+_LONGEST_HOLD = 3600
 
 
 def _option(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
@@ -100,6 +101,11 @@ class Options:
         "(on), or leave these routes to SGLang (off).",
         ("on", "off"),
     )
+    hold_tool_calls: float = _option(
+        0.0,
+        "Seconds for which the KV of an agent's next prompt is kept while the agent's tools run, "
+        "for any client, unless requests need the room; 0: it is ordinary cache.",
+    )
     device: str = _option(
         "",
         "On a CPU: take the time of this GPU, such as h200_sxm, h100_sxm, a100_sxm or the JSON "
@@ -138,6 +144,8 @@ class Options:
         self._require("saturation", self.saturation >= 0, "at least 0")
         in_range = 0 <= self.saturation_wait <= _LONGEST_WAIT
         self._require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")
+        is_time = 0 <= self.hold_tool_calls <= _LONGEST_HOLD
+        self._require("hold_tool_calls", is_time, f"between 0 and {_LONGEST_HOLD} seconds")
         self._require("asyncep_slots", self.asyncep_slots >= 1, "at least 1")
         self._require("asyncep_wait", self.asyncep_wait > 0, "above 0")
         in_range = 0 < self.asyncep_on_device < 1

@@ -25,6 +25,7 @@ from flashmoa_sglang.http import client_requests, metrics, rendering
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.http.tool_gaps import ToolGaps
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
 from flashmoa_sglang.scheduler import admission, batches, results, state
 
@@ -57,7 +58,7 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """Add the routes and wrap the tokenizer; runs after ``init_request_dispatcher``."""
     arguments = RELEASE.resolve_arguments(manager.server_args)
-    manager.flashmoa_table = None
+    manager.flashmoa_table = manager.flashmoa_tool_gaps = None
     if state.stands_aside(arguments):
         return
     _refuse_unsupported(arguments)
@@ -76,6 +77,8 @@ def attach_api(_result: None, manager: Any) -> None:
     from flashmoa_sglang.http.api import Api
 
     renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
+    if ToolGaps.may_hold(engine):
+        manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     Api(engine, table, renderer).add_to(http_server.app)
     _run_with(http_server.app, lambda: calibrate(engine))
 
@@ -104,7 +107,9 @@ def generate_request(
     original = RELEASE.forget_refused(original)
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
-    return client_requests.generate_request(original, manager, obj, request)
+    outputs = client_requests.generate_request(original, manager, obj, request)
+    gaps: ToolGaps | None = manager.flashmoa_tool_gaps
+    return outputs if gaps is None else gaps.watch(obj, outputs)
 
 
 async def handle_chat(
@@ -192,6 +197,7 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
+    Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
     # This method also returns the number of requests that were paused.
     Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
     *(

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
 _REPORT_TIMEOUT = 5.0
+# A grammar of --preferred-sampling-params is not for requests that generate nothing.
+NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
 
 class Engine:
@@ -102,6 +104,10 @@ class Engine:
         bounds = [self._arguments.chunked_prefill_size, self._arguments.max_prefill_tokens]
         bounds += [rank.total for rank in ranks]
         return min(bound for bound in bounds if bound and bound > 0)
+
+    def streams_pieces(self, obj: Any) -> bool:
+        """Return whether each output of a ``GenerateReqInput`` has only the new text."""
+        return bool(obj.stream and self._arguments.incremental_streaming_output)
 
     @property
     def max_queued_requests(self) -> int | None:
@@ -223,6 +229,7 @@ class Engine:
                 "max_new_tokens": new_tokens,
                 "temperature": 0,  # Otherwise SGLang sorts the logits of the whole batch.
                 "ignore_eos": True,
+                **NO_GRAMMAR,
                 "custom_params": mark.to_custom_params(),
             },
             rid=rid or new_rid(),

@@ -14,6 +14,7 @@ _COUNTERS = {
     "stream_increments": "Prefills of prompt streams.",
     "duplicate_tokens_avoided": "Tokens that several requests share and one of them computed.",
     "streams_gave_way": "Prompt streams whose KV became evictable because others needed room.",
+    "tool_calls_held": "Answers with tool calls whose agent's next prompt was held meanwhile.",
     "final_late_tokens": "Prompt tokens that requests with a prompt stream computed themselves.",
 }
 _LABELLED = {

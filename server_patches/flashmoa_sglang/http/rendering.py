@@ -81,6 +81,19 @@ def wrap_encode(tokenizer: Any) -> None:
     tokenizer.encode = encode
 
 
+# The chat request that this context serves, of whichever route of SGLang.
+served: ContextVar[Any] = ContextVar("flashmoa_served_chat", default=None)
+
+
+def note_served(
+    original: Callable[..., Any], chat: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note the chat request that is served; wraps ``OpenAIServingChat._process_messages``."""
+    if _rendering.get() is None:
+        served.set(request)
+    return original(chat, request, *args, **kwargs)
+
+
 class ChatRenderer:
     """Renders chat messages with the server's chat template and arguments."""
 
@@ -95,6 +108,20 @@ class ChatRenderer:
         arguments = RELEASE.resolve_arguments(tokenizer_manager.server_args)
         # SGLang gives the template of a file to the tokenizer.
         return str(getattr(tokenizer, "chat_template", None) or arguments.chat_template or "")
+
+    def parse(self, request: Any, output: dict[str, Any]) -> Any:
+        """Return the message that SGLang makes of a request's last output; ``None`` if none.
+
+        Args:
+            request: SGLang's ``ChatCompletionRequest``.
+            output: the output of the tokenizer manager, with the whole text.
+        """
+        meta = output["meta_info"]
+        # SGLang writes into the reason.
+        output = {**output, "meta_info": {**meta, "finish_reason": {**meta["finish_reason"]}}}
+        response = self._chat()._build_chat_response(request, [output], 0)
+        choices = getattr(response, "choices", None)
+        return choices[0].message if choices else None
 
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...

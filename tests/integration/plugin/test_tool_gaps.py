@@ -1,0 +1,250 @@
+"""The prompts that come back with tools' results are held in the engine, whatever the client is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.support import fetch_kv_state, start_special_engine, wait_until_idle
+
+pytestmark = pytest.mark.anyio
+Body = dict[str, Any]
+Words = Callable[[int, int], str]
+# Sends a prompt, with an answer's calls and their results if there is an answer; returns an answer
+# with the results of its calls, and how many tokens of the prompt were computed.
+Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[tuple[list[Body], int]]]
+
+POOL = 4000
+# A random model writes what it must.
+CALL = (
+    r"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>(Rome|Oslo)</arg_value>\n</tool_call>"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "Tells the weather."}
+
+
+@pytest.fixture(scope="module")
+async def holder(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    """An engine that holds prompts over tool calls, for 3 seconds each."""
+    async with start_special_engine(
+        engines,
+        model,
+        "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "3",
+        "--constrained-json-disable-any-whitespace",
+        "--preferred-sampling-params", json.dumps({"regex": CALL}),
+        pool=POOL,
+    ) as engine:  # fmt: skip
+        yield engine
+
+
+@pytest.fixture
+async def client(holder: LocalEngine) -> AsyncGenerator[EngineClient]:
+    async with EngineClient(holder.url, timeout=60) as connected:
+        yield connected
+        await wait_until_idle(connected)
+
+
+@pytest.fixture
+async def http(holder: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=holder.url, timeout=60) as connected:
+        yield connected
+
+
+async def post(http: httpx.AsyncClient, path: str, body: Body) -> list[Body]:
+    """Return an answer, or all its events if it is streamed."""
+    answer = await http.post(path, json={"model": "m", **body})
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        return [answer.json()]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+async def ask_chat(
+    http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
+) -> tuple[list[Body], int]:
+    """Ask with OpenAI's chat completions."""
+    messages: list[Body] = [{"role": "user", "content": prompt}, *answered]
+    body = {
+        "messages": messages,
+        "tools": [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}],
+        "regex": CALL,
+        "max_tokens": 8 if answered else 100,
+        "stream_options": {"include_usage": True} if more.get("stream") else None,
+        **more,
+    }
+    events = await post(http, "/v1/chat/completions", body)
+    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
+    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+    computed = usage["prompt_tokens"] - cached
+    if answered:
+        return [], computed
+    choices = [choice for event in events for choice in event["choices"]]
+    parts = [choice.get("delta") or choice["message"] for choice in choices if "delta" in choice]
+    parts = parts or [choices[0]["message"]]
+    calls = [call for part in parts for call in part.get("tool_calls") or ()]
+    arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    call = {"id": calls[0]["id"], "type": "function"}
+    call["function"] = {"name": "weather", "arguments": arguments}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "It rains."},
+    ], computed
+
+
+async def ask_messages(
+    http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
+) -> tuple[list[Body], int]:
+    """Ask with Anthropic's messages."""
+    body = {
+        "messages": [{"role": "user", "content": prompt}, *answered],
+        "tools": [{**WEATHER, "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto" if answered else "any"},
+        "max_tokens": 8 if answered else 400,
+        "temperature": 1,
+        **more,
+    }
+    uses: list[Body] = []
+    # There is no field by which a random model makes one call only, and it may never end.
+    for _ in range(1 if answered else 50):
+        events = await post(http, "/v1/messages", body)
+        uses = _uses(events)
+        if any(event.get("delta", event).get("stop_reason") == "tool_use" for event in events):
+            break
+    usages = [event.get("usage") or event.get("message", {}).get("usage") for event in events]
+    computed = max((usage or {}).get("input_tokens", 0) for usage in usages)
+    results = [
+        {"type": "tool_result", "tool_use_id": use["id"], "content": "It rains."} for use in uses
+    ]
+    turn = [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+    return turn, computed
+
+
+def _uses(events: list[Body]) -> list[Body]:
+    if len(events) == 1:
+        return [block for block in events[0]["content"] if block["type"] == "tool_use"]
+    uses: dict[int, Body] = {}
+    for event in events:
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            uses[event["index"]] = {**event["content_block"], "input": ""}
+        elif event["type"] == "content_block_delta" and event["index"] in uses:
+            uses[event["index"]]["input"] += event["delta"]["partial_json"]
+    return [{**use, "input": json.loads(use["input"])} for use in uses.values()]
+
+
+async def ask_responses(
+    http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
+) -> tuple[list[Body], int]:
+    """Ask with OpenAI's responses."""
+    body = {
+        "input": [{"role": "user", "content": prompt}, *answered],
+        "tools": [{"type": "function", **WEATHER, "parameters": SCHEMA}],
+        "max_output_tokens": 8 if answered else 100,
+        **more,
+    }
+    events = await post(http, "/v1/responses", body)
+    response = events[-1].get("response", events[-1])
+    usage = response["usage"]
+    computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+    if answered:
+        return [], computed
+    (call,) = [item for item in response["output"] if item["type"] == "function_call"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "It rains."}
+    return [call, output], computed
+
+
+ROUTES = {"chat": ask_chat, "messages": ask_messages, "responses": ask_responses}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", ROUTES.values(), ids=ROUTES)
+async def test_the_next_prompt_of_any_client_is_held_and_found(
+    http: httpx.AsyncClient, client: EngineClient, words: Words, ask: Turn, stream: bool
+) -> None:
+    """Others fill the pool meanwhile, so that what is not held would be evicted."""
+    await client.flush_cache()
+    turn, _ = await ask(http, prompt := words(500, 1), {"stream": stream}, [])
+    await wait_until_held(client)
+    for seed in range(3):
+        await client.prefill_only(text=words(POOL // 2, 10 + seed))
+    _, computed = await ask(http, prompt, {"stream": stream}, turn)
+    results = len(turn[-1]["content"]) if ask is ask_messages else 1
+    assert computed <= 30 * results
+    assert (await wait_until_idle(client)).pinned_streams == 0
+
+
+async def test_an_answer_without_calls_leaves_nothing(
+    http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    body = {"messages": [{"role": "user", "content": words(50, 3)}], "max_tokens": 100}
+    tools = [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}]
+    await post(http, "/v1/chat/completions", {**body, "regex": "It rains!", "tools": tools})
+    await post(http, "/v1/chat/completions", {**body, "regex": CALL})
+    # The length ends this one within its call.
+    cut = {**body, "regex": CALL, "tools": tools, "max_tokens": 10}
+    await post(http, "/v1/chat/completions", cut)
+    assert (await wait_until_idle(client)).pinned_streams == 0
+
+
+async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
+    http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    """The whole pool is there for a request that needs it, and nothing is left in the end."""
+    before = (await fetch_kv_state(client)).gave_way
+    turn, _ = await ask_chat(http, prompt := words(500, 4), {}, [])
+    await wait_until_held(client)
+    await client.prefill_only(text=words(POOL - 200, 5))
+    assert (await fetch_kv_state(client)).gave_way > before
+    assert (await client.info()).prompt_streams == 1
+    with anyio.fail_after(10):
+        while (await fetch_kv_state(client)).protected < 500:  # noqa: ASYNC110
+            await anyio.sleep(0.01)  # Once the room is there again, so is the prompt.
+    _, computed = await ask_chat(http, prompt, {}, turn)
+    assert computed < 30
+    await ask_chat(http, words(500, 6), {}, [])
+    await wait_until_held(client)
+    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 3 s.
+
+
+async def test_a_request_of_another_tenant_does_not_use_what_is_held(
+    http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    turn, _ = await ask_chat(http, prompt := words(500, 7), {"cache_salt": "a"}, [])
+    await wait_until_held(client)
+    _, computed = await ask_chat(http, prompt, {"cache_salt": "b"}, turn)
+    assert computed > 500
+    assert (await client.info()).prompt_streams == 1
+    _, computed = await ask_chat(http, prompt, {"cache_salt": "a"}, turn)
+    assert computed < 30
+    assert (await client.info()).prompt_streams == 0
+
+
+async def test_a_request_that_names_its_own_stream_gives_up_what_is_held(
+    http: httpx.AsyncClient, client: EngineClient, words: Words
+) -> None:
+    turn, _ = await ask_chat(http, prompt := words(500, 8), {}, [])
+    await wait_until_held(client)
+    messages = [{"role": "user", "content": prompt}, *turn]
+    (own,) = await post(http, "/prompt_streams", {"messages": messages})
+    assert (await client.info()).prompt_streams == 2
+    await ask_chat(http, prompt, {"prompt_stream_id": own["id"]}, turn)
+    assert (await client.info()).prompt_streams == 0
+
+
+async def wait_until_held(client: EngineClient) -> None:
+    with anyio.fail_after(10):
+        while not (await fetch_kv_state(client)).pinned_streams:  # noqa: ASYNC110
+            await anyio.sleep(0.01)

@@ -16,8 +16,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # A name such as localhost may have both; clients try the older kind, too.
-        family, kind, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-        bound = socket.socket(family, kind)
+        family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+        # By this, asyncio knows TCP, and turns off Nagle's algorithm; it would hold up answers.
+        bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)

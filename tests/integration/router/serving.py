@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 
@@ -11,6 +10,7 @@ import anyio
 import uvicorn
 from starlette.applications import Starlette
 
+from flashmoa.cli.ports import bind
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 
@@ -25,11 +25,7 @@ async def serve(app: Starlette) -> AsyncGenerator[str]:
 async def serve_at(app: Starlette, ports: Sequence[int]) -> AsyncGenerator[list[str]]:
     """Serve an application at several ports; yield their URLs. For port 0, one is chosen."""
     with ExitStack() as stack:
-        sockets: list[socket.socket] = []
-        for port in ports:
-            sockets.append(stack.enter_context(socket.socket()))
-            sockets[-1].bind(("127.0.0.1", port))
-            sockets[-1].listen()
+        sockets = [stack.enter_context(bind("127.0.0.1", port)) for port in ports]
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none")
         server = uvicorn.Server(config)
         async with anyio.create_task_group() as group:

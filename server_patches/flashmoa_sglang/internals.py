@@ -178,12 +178,14 @@ def looked_at(
 
 def used(release: str, feature: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield what engines with a feature use of a release: owners, a name, arguments of a call."""
-    number = str(served_as(release)[-1])
+    number = int(served_as(release).split(".")[2])
     for section in re.split(r"^\[", LIST.read_text(encoding="utf-8"), flags=re.M)[1:]:
         head, *entries = re.split(r"\n(?=\S)", section.strip())
         for owners, *uses in map(str.split, entries if head == f"{feature}]" else ()):
             for releases, _, names in (use.rpartition(":") for use in uses):
-                for name in names.split(";") if number in (releases or number).split("|") else ():
+                first, _, last = releases.partition("-")
+                is_used = int(first or 0) <= number <= int(last or number)
+                for name in names.split(";") if is_used else ():
                     name, bracket, given = name.strip(")").partition("(")
                     for owner in owners.split("&"):
                         yield owner, name, given if bracket else None

@@ -12,15 +12,23 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flashmoa_sglang.releases.base import Release
 from flashmoa_sglang.releases.v0_5_12 import Release0512
-from flashmoa_sglang.releases.v0_5_23 import Release0523
+from flashmoa_sglang.releases.v0_5_18 import Release0518
+from flashmoa_sglang.releases.v0_5_19 import Release0519
+from flashmoa_sglang.releases.v0_5_20 import Release0520
+from flashmoa_sglang.releases.v0_5_21 import Release0521
+from flashmoa_sglang.releases.v0_5_22 import Release0522
 
-TESTED = ("0.5.12.post1", "0.5.18", "0.5.23")
-# The keys are the first release that each class serves, the oldest first.
-_CLASSES: dict[tuple[int, ...], type[Release]] = {
-    (0, 5, 12): Release0512,
-    (0, 5, 18): Release,
-    (0, 5, 23): Release0523,
+# The tested releases, the oldest first.
+_CLASSES: dict[str, type[Release]] = {
+    "0.5.12.post1": Release0512,
+    "0.5.18": Release0518,
+    "0.5.19": Release0519,
+    "0.5.20": Release0520,
+    "0.5.21": Release0521,
+    "0.5.22": Release0522,
+    "0.5.23": Release,
 }
+TESTED = tuple(_CLASSES)
 
 
 def installed() -> str:
@@ -35,7 +43,7 @@ def too_old(release: str) -> str | None:
     """Return an error message if a release is older than the oldest tested one, else ``None``."""
     number = _number(release)
     # A build from a checkout without tags has the version 0.0.0; its hooks are checked at start.
-    if number >= min(_CLASSES) or not any(number):
+    if number >= _number(TESTED[0]) or not any(number):
         return None
     return (
         f"SGLang {release} is too old for flashmoa-sglang. Tested releases: {', '.join(TESTED)}. "
@@ -43,12 +51,13 @@ def too_old(release: str) -> str | None:
     )
 
 
-def served_as(release: str) -> tuple[int, ...]:
-    """Return the release for which the class was written that serves ``release``.
+def served_as(release: str) -> str:
+    """Return the tested release for which the class was written that serves ``release``.
 
     It is the newest that is not newer than that.
     """
-    return max((one for one in _CLASSES if one <= _number(release)), default=min(_CLASSES))
+    older = (one for one in TESTED if _number(one) <= _number(release))
+    return max(older, key=_number, default=TESTED[0])
 
 
 def class_for(release: str) -> type[Release]:

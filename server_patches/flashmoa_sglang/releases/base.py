@@ -1,13 +1,19 @@
 """``Release``: what the plugin needs of SGLang and releases do differently.
 
-The class fits SGLang 0.5.18, the reference release, and has two fixes for bugs of it that break the
-plugin. The class of another release overrides the methods that need something different there.
+The class fits SGLang 0.5.23, the newest release. The class of an older one derives from that of the
+release after it, and overrides what differs between the two.
+
+SGLang 0.5.23 renders and tokenises chat prompts in a worker thread, which does not have the
+request's context. So a chat request with a prompt stream is tokenised again; it uses the stream's
+KV all the same. SGLang encodes long prompts in parts, but not if a tokenizer's ``encode`` was
+replaced, as the plugin does.
 """
+
+# The type checker has 0.5.18, which lacks some attributes of this release.
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -20,62 +26,17 @@ if TYPE_CHECKING:
 # The dotted path of one of SGLang's functions, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
-# Attention backends whose ``forward_extend`` writes the keys and values of a whole batch to the KV
-# pool, and then reads all of them there. FlashInfer's, by default, attends to each request's new
-# tokens (ragged) and to its prefix in the pool, and writes the new ones only afterwards; the MLA
-# paths do the like.
-_WRITE_FIRST = {"torch_native", "triton", "fa3", "trtllm_mha"}
-
 # Attention backends whose prefill computes rows of one token beside longer ones.
-_MIXING_ATTENTION = _WRITE_FIRST | {
-    "fa4", "flashinfer", "flashmla", "cutlass_mla", "trtllm_mla",
+_MIXING_ATTENTION = {
+    "torch_native", "triton", "fa3", "fa4", "flashinfer", "flashmla", "cutlass_mla", "trtllm_mha",
+    "trtllm_mla",
 }  # fmt: skip
 # Radix trees that keep KV in the pool only, unless they have a controller or a linker for more.
 _PLAIN_TREES = {"RadixCache", "UnifiedRadixCache"}
 
 
-def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """Abort a request when its client disconnects.
-
-    Wraps ``TokenizerManager._discard_pending_req_states``, which SGLang calls at that moment. Stock
-    SGLang forgets the request here and tries to abort it only two seconds later. By then it does
-    not know the id any more and does nothing, so the request decodes to its last token.
-    """
-    # The original runs inside SGLang's ``except BaseException``. Only a cancelled generator means
-    # that a request has to be aborted; a ValueError is a refused request, which never ran, or one
-    # that SGLang has aborted. Aborting a refused one could hit others: the scheduler aborts every
-    # request whose id starts with the given one.
-    if isinstance(sys.exc_info()[1], asyncio.CancelledError | GeneratorExit):
-        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
-        for rid in rids or ():
-            manager.abort_request(rid)
-    original(manager, obj)
-
-
-def keep_tensors_in_logprobs(
-    original: Callable[..., Any],
-    logprobs: Any,
-    token_ids_logprobs_list: Any,
-    stage: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Put an empty tensor in place of each empty list; wraps ``get_token_ids_logprobs_raw``.
-
-    For a request that asked for no log-probabilities SGLang puts ``[]`` among the tensors of a
-    decode step. Under the overlap schedule it later calls ``.tolist()`` on each, which fails for a
-    list and ends the scheduler, as soon as a scored prompt shares a step with any other request.
-    """
-    values, ids = original(logprobs, token_ids_logprobs_list, stage, *args, **kwargs)
-    if kwargs.get("no_copy_to_cpu") and stage.name == "DECODE":
-        empty = logprobs.new_empty((0,))
-        pairs = zip(token_ids_logprobs_list, values, strict=True)
-        values = [empty if requested_ids is None else row for requested_ids, row in pairs]
-    return values, ids
-
-
 class Release:
-    """SGLang 0.5.18, from which the classes of other releases derive.
+    """SGLang 0.5.23, from which the classes of other releases derive.
 
     Attributes:
         STREAM_OUTPUT: path of the method that takes ``(reqs, return_logprob, skip_req)`` and sends
@@ -86,6 +47,7 @@ class Release:
             ``None`` if there are no such buffers.
         MIXING_POOLS: the classes of KV pools in which decodes never lack room, nor lose a state,
             beside prefill.
+        MIXING_GRAPHS: the kinds of CUDA graphs of prefills with which SGLang mixes the two.
         LOSES_STATES: whether a model's state besides KV gets lost in such a step (sglang#39342).
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
@@ -96,29 +58,21 @@ class Release:
         "sglang.srt.managers.scheduler_components.output_streamer"
         ".SchedulerOutputStreamer.stream_output"
     )
-    CREATE_OFFLOADER: ClassVar[str] = (
-        "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
-    )
+    CREATE_OFFLOADER: ClassVar[str] = "sglang.srt.model_executor.model_runner.create_offloader"
     LARGEST_BATCH: ClassVar[str | None] = (
         "sglang.srt.model_executor.runner.eager_runner.get_eager_max_batch_size"
     )
-    MIXING_POOLS: ClassVar[frozenset[str]] = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
-    LOSES_STATES: ClassVar[bool] = True
+    # SGLang looks for room before it mixes decodes in, and keeps the states of the prefill's rows.
+    MIXING_POOLS: ClassVar[frozenset[str]] = frozenset(
+        {"MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool"}
+    )
+    MIXING_GRAPHS: ClassVar[tuple[str, ...]] = ("disabled", "breakable", "full")
+    LOSES_STATES: ClassVar[bool] = False
     NO_GRAPHS: ClassVar[str] = (
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
     )
-    SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = (
-        (
-            "sglang.srt.layers.logprob_processor.get_token_ids_logprobs_raw",
-            keep_tensors_in_logprobs,
-        ),
-    )
-    HTTP_FIXES: ClassVar[tuple[Fix, ...]] = (
-        (
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._discard_pending_req_states",
-            abort_abandoned,
-        ),
-    )
+    SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = ()
+    HTTP_FIXES: ClassVar[tuple[Fix, ...]] = ()
 
     # Starting SGLang, and its arguments.
 
@@ -131,7 +85,10 @@ class Release:
 
     def resolve_arguments(self, server_args: Any) -> Any:
         """Return SGLang's arguments, with SGLang's choice for each that the user did not give."""
-        return server_args
+        # ``server_args`` stays as the user gave it; SGLang keeps its own choices separately.
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        return resolved_view(server_args)
 
     def graphs_are_off(self, arguments: Any) -> bool:
         """Return whether, by its resolved arguments, SGLang replays no forward from a CUDA graph.
@@ -181,7 +138,14 @@ class Release:
     def refuses_mixed(self, arguments: Any) -> bool:
         """Return whether SGLang refuses ``--enable-mixed-chunk`` with other arguments."""
         return bool(
-            arguments.attn_cp_size > 1 or arguments.dllm_algorithm or arguments.enable_hisparse
+            arguments.attn_cp_size > 1
+            or arguments.dllm_algorithm
+            or arguments.enable_hisparse
+            or arguments.cuda_graph_config.prefill.backend not in self.MIXING_GRAPHS
+            or arguments.dsa_prefill_backend == "flashmla_sparse_q8"
+            # Older releases lack these.
+            or getattr(arguments, "enable_encoder_swa_bounded_replay", False)
+            or getattr(arguments, "enable_megamoe_for_layernorm_sp", False)
         )
 
     def why_late(self, scheduler: Any) -> str:
@@ -201,11 +165,16 @@ class Release:
 
     def copies_kv(self, scheduler: Any) -> bool:
         """Return whether a radix tree of one of these kinds copies the KV that it gets."""
-        return scheduler.tree_cache.cache_controller is not None
+        arguments = self.resolve_arguments(scheduler.server_args)
+        # Older releases lack the second.
+        return scheduler.tree_cache.cache_controller is not None or getattr(
+            arguments, "enable_unified_cache_external_linker", False
+        )
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         """Return the number of schedulers that have a KV pool each and share the requests."""
-        return arguments.dp_size or 1
+        # The first is the number of replicas, the second that of DP attention's ranks.
+        return arguments.dp_size * arguments.attn_dp_size
 
     def steps_together(self, arguments: Any) -> bool:
         """Return whether ranks with different requests must be in the same forward.
@@ -222,7 +191,9 @@ class Release:
         )
 
     def divides_attention(self, arguments: Any) -> bool:
-        return arguments.enable_dp_attention
+        from sglang.srt.runtime_context import attn_dp_enabled_of
+
+        return attn_dp_enabled_of(arguments)
 
     # The HTTP process.
 
@@ -283,11 +254,8 @@ class Release:
     def reserve_pages(self, adder: Any) -> None:
         """Let a mixed batch leave a page for each request that decodes in it.
 
-        SGLang counts a token for each. If the pool lacks one of their pages then, SGLang ends.
+        SGLang looks for room itself before it mixes decodes in.
         """
-        pages = (adder.page_size - 1) * len(adder.running_batch.reqs)
-        adder.rem_total_token_offset += pages
-        adder.cur_rem_token_offset += pages
 
     def no_batch(self, running: Any) -> Any:
         """Return the result of that method that means that there is no prefill batch."""
@@ -300,22 +268,18 @@ class Release:
         that could read these slots is enqueued after it. The batch has already been built with the
         request's prefix, so the prefix is restored.
         """
-        prefix = req.prefix_indices
+        # The prefix is a length; the slots are in the request's row of the table.
+        prefix = req.prefix_len
         scheduler.stash_chunked_request(req)
-        req.prefix_indices = prefix
+        req.prefix_len = prefix
 
     def check_host_cache(self, scheduler: Any) -> None:
-        """Check on copies to and from host memory, as SGLang does before each prefill batch."""
-        from sglang.srt.runtime_context import get_memory
-
-        # FlexKV is another cache outside of the GPU, with the same method.
-        if scheduler.enable_hierarchical_cache or get_memory().enable_flexkv:
-            scheduler.tree_cache.check_hicache_events()
+        """Check on copies to and from host memory, if SGLang does so when it looks for a batch."""
 
     def release_prefetch(self, scheduler: Any, req: Any) -> None:
         """Stop loading KV from storage for a request that will not run."""
-        if scheduler.enable_hicache_storage:
-            scheduler.tree_cache.release_aborted_request(req.rid)
+        # This releases everything that the cache keeps for the request.
+        scheduler._release_aborted_request(req)
 
     def release_metadata_buffer(self, scheduler: Any, req: Any) -> None:
         """Release the buffer for the transfer of a request to a decode engine; it will not run."""
@@ -324,41 +288,58 @@ class Release:
         maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
 
     def dp_rank(self, scheduler: Any) -> int:
-        return scheduler.ps.dp_rank or 0
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().dp_rank or 0
 
     def pipeline_stages(self, scheduler: Any) -> int:
         """Return the number of pipeline stages; 1 without pipeline parallelism."""
-        return scheduler.ps.pp_size
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().pp_size
 
     def reserved_output(self, scheduler: Any, req: Any) -> float:
         """Return the share of a running request's remaining output for which SGLang keeps room.
 
         It is SGLang's estimate of how early answers end. It depends on steps and retractions only,
-        so tensor-parallel ranks agree about it.
+        so tensor-parallel ranks agree about it. An answer of a fixed length does not end early.
         """
-        return scheduler.new_token_ratio_tracker.current
+        ratio = scheduler.new_token_ratio_tracker.current
+        return 1.0 if req.sampling_params.ignore_eos else ratio
 
     def shares_within_forward(self, scheduler: Any) -> bool:
-        """Return whether a request may read KV that another request of its batch writes."""
-        arguments = scheduler.server_args
-        backend = arguments.prefill_attention_backend or arguments.attention_backend
-        return (
-            backend in _WRITE_FIRST
-            and not scheduler.model_config.attention_arch.name.startswith("MLA")
-            and scheduler.spec_algorithm.is_none()
-        )
+        """Return whether a request may read KV that another request of its batch writes.
+
+        SGLang looks the slots of a prefix up in the radix tree when it builds a batch, and KV that
+        the same batch computes is not in the tree yet. So each forward computes one level of a
+        shared prefix.
+        """
+        return False
+
+    def grow_prefix(self, req: Any, count: int) -> None:
+        """Count ``count`` more tokens as cached, where requests share within a forward."""
+        raise NotImplementedError
+
+    def adopt(self, scheduler: Any, req: Any, start: int, end: int) -> None:
+        """Give a request of a built batch KV that has been published since the batch was built.
+
+        This is for requests whose prefix has grown from ``start`` to ``end``.
+
+        Raises: AssertionError if the KV is not in the radix tree.
+        """
+        raise NotImplementedError
 
     # The CPU platform.
 
     def cpu_platform(self, pools: type) -> type:
         """Return the base class of the CPU platform.
 
-        Args: pools: names a KV pool and an allocator, as SGLang's own class does not.
+        Args: pools: names a KV pool and an allocator, for releases in which SGLang's are not right.
         """
         from sglang.srt.platforms.cpu import CpuDeviceMixin
         from sglang.srt.platforms.interface import SRTPlatform
 
-        return type("CpuPlatform", (CpuDeviceMixin, pools, SRTPlatform), {})
+        return type("CpuPlatform", (CpuDeviceMixin, SRTPlatform), {})
 
     def repair_cpu(self) -> tuple[Any, ...]:
         """Repair SGLang in a worker on a CPU; return its modules that ask for pinned memory."""
@@ -382,7 +363,7 @@ class Release:
 
     def cached_tokens(self, req: Any) -> int:
         """Return the length of the prefix whose KV the request need not compute."""
-        return len(req.prefix_indices)
+        return req.prefix_len
 
     def longest_prefix(self, req: Any) -> int:
         """Return how long the cached prefix may be: at least one token is always computed."""
@@ -390,7 +371,7 @@ class Release:
 
     def computed_until(self, req: Any) -> int:
         """Return the position in the request's tokens up to which its batch computes it."""
-        return req.extend_range.end
+        return req.extend_end
 
     def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:
         """Return a copy of the request's tokens from ``start`` to ``end``."""
@@ -398,18 +379,8 @@ class Release:
 
         return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
 
-    def grow_prefix(self, req: Any, count: int) -> None:
-        """Count ``count`` more tokens as cached; their slots are set once the batch is built."""
-        import torch
-
-        prefix = req.prefix_indices
-        self._set_prefix(req, torch.cat([prefix, prefix.new_zeros(count)]))
-
     def shrink_prefix(self, req: Any, length: int) -> None:
-        self._set_prefix(req, req.prefix_indices[:length])
-
-    def _set_prefix(self, req: Any, indices: Any) -> None:
-        req.prefix_indices = indices
+        req.prefix_len = length
 
     def radix_key(self, req: Any, end: int) -> Any:
         return self.key_of(req.full_untruncated_fill_ids[:end], req)
@@ -434,16 +405,12 @@ class Release:
     def protected_tokens(self, tree_cache: Any) -> int:
         return tree_cache.protected_size()
 
-    def matched_slots(self, tree_cache: Any, prefix_match: Any) -> Any:
-        """Return the KV slots of a match with the radix tree, as a tensor."""
-        return prefix_match.device_indices
-
     def matched_length(self, prefix_match: Any) -> int:
-        return len(prefix_match.device_indices)
+        return prefix_match.device_prefix_len
 
     def matched_tokens(self, tree_cache: Any, req: Any) -> int:
         """Match a waiting request with the radix tree. Return the length of the cached prefix."""
-        from sglang.srt.managers.schedule_policy import match_prefix_for_req
+        from sglang.srt.mem_cache.common import match_kv_cache
 
-        match_prefix_for_req(tree_cache, req, include_req=True)
+        match_kv_cache(req, tree_cache)
         return req.num_matched_prefix_tokens

@@ -1,6 +1,6 @@
 """SGLang 0.5.12."""
 
-# The type checker has 0.5.18, which lacks some attributes of this release.
+# The type checker has another release, which lacks some attributes of this one.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases.base import Release, keep_tensors_in_logprobs
+from flashmoa_sglang.releases.v0_5_18 import Release0518
+from flashmoa_sglang.releases.v0_5_20 import keep_tensors_in_logprobs
 
 if TYPE_CHECKING:
     from array import array
@@ -34,7 +35,7 @@ def abort_and_forget(original: Callable[..., None], manager: Any, recv_obj: Any)
         manager.rid_to_state.pop(recv_obj.rid, None)
 
 
-class Release0512(Release):
+class Release0512(Release0518):
     """SGLang 0.5.12, which by itself aborts requests whose client has disconnected."""
 
     STREAM_OUTPUT = "sglang.srt.managers.scheduler.Scheduler.stream_output"

@@ -239,7 +239,7 @@ class SharedPrefill:
         for req in batch.reqs:
             follower = self._followers.get(req)
             if follower is not None:
-                adopt(scheduler, req, follower.start, follower.end)
+                RELEASE.adopt(scheduler, req, follower.start, follower.end)
             if req in owners or publish(req):
                 RELEASE.publish(scheduler, req)
 
@@ -281,29 +281,6 @@ class QueuedTokens:
         shared = self._tree.match(anchor, tokens[start:]).now
         self._tree.add(req.rid, anchor, tokens[start:], uncached)
         return uncached - shared
-
-
-def adopt(scheduler: Any, req: Any, start: int, end: int) -> None:
-    """Give a request of a built batch KV that has been published since the batch was built.
-
-    Set its table row, prefix and lock as if it had matched that KV when the batch was built. This
-    is for releases in which requests share within a forward, which 0.5.23 is not.
-
-    Raises: AssertionError if the KV is not in the radix tree.
-    """
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-    tree = scheduler.tree_cache
-    match = tree.match_prefix(MatchPrefixParams(key=RELEASE.radix_key(req, end)))
-    slots = RELEASE.matched_slots(tree, match)
-    if len(slots) != end:
-        raise AssertionError(f"{len(slots)} of {end} shared tokens are in the radix tree")
-    scheduler.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), slots[start:])
-    req.prefix_indices = slots
-    req.cache_protected_len = end
-    tree.dec_lock_ref(req.last_node)
-    tree.inc_lock_ref(match.last_device_node)
-    req.last_node = match.last_device_node
 
 
 def _anchor(req: Any, start: int) -> Hashable:

@@ -9,7 +9,7 @@ import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import StreamProgress
 from flashmoa_sglang.options import Options
-from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0523
+from flashmoa_sglang.releases import RELEASE, TESTED, Release, Release0521, class_for
 from flashmoa_sglang.scheduler import admission, streams
 from flashmoa_sglang.scheduler.admission import Job, shortest_first
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
@@ -277,7 +277,7 @@ def _never(*_: object, **__: object) -> None:
     raise AssertionError("a batch is built")
 
 
-@pytest.mark.parametrize("release", [Release0512(), Release(), Release0523()])
+@pytest.mark.parametrize("release", [class_for(one)() for one in TESTED])
 def test_the_prefetch_of_a_request_that_is_dropped_is_released(
     release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,14 +293,14 @@ def test_the_prefetch_of_a_request_that_is_dropped_is_released(
     assert released == ["dropped"]
 
 
-@pytest.mark.parametrize("release", [Release0512(), Release(), Release0523()])
+@pytest.mark.parametrize("release", [class_for(one)() for one in TESTED])
 def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Release) -> None:
     scheduler = FakeScheduler(ratio=0.3)
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
     fixed = request(1, 1)
     fixed.sampling_params.ignore_eos = True
     assert release.reserved_output(scheduler, fixed) == (
-        1.0 if isinstance(release, Release0523) else 0.3
+        0.3 if isinstance(release, Release0521) else 1.0
     )
 
 

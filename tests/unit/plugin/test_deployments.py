@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.cpu import torchvision_ops
-from flashmoa_sglang.releases import RELEASE, Release, Release0512, Release0523
+from flashmoa_sglang.releases import (
+    RELEASE,
+    TESTED,
+    Release,
+    Release0512,
+    Release0518,
+    Release0520,
+    Release0521,
+    class_for,
+)
 from flashmoa_sglang.scheduler import state
 
 # This must come before anything imports SGLang.
 torchvision_ops.allow_mismatched_build()
 
-EACH = [Release0512(), Release(), Release0523()]
+EACH = [class_for(release)() for release in TESTED]
 ON = SimpleNamespace(is_none=lambda: False)
 PREFILL = "prefill_attention_backend"
 
@@ -48,7 +57,7 @@ def with_own_classes(test: Any) -> Any:
 @pytest.fixture(autouse=True)
 def resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take arguments as they are given, without SGLang."""
-    monkeypatch.setattr(Release0523, "resolve_arguments", lambda _, arguments: arguments)
+    monkeypatch.setattr(Release, "resolve_arguments", lambda _, arguments: arguments)
     for release in EACH:
         monkeypatch.setattr(type(release), "pipeline_stages", lambda _, one: one.stages)
 
@@ -126,8 +135,8 @@ def test_where_the_user_has_sglang_mix_the_two_unknown_pools_and_kernels_do_not_
 @pytest.mark.parametrize("mixed", [False, True])
 def test_models_with_a_state_besides_kv_mix_from_0_5_23_on(mixed: bool) -> None:
     hybrid = engine(HybridLinearKVPool, is_hybrid_ssm=True, is_mixed_chunk=mixed)
-    assert Release0523().why_no_rides(hybrid) == ""
-    for older in (Release0512(), Release()):
+    assert Release().why_no_rides(hybrid) == ""
+    for older in EACH[:-1]:
         assert "state besides KV" in older.why_no_rides(hybrid)
 
 
@@ -140,8 +149,9 @@ def test_models_with_a_state_besides_kv_mix_from_0_5_23_on(mixed: bool) -> None:
         {"enable_megamoe_for_layernorm_sp": True},
     ],
 )
-def test_0_5_23_refuses_some_more(given: dict[str, Any]) -> None:
-    assert "refuses" in Release0523().why_no_rides(engine(**given))
+def test_newer_releases_refuse_some_more(given: dict[str, Any]) -> None:
+    assert Release0518().why_no_rides(engine(**given)) == ""
+    assert "refuses" in Release().why_no_rides(engine(**given))
 
 
 @with_own_classes
@@ -196,11 +206,11 @@ def test_kv_is_in_the_tree_before_it_is_computed_only_where_it_stays_in_the_pool
 def test_a_tree_that_copies_kv_to_host_memory_or_a_store_gets_it_late() -> None:
     copies = RadixCache()
     copies.cache_controller = object()
-    for release in (Release(), Release0523()):
+    for release in EACH[1:]:
         assert "host memory" in release.why_late(engine(tree_cache=copies))
     assert "host memory" in Release0512().why_late(engine(enable_hierarchical_cache=True))
     linked = engine(enable_unified_cache_external_linker=True)
-    assert "store" in Release0523().why_late(linked)
+    assert "store" in Release().why_late(linked)
 
 
 @with_own_classes
@@ -209,15 +219,15 @@ def test_sglangs_own_tree_gets_kv_early_until_it_has_a_cache_in_host_memory() ->
     RELEASE.prepare_import()
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    if isinstance(RELEASE, Release0523):
+    if isinstance(RELEASE, Release0518):
+        from sglang.srt.mem_cache.radix_cache import RadixCache as Tree
+
+        more: dict[str, Any] = {}
+    else:
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as Tree
 
-        more: dict[str, Any] = {"tree_components": (ComponentType.FULL,)}
-    else:
-        from sglang.srt.mem_cache.radix_cache import RadixCache as Tree
-
-        more = {}
+        more = {"tree_components": (ComponentType.FULL,)}
     table: Any = SimpleNamespace(req_to_token=torch.zeros((4, 64), dtype=torch.int32), size=4)
     pool: Any = SimpleNamespace(device="cpu", page_size=1, get_kvcache=lambda: None)
     params = CacheInitParams(False, table, pool, 1)
@@ -230,21 +240,27 @@ def test_sglangs_own_tree_gets_kv_early_until_it_has_a_cache_in_host_memory() ->
 
 @with_own_classes
 def test_a_mixed_batch_leaves_a_page_for_each_decode() -> None:
-    """With SGLang's own account of the pool; 0.5.23 looks for room before it mixes decodes in."""
+    """With SGLang's own account of the pool; 0.5.22 looks for room before it mixes decodes in."""
     pytest.importorskip("torch")
     RELEASE.prepare_import()
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    if isinstance(RELEASE, Release0523):
+    if not isinstance(RELEASE, Release0521):
         RELEASE.reserve_pages(object())
         return
     adder: Any = PrefillAdder.__new__(PrefillAdder)
     adder.page_size, adder.running_batch = 64, SimpleNamespace(reqs=[1, 2, 3])
     adder.is_all_swa = adder.is_hybrid_swa = adder.is_hybrid_ssm_cache = False
-    adder.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1000)
-    adder.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
+    pool = SimpleNamespace(available_size=lambda: 1000, page_size=64)
+    tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
+    adder.token_to_kv_pool_allocator, adder.tree_cache = pool, tree
     # SGLang has counted a token for each of them.
-    adder.rem_total_token_offset = adder.cur_rem_token_offset = 3
+    if isinstance(RELEASE, Release0520):
+        adder.rem_total_token_offset = adder.cur_rem_token_offset = 3
+    else:
+        from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+        adder.memory_budget = PrefillBudget(pool, tree, num_mixed_decode_tokens=3)
     RELEASE.reserve_pages(adder)
     assert adder.rem_total_tokens == adder.cur_rem_tokens == 1000 - 3 * 64
 

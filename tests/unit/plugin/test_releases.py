@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.releases import (
+    TESTED,
     Release,
     Release0512,
-    Release0523,
+    Release0518,
+    Release0521,
     class_for,
     v0_5_12,
 )
@@ -23,10 +26,11 @@ from flashmoa_sglang.releases import (
         ("0.5.11", Release0512),
         ("0.5.12.post1", Release0512),
         ("0.5.17", Release0512),
-        ("0.5.18", Release),
-        ("0.5.23", Release0523),
-        ("0.5.24.dev3+g1a2b3c4", Release0523),
-        ("1.0", Release0523),
+        ("0.5.18", Release0518),
+        ("0.5.21.post2", Release0521),
+        ("0.5.23", Release),
+        ("0.5.24.dev3+g1a2b3c4", Release),
+        ("1.0", Release),
     ],
 )
 def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
@@ -35,10 +39,15 @@ def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
     assert class_for(release) is served_by
 
 
-@pytest.mark.parametrize("release", [Release0512, Release0523])
-def test_a_release_overrides_only_methods_of_the_base_class(release: type[Release]) -> None:
-    own = {name for name in vars(release) if not name.startswith("_")}
+@pytest.mark.parametrize("release", TESTED)
+def test_a_release_overrides_only_methods_of_the_base_class(release: str) -> None:
+    own = {name for name in vars(class_for(release)) if not name.startswith("_")}
     assert own <= {*dir(Release)}
+
+
+@pytest.mark.parametrize(("older", "newer"), list(pairwise(TESTED)))
+def test_a_release_derives_from_the_next(older: str, newer: str) -> None:
+    assert class_for(older).__bases__ == (class_for(newer),)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +69,8 @@ def test_requests_share_within_a_forward_if_the_prefill_backend_writes_before_it
         model_config=SimpleNamespace(attention_arch=SimpleNamespace(name=architecture)),
         spec_algorithm=SimpleNamespace(is_none=lambda: not draft),
     )
-    assert Release().shares_within_forward(scheduler) == shares
+    assert Release0518().shares_within_forward(scheduler) == shares
+    assert not Release().shares_within_forward(scheduler)
 
 
 class HybridTree:
@@ -123,15 +133,15 @@ ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
 )
 def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], together: bool) -> None:
     arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
-    assert Release().steps_together(arguments) == together
+    assert Release0521().steps_together(arguments) == together
 
 
-def test_0_5_23_counts_data_parallel_ranks_of_attention() -> None:
-    assert Release().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
-    assert Release().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
+def test_data_parallel_ranks_of_attention_count_from_0_5_22_on() -> None:
+    assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
+    assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
     for sizes in ((2, 1), (1, 2)):
         arguments = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
-        assert Release0523().data_parallel_ranks(arguments) == 2
+        assert Release().data_parallel_ranks(arguments) == 2
 
 
 def manager_with(*rids: str) -> SimpleNamespace:

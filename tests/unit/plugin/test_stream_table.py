@@ -28,7 +28,7 @@ from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank  # noqa:
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress  # noqa: E402
 from flashmoa_sglang.plugin import unload_adapter  # noqa: E402
-from flashmoa_sglang.releases import RELEASE, Release0523  # noqa: E402
+from flashmoa_sglang.releases import RELEASE, Release  # noqa: E402
 from starlette.requests import Request  # noqa: E402
 
 from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
@@ -240,7 +240,7 @@ async def test_the_arguments_are_those_that_sglang_resolved(
 ) -> None:
     # SGLang has these from 0.5.18 on.
     pytest.importorskip("sglang.srt.arg_groups.overrides")
-    monkeypatch.setattr(RELEASE, "resolve_arguments", Release0523().resolve_arguments)
+    monkeypatch.setattr(RELEASE, "resolve_arguments", Release().resolve_arguments)
     overrides = [("memory", {"chunked_prefill_size": 64})]
     given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384}
     arguments = SimpleNamespace(**given, _resolved_overrides=overrides)

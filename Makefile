@@ -5,6 +5,8 @@
 #                  each framework, and the next three (about three hours, and more environments)
 # make test-releases   the engine tests on the other SGLang releases (an environment
 #                      for each; test-0.5.23 and the like for one of them)
+# make check-newest   what the newest SGLang on the package index lacks of what the plugin
+#                      uses: seconds, no engine; part of make nightly
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
@@ -30,7 +32,7 @@ DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sgl
 # Some frameworks do not go with the newest client of OpenAI.
 FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
-.PHONY: setup demo test test-ci test-all nightly test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
+.PHONY: setup demo test test-ci test-all nightly check-newest test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -80,6 +82,9 @@ nightly: test-all test-releases test-vllm test-conformance
 	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest tests/integration/openai -k "random_programs or newest_frameworks" -s
 
 test-releases: $(RELEASE_TESTS)
+
+check-newest: $(READY)
+	@$(BIN)/python -m pytest -m nightly tests/unit/plugin/test_internals.py -k newest
 
 test-conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py

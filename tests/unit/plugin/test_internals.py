@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_a_release_that_is_not_installed_has_all_that_is_used(release: str, feat
     folder = ROOT / ".cache" / "sglang" / release / "sglang"
     assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
     assert internals.looked_at(release, Source(folder), feature).problem == ""
+
+
+@pytest.mark.nightly
+def test_the_newest_release_on_the_index_has_all_that_is_used(tmp_path: Path) -> None:
+    pip = f"-m pip download --quiet --no-deps --only-binary :all: --dest {tmp_path} sglang"
+    subprocess.run([sys.executable, *pip.split()], check=True, timeout=200)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    release, source = wheel.name.split("-")[1], Source(tmp_path / "sglang")
+    # The hooks are the installed release's.
+    is_ours = releases.class_for(release) is type(releases.RELEASE)
+    for feature in FEATURES:
+        hooks = plugin.hooked(feature) if is_ours else None
+        problem = internals.looked_at(release, source, feature, hooks).problem
+        assert problem == "", f"SGLang {release} {problem}"
 
 
 A = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,6 +19,9 @@ from flashmoa_sglang.releases import (
     class_for,
     v0_5_12,
 )
+from packaging.requirements import Requirement
+
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,13 @@ def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
     release: str, served_by: type[Release]
 ) -> None:
     assert class_for(release) is served_by
+
+
+def test_the_extra_names_exactly_the_tested_releases() -> None:
+    with (ROOT / "server_patches" / "pyproject.toml").open("rb") as file:
+        (extra,) = tomllib.load(file)["project"]["optional-dependencies"]["sglang"]
+    numbers = ["0.5.12.post1", *(f"0.5.{number}" for number in range(100)), "0.6.0"]
+    assert tuple(Requirement(extra).specifier.filter(numbers)) == TESTED
 
 
 @pytest.mark.parametrize("release", TESTED)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -17,6 +17,7 @@ import httpx
 from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.connections import engine_url, make_http_client
+from flashmoa.engine.front_end import FrontEnd, is_behind
 from flashmoa.engine.generation import is_event_stream, read_chat, read_events, read_generation
 from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.refusals import (
@@ -36,6 +37,7 @@ from flashmoa.engine.wire import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 # What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
 # also while the engine is busy. What takes longer than this comes too late for most links.
@@ -74,6 +76,9 @@ class EngineSettings:
 class EngineClient:
     """A client of one SGLang server, with the plugin or without, or of another OpenAI server.
 
+    The server may be a front end of Dynamo: prompts are rendered, and prompt streams opened, on the
+    engines behind it (:class:`FrontEnd`). Their ids name the engine, and requests do not name them.
+
     Args:
         base_url: ``http://HOST:PORT``, with or without ``/v1``.
         api_key: the server's ``--api-key``, if it has one.
@@ -105,7 +110,7 @@ class EngineClient:
         self.model = model or "default"
         self.namespace = kv_namespace({"model": self.model, **(namespace or {})})
         self.settings = engine_settings or EngineSettings()
-        # Whether it has opened a prompt stream; ``None`` before it was asked to.
+        # Whether it has opened a prompt stream itself; ``None`` before it was asked to.
         self.has_plugin: bool | None = None
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
@@ -122,6 +127,19 @@ class EngineClient:
         self.avoided_until: float | None = None
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
+        def connect(url: str) -> EngineClient:
+            return EngineClient(
+                url,
+                api_key=api_key,
+                timeout=timeout,
+                headers=headers,
+                namespace=self.namespace,
+                model=model,
+                engine_settings=self.settings,
+            )
+
+        self._front_end = FrontEnd(self.ask, connect)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self.url}>"
 
@@ -133,6 +151,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close its connections."""
+        await self._front_end.close()
         await self._http.aclose()
 
     async def info(self) -> EngineInfo:
@@ -154,7 +173,9 @@ class EngineClient:
         """Return the size of the engine's KV pool, which is asked for once, as :meth:`render`."""
         if self._kv_pool_tokens is None:
             async with self._answering_soon():
-                self._kv_pool_tokens = sum(rank.total for rank in (await self.info()).kv)
+                any_engine = self._front_end.any_engine
+                _, info = await self._ask_engine(lambda engine: engine.info(), any_engine)
+                self._kv_pool_tokens = sum(rank.total for rank in info.kv)
         return self._kv_pool_tokens
 
     async def render(self, messages: Messages, **fields: Any) -> str:
@@ -170,9 +191,13 @@ class EngineClient:
         """
         fields = prompt_fields(fields)
         async with self._answering_soon():
+            body = {"messages": list(messages), **fields}
+
+            async def ask(engine: EngineClient) -> str:
+                return (await engine.ask("POST", "/render", wire.RenderedText, body)).text
+
             try:
-                body = {"messages": list(messages), **fields}
-                return (await self.ask("POST", "/render", wire.RenderedText, body)).text
+                return (await self._ask_engine(ask, self._front_end.any_engine))[1]
             except errors.PluginMissing:
                 if self.settings.without_plugin == "off":
                     raise
@@ -226,7 +251,21 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             **(self.namespace if namespace is None else namespace),
         }
-        return await self.ask("POST", "/prompt_streams", StreamState, body)
+
+        async def ask(engine: EngineClient) -> StreamState:
+            state = await engine.ask("POST", "/prompt_streams", StreamState, body)
+            engine.has_plugin = True
+            return state
+
+        async def place() -> EngineClient | None:
+            return await self._front_end.place(text or "", await self.plain.model())
+
+        engine, state = await self._ask_engine(ask, place)
+        return (
+            state
+            if engine is self
+            else _renamed(state, self._front_end.global_id(engine, state.id))
+        )
 
     async def append(
         self,
@@ -239,23 +278,55 @@ class EngineClient:
     ) -> StreamState:
         """Append piece number ``seq``, counted from 0. Repeating this is harmless."""
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
-        return await self.ask("POST", f"/prompt_streams/{stream_id}/append", StreamState, body)
+        return await self._ask_stream("POST", stream_id, "/append", body)
 
     async def keep_alive(self, stream_id: str) -> StreamState:
         """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
 
         Raises: PluginMissing if the plugin is older than this route.
         """
-        return await self.ask("POST", f"/prompt_streams/{stream_id}/keep_alive", StreamState)
+        return await self._ask_stream("POST", stream_id, "/keep_alive")
 
     async def stream_state(self, stream_id: str) -> StreamState:
         """Return the state of a prompt stream."""
-        return await self.ask("GET", f"/prompt_streams/{stream_id}", StreamState)
+        return await self._ask_stream("GET", stream_id)
 
     async def delete_stream(self, stream_id: str) -> None:
         """End a prompt stream. It is not an error if the stream has ended already."""
+        engine, own_id = self._find_stream(stream_id)
         with suppress(errors.StreamGone, errors.StreamUnknown):
-            await self.ask("DELETE", f"/prompt_streams/{stream_id}", wire.EmptyAnswer)
+            await engine.ask("DELETE", f"/prompt_streams/{own_id}", wire.EmptyAnswer)
+
+    async def _ask_engine(
+        self,
+        ask: Callable[[EngineClient], Awaitable[T]],
+        place: Callable[[], Awaitable[EngineClient | None]],
+    ) -> tuple[EngineClient, T]:
+        """Ask this server, or if it does not have the plugin, an engine behind it.
+
+        Return also the client of the one that has answered.
+
+        Args: place: finds such an engine, if there is one.
+        """
+        engine = await place() if self._front_end.is_known else None
+        try:
+            return engine or self, await ask(engine or self)
+        except errors.PluginMissing:
+            if engine is not None or (engine := await place()) is None:
+                raise
+        return engine, await ask(engine)
+
+    def _find_stream(self, stream_id: str) -> tuple[EngineClient, str]:
+        if is_behind(stream_id):
+            return self._front_end.find_stream(stream_id)
+        return self, stream_id
+
+    async def _ask_stream(
+        self, method: str, stream_id: str, path: str = "", body: Mapping[str, Any] | None = None
+    ) -> StreamState:
+        engine, own_id = self._find_stream(stream_id)
+        state = await engine.ask(method, f"/prompt_streams/{own_id}{path}", StreamState, body)
+        return _renamed(state, stream_id)
 
     async def flush_cache(self, wait_seconds: float = 30.0) -> None:
         """Empty the radix cache once the engine is idle.
@@ -425,6 +496,10 @@ class EngineClient:
                 raise
             self._soon_answers += 1
             self._silent_until = 0.0
+
+
+def _renamed(state: StreamState, stream_id: str) -> StreamState:
+    return state.model_copy(update={"id": stream_id})
 
 
 def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class PlainServer:
     async def _complete(self, tokens: list[int], namespace: Mapping[str, str]) -> PromptUsage:
         # One token is the least that all servers understand: some refuse 0, and others take it for
         # no limit.
-        limits = {"model": await self._get_model(), "max_tokens": 1, "temperature": 0.0}
+        limits = {"model": await self.model(), "max_tokens": 1, "temperature": 0.0}
         body = {**limits, "prompt": tokens, **namespace}
         answer = await self._ask("/v1/completions", _Completed, body)
         usage = PromptUsage.from_openai(answer.usage or {})
@@ -152,7 +152,8 @@ class PlainServer:
     async def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
         return (await self._ask("/tokenize", wire.PromptTokens, body)).tokens
 
-    async def _get_model(self) -> str:
+    async def model(self) -> str:
+        """Return the served model's name; that of the first one unless another was given."""
         if self._model is None:
             self._model = next(iter(await self.models()), "default")
         return self._model

@@ -200,7 +200,7 @@ class Link:
         # A stream that is still being opened is too late for the request.
         not_open = _PLAIN if self._feed.is_plain else _LATE
         self.end("used" if self.stream_id is not None else not_open)
-        return None if self._feed.is_plain else self.stream_id
+        return self.stream_id if self._feed.is_named else None
 
     def end(self, reason: str) -> None:
         """End the link.

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import anyio
 
 from flashmoa.engine.client import EngineClient
+from flashmoa.engine.front_end import is_behind
 from flashmoa.engine.plain import tokens_to_come
 from flashmoa.engine.wire import PromptUsage, StreamState
 from flashmoa.errors import (
@@ -103,6 +104,11 @@ class Feed(ABC):
     def is_plain(self) -> bool:
         """Whether the engine has no prompt stream that a request could use."""
         return False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the prompt's request names the stream."""
+        return not self.is_plain
 
     @property
     def _stopped(self) -> bool:
@@ -183,6 +189,10 @@ class PromptFeed(Feed):
         self._prompt = prompt
         self._add_special_tokens = add_special_tokens
 
+    @property
+    def is_named(self) -> bool:
+        return self.stream_id is None or not is_behind(self.stream_id)
+
     async def run(self) -> None:
         first = self._prompt.take()
         while not first and not self._stopped and not self._prompt.is_complete:
@@ -220,7 +230,6 @@ class PromptFeed(Feed):
             # From here on the stream is deleted on every path.
             self.stream_id = state.id
             states.append(state)
-            self._engine.has_plugin = True
 
         await self._run_shielded(open_stream, _OPEN_SECONDS)
         if not states:
@@ -263,8 +272,11 @@ class PromptFeed(Feed):
 
     async def _append_all(self, state: StreamState) -> None:
         seq = 0
-        while not self._stopped:
-            if seq and self._prompt.is_complete:
+        # A request that cannot name the stream finds it by its prompt, which must be all there.
+        while not self._stopped or not (self.is_named or state.ended):
+            if self._stopped and not self._prompt.is_complete:
+                return
+            if seq and self._prompt.is_complete and self.is_named:
                 with anyio.move_on_after(_GRACE_SECONDS):
                     await self._stopping.wait()
                     return

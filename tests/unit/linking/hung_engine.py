@@ -12,7 +12,7 @@ from anyio.abc import SocketStream
 from tests.unit.engine.faulty_engine import BROKEN, listening, receive, send, stream
 from tests.waiting import until
 
-Route = Literal["render", "open", "append", "keep_alive", "delete", "prefill", "chat"]
+Route = Literal["render", "open", "append", "keep_alive", "delete", "prefill", "chat", "other"]
 
 
 class HungEngine:
@@ -22,6 +22,7 @@ class HungEngine:
         hangs: routes that do not answer.
         lacks: routes that it does not have.
         gone: ids of streams that have expired.
+        answers: the answers of other paths, which it does not have otherwise.
         requests: every request so far, as (route, body).
     """
 
@@ -30,6 +31,7 @@ class HungEngine:
         self.hangs = set(hangs)
         self.lacks: set[Route] = set()
         self.gone: set[str] = set()
+        self.answers: dict[str, Any] = {}
         self.requests: list[tuple[Route, dict[str, Any]]] = []
         self._ids = (f"s{number}" for number in itertools.count())
 
@@ -48,7 +50,9 @@ class HungEngine:
                 self.requests.append((route, body))
                 if route in self.hangs:
                     await client.receive()  # This returns when the client disconnects.
-                elif route in self.lacks:
+                elif path in self.answers:
+                    await send(client, 200, self.answers[path])
+                elif route in self.lacks or route == "other":
                     await send(client, 404, {"detail": "Not Found"})
                 elif path.split("/")[2:3] and path.split("/")[2] in self.gone:
                     error = {"message": "it has expired", "code": "stream_gone"}
@@ -95,7 +99,9 @@ def _route(method: str, path: str) -> Route:
         return "delete"
     if path.endswith("/append"):
         return "append"
-    return "keep_alive" if path.endswith("/keep_alive") else "chat"
+    if path.endswith("/keep_alive"):
+        return "keep_alive"
+    return "chat" if path.endswith("/chat/completions") else "other"
 
 
 @asynccontextmanager

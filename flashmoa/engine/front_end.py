@@ -1,0 +1,197 @@
+"""Find the engines behind a front end of NVIDIA Dynamo, and place prompt streams on them.
+
+Clients are given the front end's address alone. It passes no prompt streams on, so these are opened
+on the worker to which it would send the stream's request: it is asked, and decides as it does for
+requests, by load, by session and by the KV that workers have reported. The request itself goes
+through the front end as any other, follows the KV that its stream has computed, and is known to the
+worker by its prompt. If it goes to another worker after all, it is an ordinary request there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+from pydantic import BaseModel
+
+from flashmoa import errors
+from flashmoa.engine.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+# For how long a list of workers is used, in seconds, and one that is empty.
+_FRESH_SECONDS = 2.0
+_NONE_SECONDS = 60.0
+# How long a worker has to say what it can do.
+_INFO_SECONDS = 2.0
+# The annotation with which Dynamo says where it would send a request, and sends it nowhere.
+_ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
+
+
+# Between the URL of the engine and the id of its stream in an id of a stream behind a front end.
+_SEPARATOR = " "
+
+
+def is_behind(stream_id: str) -> bool:
+    """Return whether a stream is behind a front end, so that its request cannot name it."""
+    return _SEPARATOR in stream_id
+
+
+class Engine(Protocol):
+    """What is needed of a client of an engine, an ``EngineClient``."""
+
+    url: str
+
+    async def info(self) -> EngineInfo:
+        """Return what the engine can do."""
+        ...
+
+    async def close(self) -> None:
+        """Close its connections."""
+        ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class _Instance(BaseModel):
+    endpoint: str
+    instance_id: int
+    transport: dict[str, Any]
+
+
+class _Health(BaseModel):
+    instances: list[_Instance]
+
+
+class _WorkerId(BaseModel):
+    prefill_worker_id: int | None = None
+    decode_worker_id: int | None = None
+
+
+class _Extension(BaseModel):
+    worker_id: _WorkerId
+
+
+class _Placed(BaseModel):
+    nvext: _Extension
+
+
+class FrontEnd(Generic[E]):
+    """The engines behind a server, if that is a front end of Dynamo.
+
+    ``flashmoa serve --dynamo`` puts an engine's HTTP port just before that of its request plane,
+    which the front end lists.
+
+    Args:
+        ask: sends a request to the front end: ``ask(method, path, answer_type, body)``.
+        connect: makes a client of an engine, given its URL.
+    """
+
+    def __init__(self, ask: Callable[..., Awaitable[Any]], connect: Callable[[str], E]) -> None:
+        self._ask = ask
+        self._connect = connect
+        self._clients: dict[str, E] = {}
+        # The URLs of the workers by Dynamo's ids, and until when they are not looked for again.
+        self._workers: dict[int, str] = {}
+        self._fresh_until = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are such engines, as far as is known."""
+        return bool(self._workers)
+
+    def global_id(self, engine: E, stream_id: str) -> str:
+        """Return the id of a stream of one of the engines."""
+        return f"{engine.url}{_SEPARATOR}{stream_id}"
+
+    def find_stream(self, global_id: str) -> tuple[E, str]:
+        """Return the engine of a stream, and the stream's id there."""
+        url, _, stream_id = global_id.partition(_SEPARATOR)
+        return self._engine(url), stream_id
+
+    def _engine(self, url: str) -> E:
+        if url not in self._clients:
+            self._clients[url] = self._connect(url)
+        return self._clients[url]
+
+    async def any_engine(self) -> E | None:
+        """Return one of the engines, which all render prompts alike; ``None`` if there is none."""
+        workers = await self._find()
+        return self._engine(min(workers.values())) if workers else None
+
+    async def place(self, prompt: str, model: str) -> E | None:
+        """Return the engine to which the request with this prompt would go now.
+
+        Args:
+            prompt: the prompt as far as it is known.
+            model: the name of the served model.
+
+        Raises: EngineError if the front end does not say it.
+        """
+        workers = await self._find()
+        if not workers:
+            return None
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "nvext": _ASK_ONLY}
+        placed: _Placed = await self._ask("POST", "/v1/completions", _Placed, body)
+        ids = placed.nvext.worker_id
+        # Where prefill and decode are apart, the prompt's KV is made by the first.
+        chosen = ids.decode_worker_id if ids.prefill_worker_id is None else ids.prefill_worker_id
+        if chosen not in workers:
+            self._fresh_until = 0.0
+            raise errors.EngineUnreachable(
+                f"the front end would send the request to worker {chosen}, which has no prompt "
+                "streams; start workers with `flashmoa serve --dynamo`"
+            )
+        return self._engine(workers[chosen])
+
+    async def close(self) -> None:
+        """Close the connections to the engines."""
+        for client in self._clients.values():
+            await client.close()
+
+    async def _find(self) -> dict[int, str]:
+        """Return the engines with the plugin, by the ids of Dynamo's workers."""
+        if time.monotonic() < self._fresh_until:
+            return self._workers
+        # Others who ask meanwhile use what is known.
+        self._fresh_until = time.monotonic() + _FRESH_SECONDS
+        try:
+            health: _Health = await self._ask("GET", "/health", _Health, None)
+        except errors.EngineError:
+            listed = dict[int, str]()
+        else:
+            urls = ((each.instance_id, _http_url(each)) for each in health.instances)
+            listed = {id_: url for id_, url in urls if url is not None}
+        found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
+        async with anyio.create_task_group() as group:
+            for id_ in listed.keys() - found.keys():
+                group.start_soon(self._add, found, id_, listed[id_])
+        self._workers = found
+        for url in self._clients.keys() - found.values():
+            await self._clients.pop(url).close()
+        self._fresh_until = time.monotonic() + (_FRESH_SECONDS if found else _NONE_SECONDS)
+        return found
+
+    async def _add(self, found: dict[int, str], id_: int, url: str) -> None:
+        """Add a worker if it has the plugin."""
+        try:
+            with anyio.fail_after(_INFO_SECONDS):
+                info = await self._engine(url).info()
+        except (errors.EngineError, TimeoutError) as error:
+            logger.debug("Worker %s of a front end has no prompt streams: %s", url, error)
+            return
+        if "prompt_streams" in info.capabilities:
+            found[id_] = url
+
+
+def _http_url(instance: _Instance) -> str | None:
+    """Return the URL of a worker's engine; ``None`` of what answers no requests."""
+    address = str(instance.transport.get("tcp", "")).partition("/")[0]
+    host, _, port = address.rpartition(":")
+    if instance.endpoint != "generate" or not host or not port.isdecimal():
+        return None
+    return f"http://{host}:{int(port) - 1}"

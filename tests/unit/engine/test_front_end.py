@@ -1,0 +1,162 @@
+"""The engines behind a front end of Dynamo: which are found, and where prompt streams are put."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient, EngineInfo, front_end
+from flashmoa.engine.front_end import FrontEnd
+from flashmoa.errors import EngineUnreachable, PluginMissing
+from flashmoa.linking.link import Link
+from flashmoa.linking.prompt import Prompt, Slot
+from tests.unit.linking.hung_engine import HungEngine, hung_engine
+
+pytestmark = pytest.mark.anyio
+
+
+def instance(id_: int, address: str, endpoint: str = "generate") -> dict[str, Any]:
+    transport = {"tcp": f"{address}/7f/dynamo/backend/{endpoint}"}
+    return {"component": "backend", "endpoint": endpoint, "namespace": "dynamo",
+            "instance_id": id_, "transport": transport}  # fmt: skip
+
+
+class Worker(EngineClient):
+    """An engine that says what it can do, or cannot be reached."""
+
+    capabilities = ("render", "prompt_streams")
+
+    async def info(self) -> EngineInfo:
+        if "dead" in self.url:
+            raise EngineUnreachable(f"{self.url} cannot be reached")
+        names = ["render"] if "decodes" in self.url else list(self.capabilities)
+        return EngineInfo.model_construct(capabilities=names)
+
+
+class Dynamo:
+    """A front end with these instances, which places prompts on one of them."""
+
+    def __init__(self, *instances: dict[str, Any]) -> None:
+        self.instances = list(instances)
+        self.places: dict[str, Any] = {}
+        self.placed: list[Mapping[str, Any]] = []
+
+    async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+        if (method, path) == ("GET", "/health"):
+            return answer.model_validate({"status": "healthy", "instances": self.instances})
+        assert (method, path) == ("POST", "/v1/completions")
+        self.placed.append(body)
+        return answer.model_validate({"nvext": {"worker_id": self.places}})
+
+
+@pytest.fixture(autouse=True)
+def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for workers each time."""
+    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(front_end, "_NONE_SECONDS", 0.0)
+
+
+@asynccontextmanager
+async def behind(dynamo: Dynamo) -> AsyncGenerator[FrontEnd]:
+    found = FrontEnd(dynamo.ask, Worker)
+    yield found
+    await found.close()
+
+
+async def test_a_stream_is_put_where_the_front_end_would_send_its_request() -> None:
+    large = 2**63 + 7
+    dynamo = Dynamo(
+        instance(1, "10.0.0.1:30001"),
+        instance(large, "[fd00::2]:30001"),
+        instance(large, "[fd00::2]:30001", "worker_kv_query"),
+        instance(3, "dead:30001"),
+        instance(4, "decodes:30001"),
+        {**instance(5, ""), "transport": {"nats_tcp": "subject"}},
+    )
+    async with behind(dynamo) as found:
+        assert not found.is_known
+        for places, url in [
+            ({"decode_worker_id": 1, "prefill_worker_id": None}, "http://10.0.0.1:30000"),
+            ({"decode_worker_id": 4, "prefill_worker_id": large}, "http://[fd00::2]:30000"),
+        ]:
+            dynamo.places = places
+            engine = await found.place("The plan so far", "m")
+            assert engine is not None and engine.url == url
+        assert found.is_known
+        assert {body["prompt"] for body in dynamo.placed} == {"The plan so far"}
+        for id_ in (3, 4, 5):
+            dynamo.places = {"decode_worker_id": id_}
+            with pytest.raises(EngineUnreachable, match="serve --dynamo"):
+                await found.place("", "m")
+
+
+async def test_workers_that_come_and_go_are_noticed() -> None:
+    dynamo = Dynamo()
+    async with behind(dynamo) as found:
+        assert await found.any_engine() is None
+        assert await found.place("", "m") is None
+        dynamo.instances = [instance(1, "a:1001"), instance(2, "b:1001")]
+        first = await found.any_engine()
+        assert first is not None and first.url == "http://a:1000"
+        dynamo.instances = [instance(2, "b:1001")]
+        second = await found.any_engine()
+        assert second is not None and second.url == "http://b:1000"
+        dynamo.instances = []
+        assert await found.any_engine() is None and not found.is_known
+
+
+async def test_a_server_that_is_no_front_end_is_left_alone() -> None:
+    class Stock(Dynamo):
+        async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+            raise PluginMissing("no such route")
+
+    async with behind(Stock()) as found:
+        assert await found.any_engine() is None
+
+
+@asynccontextmanager
+async def front_end_of(worker: HungEngine) -> AsyncGenerator[EngineClient]:
+    """Serve a front end with one worker, whose engine has all of the plugin's routes."""
+    host, port = worker.url.removeprefix("http://").split(":")
+    async with hung_engine() as server:
+        server.lacks |= {"open", "render"}
+        server.answers = {
+            "/health": {"instances": [instance(9, f"{host}:{int(port) + 1}")]},
+            "/v1/completions": {"nvext": {"worker_id": {"decode_worker_id": 9}}},
+            "/v1/models": {"data": [{"id": "m"}]},
+        }
+        worker.answers = {"/flashmoa/info": INFO}
+        async with EngineClient(server.url, model="m") as client:
+            yield client
+
+
+INFO = {
+    "plugin": {"name": "p", "version": "1"}, "sglang": {"version": "1"}, "model": {},
+    "capabilities": ["render", "prompt_streams"], "context_length": 9, "prompt_streams": 0,
+    "kv": [], "tokenizer": {},
+}  # fmt: skip
+
+
+async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker() -> None:
+    """Its request names no stream, so the stream must have all of the prompt to be found by it."""
+    async with hung_engine() as worker, front_end_of(worker) as client:
+        assert await client.render([{"role": "user", "content": "x"}]) == "x"
+        link = Link(client, Prompt(["known", slot := Slot("writer"), "rest"]), agent="reader")
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run)
+            await worker.until("open")
+            link.feed("writer", "text")
+            link.close_slot("writer")
+            assert link.claim() is None
+            assert link.used_id is not None and worker.url in link.used_id
+        assert slot.is_open is False
+        sent = [body for route, body in worker.requests if route in ("open", "append")]
+        assert "".join(body.get("text") or "" for body in sent) == "knowntextrest"
+        assert sent[-1]["end"]
+        assert "delete" not in worker.routes()
+        # The front end's requests have no field that it does not know.
+        assert client.has_plugin is None

@@ -198,11 +198,13 @@ def replace(string: str, parts: Iterable[tuple[str, str]]) -> str:
     for part, replacement in parts:
         start = 0
         while (at := string.find(part, start)) >= 0:
-            end = start = at + len(part)
+            # Where it is part of a longer word, it may overlap with a place where it is not.
+            end, start = at + len(part), at + 1
             place = bisect_right(ends, at)
             if place < len(starts) and starts[place] < end:
                 start = ends[place]
             elif not _splits_word(string, at) and not _splits_word(string, end):
+                start = end
                 starts.insert(place, at)
                 ends.insert(place, end)
                 replacements.insert(place, replacement)

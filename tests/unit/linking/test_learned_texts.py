@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashmoa.linking import learned_texts
@@ -206,6 +206,7 @@ def replace_one_after_the_other(string: str, known: dict[str, str]) -> str:
 
 
 @given(st.lists(texts, max_size=4).map(" ".join), st.lists(texts.filter(bool), max_size=8))
+@example("1a a a plan", ["a a "])
 def test_what_is_found_is_what_trying_each_text_finds(string: str, parts: list[str]) -> None:
     known = {text: f"<{index}>" for index, text in enumerate(parts)}
     expected = replace_one_after_the_other(string, known)

@@ -1,7 +1,7 @@
 # make demo    set everything up and run the chain of agents on two CPU engines
 # make test    set everything up and pass the tests (about ten minutes)
 # make test-ci     these and the slow ones; what continuous integration runs
-# make nightly     everything: all tests, ten thousand prompt streams, fifty random programs of
+# make nightly     everything: all tests, three times ten thousand calls, fifty random programs of
 #                  each framework, and the next three (about three hours, and more environments)
 # make test-releases   the engine tests on the other SGLang releases (an environment
 #                      for each; test-0.5.23 and the like for one of them)
@@ -78,7 +78,7 @@ test-all: $(READY) $(FRAMEWORKS) $(RELEASE_SOURCES)
 	$(call RUN_TESTS,slow or not slow)
 
 nightly: test-all test-releases test-vllm test-conformance
-	@FLASHMOA_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/integration/plugin/test_soak.py -s
+	@FLASHMOA_SOAK_CALLS=10000 $(BIN)/python -m pytest tests/integration/*/test_soak.py -s
 	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest tests/integration/openai -k "random_programs or newest_frameworks" -s
 
 test-releases: $(RELEASE_TESTS)

@@ -80,6 +80,8 @@ class Baseline:
 
     async def _read_figures(self) -> Figures:
         info: dict[str, Any] = (await self.http.get("/flashmoa/info")).json()
+        while not info["kv"]:  # The scheduler was busy for too long.
+            info = (await self.http.get("/flashmoa/info")).json()
         kv = info["kv"][0]
         return Figures(
             streams=info["prompt_streams"],

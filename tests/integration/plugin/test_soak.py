@@ -1,80 +1,50 @@
-"""Thousands of streams that are opened and ended in every way: no memory or file leaks.
-
-``FLASHMOA_SOAK_STREAMS`` is their number (10,000 with ``make nightly``).
-"""
+"""Thousands of streams that end in every way, and of other calls: an engine holds no more then."""
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import anyio
 import httpx
-import psutil
 import pytest
 
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.baseline import Baseline
 from tests.integration.raw import RawConnection, make_request
+from tests.integration.soak import TIMEOUT, ask_often, engine_processes
+from tests.integration.support import STRICT
 
-STREAMS = int(os.environ.get("FLASHMOA_SOAK_STREAMS", "1000"))
-pytestmark = [pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(60 + STREAMS // 10)]
-AT_ONCE = 48
-ROUNDS = 5
-# By this much the memory of allocators may differ between two measurements.
-SLACK_MB = 12.0
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly, TIMEOUT]
 ENDINGS = ("use", "mispredict", "use twice", "delete", "expire", "vanish")
+OTHERS = ("prefill only", "score", "unknown")
 BRIEF = ("expire", "vanish")
 GREEDY_ONE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of an engine's processes, in MB, and the number of files that they have open."""
-
-    http: float
-    scheduler: float
-    files: int
-
-    @classmethod
-    def of(cls, engine: LocalEngine) -> Memory:
-        http = psutil.Process(engine.pid)
-        children = http.children(recursive=True)
-        schedulers = [child for child in children if "scheduler" in "".join(child.cmdline())]
-        return cls(
-            http=http.memory_info().rss / 1e6,
-            scheduler=sum(child.memory_info().rss for child in schedulers) / 1e6,
-            files=sum(process.num_fds() for process in [http, *schedulers]),
-        )
-
-
 class Soak:
-    """Opens streams of all kinds, ``AT_ONCE`` at a time."""
+    """Opens streams of all kinds, and asks for what needs none."""
 
     def __init__(self, http: httpx.AsyncClient, words: Callable[[int, int], str]) -> None:
         self._http = http
         self._words = words
         self._dice = random.Random(3)
-        self._numbers = itertools.count()
 
-    async def run(self, streams: int) -> None:
-        todo = iter(range(streams))
+    async def ask(self, number: int) -> None:
+        ways = ENDINGS + OTHERS
+        way = ways[number % len(ways)]
+        if way in ENDINGS:
+            await self._stream(way, number)
+        elif way == "prefill only":
+            await self._post("/prefill_only", {"text": self._words(40, number)})
+        elif way == "score":
+            body = {"query": self._words(20, number), "label_token_ids": [5, 6], "model": "m"}
+            await self._post("/v1/score", {**body, "items": [f" {number}", " b"]})
+        else:
+            answer = await self._http.get(f"/prompt_streams/{number:032x}")
+            assert answer.status_code == 404
 
-        async def work() -> None:
-            for _ in todo:
-                await self._one(next(self._numbers))
-
-        async with anyio.create_task_group() as group:
-            for _ in range(AT_ONCE):
-                group.start_soon(work)
-
-    async def _one(self, number: int) -> None:
-        ending = ENDINGS[number % len(ENDINGS)]
+    async def _stream(self, ending: str, number: int) -> None:
         # Some streams have the same beginning, like agents' prompts.
         text = self._words(self._dice.randint(10, 50), number % 200)
         ttl = 0.2 if ending in BRIEF else 60
@@ -123,34 +93,28 @@ async def soaked(engines: LocalEngines, model: Path) -> LocalEngine:
         core=0,
         # A small pool is soon full and then evicts KV.
         arguments=["--max-total-tokens", "6000", "--log-level", "warning", "--enable-metrics"],
-        environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
+        environment=STRICT,
     )
 
 
-async def test_memory_and_files_do_not_grow_with_the_number_of_streams(
+async def test_an_engine_holds_no_more_after_thousands_of_calls(
     soaked: LocalEngine, words: Callable[[int, int], str]
 ) -> None:
-    async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as own:
+    async with (
+        httpx.AsyncClient(base_url=soaked.url, timeout=60) as own,
+        httpx.AsyncClient(base_url=soaked.url, timeout=60) as http,
+    ):
         base = Baseline(soaked, own)
         await base.take()
-        measurements: list[Memory] = []
-        started = time.monotonic()
-        async with httpx.AsyncClient(base_url=soaked.url, timeout=60) as http:
-            soak = Soak(http, words)
-            for _ in range(ROUNDS):
-                await soak.run(STREAMS // ROUNDS)
-                measurements.append(Memory.of(soaked))
-        await base.wait_until_restored()
-        measurements.append(Memory.of(soaked))
-        series = (await own.get("/metrics")).text.count("\nsglang:http_requests_total")
-    seconds = time.monotonic() - started
-    print(f"\n{STREAMS} streams in {seconds:.0f} s; {base.figures}; {series} series of requests")
-    for memory in measurements:
-        sizes = f"http {memory.http:.1f} MB, scheduler {memory.scheduler:.1f} MB"
-        print(f"  {sizes}, {memory.files} files")
-    warm, last = measurements[0], measurements[-1]
-    assert last.http - warm.http < SLACK_MB
-    assert last.scheduler - warm.scheduler < SLACK_MB
-    assert last.files <= warm.files
-    assert series < 20
+        series: list[int] = []
+
+        async def settle() -> None:
+            await base.wait_until_restored()
+            page = (await own.get("/metrics")).text
+            # That of requests has the path.
+            series.append(page.count("\nsglang:http_requests_total"))
+            assert page.count("\nflashmoa:") < 30
+
+        await ask_often(Soak(http, words).ask, engine_processes(soaked), settle)
+        assert series[-1] < 20, series
     await soaked.stop()

@@ -32,3 +32,13 @@ async def router(engine: LocalEngine, downstream: LocalEngine) -> AsyncGenerator
     """A client of a router in front of the session's two engines."""
     async with serve_router(make_options(engine, downstream)) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of engines that publish KV events, for which SGLang compiles a hash function.
+
+    It compiles in a new folder, because an engine that is killed while it compiles leaves a lock
+    for which torch would wait without end.
+    """
+    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}

@@ -20,16 +20,6 @@ Words = Callable[[int, int], str]
 BLOCKS = "flashmoa_router_engine_blocks{"
 
 
-@pytest.fixture(scope="module")
-def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of engines that publish KV events, for which SGLang compiles a hash function.
-
-    It compiles in a new folder, because an engine that is killed while it compiles leaves a lock
-    for which torch would wait without end.
-    """
-    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("torch-extensions"))}
-
-
 async def wait_for_blocks(router: httpx.AsyncClient, blocks: int) -> None:
     """Wait until the router's tables have this many blocks."""
     with anyio.fail_after(30):

@@ -1,0 +1,37 @@
+"""Test that a router that runs for long keeps nothing of the requests that are over."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.retention import kept_by
+from tests.unit.router.support import FakeEngine, routing
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_router_keeps_nothing_of_requests_that_are_over() -> None:
+    engine = FakeEngine("s1", needs_key=False)
+
+    async with routing(engine) as client:
+
+        async def ask(number: int) -> None:
+            # Prompts shorter than a block are in no table.
+            messages = [{"role": "user", "content": f"Go {number}."}]
+            for path, body in [
+                ("/v1/chat/completions", {"messages": messages}),
+                ("/prompt_streams", {"text": f"{number}"}),
+                ("/generate", {"text": f"{number}", "prompt_stream_id": "s1"}),
+                ("/generate", {"text": f"{number}", "prompt_stream_id": f"gone{number}"}),
+            ]:
+                status, _ = await client("POST", path, json.dumps(body).encode())
+                assert status == 200
+            assert (await client("DELETE", "/prompt_streams/s1"))[0] == 200
+            for path in (f"/prompt_streams/gone{number}", f"/nothing/{number}"):
+                assert (await client("GET", path))[0] == 404
+            engine.requests.clear()
+            engine.named_ranks.clear()
+
+        assert await kept_by(ask) < 3

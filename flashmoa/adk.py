@@ -291,8 +291,8 @@ class RunPlanner(LinkPlanner):
         ``None`` if a callback may change that answer, or one of the tools is ADK's: that may ask
         another agent, or end this one.
         """
-        actor, content = self.root.find_agent(agent), answer
-        assert isinstance(content, types.Content)
+        actor: Any = self.root.find_agent(agent)
+        content: Any = answer
         calls = [part.function_call for part in content.parts or () if part.function_call]
         if reason := self._why_unknown(actor):
             raise NotForecastable(reason)

@@ -203,6 +203,18 @@ class EngineClient:
                     raise
                 return await self.plain.render(messages, fields)
 
+    async def render_response(self, body: Mapping[str, Any]) -> str:
+        """Return the prompt that the engine makes of a request of the Responses API, as text.
+
+        Raises: MalformedRequest without the plugin; see :meth:`render`.
+        """
+        async with self._answering_soon():
+            try:
+                return (await self.ask("POST", "/render_response", wire.RenderedText, body)).text
+            except errors.PluginMissing as problem:
+                text = "only engines with the plugin render requests of the Responses API"
+                raise errors.MalformedRequest(text, 400, "malformed") from problem
+
     async def prefill_only(
         self,
         *,

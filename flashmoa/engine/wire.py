@@ -234,11 +234,13 @@ class PromptUsage(_EngineAnswer):
 
     @classmethod
     def from_openai(cls, usage: dict[str, Any]) -> PromptUsage:
-        """Convert the ``usage`` object of a chat completion."""
-        details: dict[str, Any] = usage.get("prompt_tokens_details") or {}
+        """Convert the ``usage`` object of a chat completion, or of the Responses API."""
+        is_chat = "prompt_tokens" in usage
+        before, after = ("prompt", "completion") if is_chat else ("input", "output")
+        details: dict[str, Any] = usage.get(f"{before}_tokens_details") or {}
         return cls(
-            prompt_tokens=usage.get("prompt_tokens") or 0,
-            completion_tokens=usage.get("completion_tokens") or 0,
+            prompt_tokens=usage.get(f"{before}_tokens") or 0,
+            completion_tokens=usage.get(f"{after}_tokens") or 0,
             cached_tokens=details.get("cached_tokens"),
             streamed_tokens=details.get("streamed_tokens"),
             late_tokens=details.get("late_tokens"),

@@ -18,6 +18,7 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
@@ -41,7 +42,9 @@ _REQUEST_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
 _POLICY = f"{_MANAGERS}.schedule_policy"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
-_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
+_RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -76,7 +79,12 @@ def attach_api(_result: None, manager: Any) -> None:
     # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
     from flashmoa_sglang.http.api import Api
 
-    renderer = rendering.ChatRenderer(lambda: http_server.app.state.openai_serving_chat)
+    handlers = http_server.app.state
+    renderer = rendering.ChatRenderer(
+        lambda: handlers.openai_serving_chat,
+        # SGLang has none if it lacks a package for it.
+        lambda: getattr(handlers, "openai_serving_responses", None),
+    )
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     Api(engine, table, renderer).add_to(http_server.app)
@@ -113,9 +121,10 @@ def generate_request(
 
 
 async def handle_chat(
-    original: Callable[..., Any], chat: Any, request: Any, raw_request: Any
+    original: Callable[..., Any], chat: Any, request: Any, raw_request: Any = None
 ) -> Any:
-    """Do the same for chat completions; wraps ``OpenAIServingChat.handle_request``."""
+    """Do the same for chats; wraps ``OpenAIServingChat.handle_request``, and what does the like for
+    the Responses API."""
     table: StreamTable | None = chat.tokenizer_manager.flashmoa_table
     if table is None:
         return await original(chat, request, raw_request)
@@ -198,6 +207,12 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
+    # SGLang starts without this package, but has no Responses API then.
+    *(
+        Hook(f"{_RESPONSES}.create_responses", "around", handle_chat)
+        for found in [find_spec("openai_harmony")]
+        if found
+    ),
     # This method also returns the number of requests that were paused.
     Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
     *(

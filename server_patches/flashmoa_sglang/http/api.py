@@ -64,6 +64,7 @@ class Api:
             ("GET", "/flashmoa/info", self.info),
             ("POST", "/prefill_only", self.prefill_only),
             ("POST", "/render", self.render),
+            ("POST", "/render_response", self.render_response),
             ("POST", "/prompt_streams", self.open),
             ("GET", "/prompt_streams", self.count),
             ("GET", "/prompt_streams/{stream_id}", self.state),
@@ -164,6 +165,13 @@ class Api:
         if prompt.messages is None:
             raise MalformedRequest("/render needs messages; this body has none.")
         return {"text": self._reader.render(prompt).text}
+
+    async def render_response(self, request: Request) -> dict[str, Any]:
+        from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+
+        self._reader.require_tokenizer()
+        body = await bodies.parse(request, ResponsesRequest)
+        return {"text": (await self._renderer.render_response(body)).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
         self._require_kv()

@@ -30,7 +30,7 @@ from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
@@ -403,37 +403,45 @@ def _put_expectation(obj: Any, expected_output: int | None) -> None:
 
 
 def annotate_chat(result: Any, request: StreamRequest) -> Any:
-    """Add the stream's figures to the usage of a chat answer, whether it is streamed or not."""
+    """Add the stream's figures to the usage of an answer, whether it is streamed or not.
+
+    It is an answer to a chat completion or of the Responses API, which streams its events itself.
+    """
     if hasattr(result, "body_iterator"):
         result.body_iterator = _annotate_events(result.body_iterator, request)
         return result
+    if hasattr(result, "__aiter__"):
+        return _annotate_events(result, request)
     if getattr(result, "usage", None) is None or request.usage is None:
         return result
     from fastapi.responses import JSONResponse
 
-    payload = json.loads(result.model_dump_json())
+    payload = json.loads(result.model_dump_json(by_alias=True))
     _add_figures(payload["usage"], request.usage)
     return JSONResponse(payload)
 
 
-async def _annotate_events(events: Any, request: StreamRequest) -> AsyncIterator[Any]:
+async def _annotate_events(events: Any, request: StreamRequest) -> AsyncGenerator[Any]:
     async for event in events:
         text = event if isinstance(event, str) else event.decode()
         yield _annotate_event(text, request) if '"usage":{' in text.replace(" ", "") else event
 
 
 def _annotate_event(event: str, request: StreamRequest) -> str:
-    if not event.startswith("data: {") or request.usage is None:
+    # Events of the Responses API have their type before their data.
+    before, found, data = event.partition("data: {")
+    if not found or request.usage is None:
         return event
-    payload = json.loads(event[len("data: ") :])
-    if payload.get("usage"):
-        _add_figures(payload["usage"], request.usage)
-    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+    payload = json.loads("{" + data)
+    usage = payload.get("usage") or (payload.get("response") or {}).get("usage")
+    if usage:
+        _add_figures(usage, request.usage)
+    return f"{before}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
 def _add_figures(usage: dict[str, Any], figures: dict[str, Any]) -> None:
-    details = dict(usage.get("prompt_tokens_details") or {})
+    place = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+    usage[place] = dict(usage.get(place) or {})
     for name in ("cached_tokens", "streamed_tokens", "late_tokens"):
-        details[name] = figures[name]
-    usage["prompt_tokens_details"] = details
+        usage[place][name] = figures[name]
     usage["prompt_stream"] = figures["prompt_stream"]

@@ -7,6 +7,7 @@ with a prompt stream it takes the stream's tokens; otherwise it calls the origin
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
 
@@ -95,10 +96,15 @@ def note_served(
 
 
 class ChatRenderer:
-    """Renders chat messages with the server's chat template and arguments."""
+    """Renders chats with the server's chat template and arguments.
 
-    def __init__(self, chat: Callable[[], Any]) -> None:
+    Args:
+        chat, responses: return SGLang's handlers of chat completions and of the Responses API.
+    """
+
+    def __init__(self, chat: Callable[[], Any], responses: Callable[[], Any]) -> None:
         self._chat = chat
+        self._responses = responses
 
     @property
     def template(self) -> str:
@@ -143,27 +149,57 @@ class ChatRenderer:
         problem = chat._validate_request(request)
         if problem:
             raise MalformedRequest(problem)
-        rendered = RenderedPrompt()
-        token = _rendering.set(rendered)
-        try:
+        with _recording() as rendered:
             result = chat._process_messages(request, is_multimodal=False)
-        except Exception as error:
-            # A template is a program, and may raise any exception for messages that it refuses.
-            raise MalformedRequest(
-                f"The chat template refuses these messages: {_short(error)}"
-            ) from error
-        finally:
-            _rendering.reset(token)
         if result.image_data or result.video_data or result.audio_data:
             raise MalformedRequest(
                 "Only text can be rendered; send images with the request itself."
             )
-        if not rendered.pieces:
-            raise MalformedRequest(
-                "This model's chat template is encoded directly to tokens, so there is no text to "
-                "render; send input_ids."
-            )
         return rendered
+
+    async def render_response(self, request: Any) -> RenderedPrompt:
+        """Render a ``ResponsesRequest``, which SGLang makes a chat of.
+
+        Raises: MalformedRequest if its prompt depends on more than the request, or the chat
+            template refuses it or does not produce text.
+        """
+        if request.previous_response_id is not None:
+            raise MalformedRequest(
+                "A request with previous_response_id has a prompt that is stored; send the whole "
+                "input."
+            )
+        responses = self._responses()
+        if responses is None or responses.use_harmony:
+            raise MalformedRequest(
+                "This server renders no requests of the Responses API as text; send input_ids."
+            )
+        with _recording() as rendered:
+            await responses._make_request(request, None, responses.tokenizer_manager.tokenizer)
+        return rendered
+
+
+@contextmanager
+def _recording() -> Generator[RenderedPrompt]:
+    """Record the prompt that SGLang renders in this context, instead of encoding it.
+
+    Raises: MalformedRequest if the chat template refuses it or does not produce text.
+    """
+    rendered = RenderedPrompt()
+    token = _rendering.set(rendered)
+    try:
+        yield rendered
+    except Exception as error:
+        # A template is a program, and may raise any exception for messages that it refuses.
+        raise MalformedRequest(
+            f"The chat template refuses these messages: {_short(error)}"
+        ) from error
+    finally:
+        _rendering.reset(token)
+    if not rendered.pieces:
+        raise MalformedRequest(
+            "This model's chat template is encoded directly to tokens, so there is no text to "
+            "render; send input_ids."
+        )
 
 
 def _short(error: Exception) -> str:

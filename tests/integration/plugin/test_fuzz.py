@@ -41,6 +41,10 @@ message = st.fixed_dictionaries(
     optional={"content": st.text(max_size=20) | junk, "name": junk, "tool_calls": junk},
 )
 messages = st.lists(message, max_size=3)
+item = message | st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"])},
+    optional=dict.fromkeys(("role", "content", "summary", "arguments", "output", "id"), junk),
+)
 tool = st.fixed_dictionaries({"type": st.just("function") | junk}, optional={"function": junk})
 
 
@@ -70,6 +74,16 @@ sampling = st.fixed_dictionaries({"max_new_tokens": few}, optional={"custom_para
 ROUTES: dict[str, st.SearchStrategy[Any]] = {
     "/prefill_only": body({}, **prompt),
     "/render": body({"messages": messages}, **prompt),
+    "/render_response": body(
+        {"input": text | st.lists(item, max_size=3), "model": st.just("m")},
+        instructions=text,
+        tools=st.lists(junk, max_size=1),
+        previous_response_id=text,
+        reasoning=junk,
+        chat_template_kwargs=junk,
+        text=junk,
+        tool_choice=junk,
+    ),
     "/prompt_streams": body({"text": text}, **prompt, ttl_seconds=st.floats(0.01, 100)),
     "/prompt_streams/OPEN/append": body({"seq": few}, text=text, input_ids=ids, end=st.booleans()),
     # The fields that SGLang reads itself are always valid, because SGLang is not tested here.

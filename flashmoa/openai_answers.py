@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any, cast
@@ -20,6 +21,8 @@ from flashmoa.engine.generation import (
     read_content,
 )
 from flashmoa.linking.calls import CallResult
+from flashmoa.linking.prompt import NotForecastable
+from flashmoa.linking.response_items import read_items
 
 
 class UnusableStream(Exception):
@@ -98,9 +101,9 @@ class AnswerReader:
                 self.problem = f"the server answered with an error: {event['error']}"
                 self.is_over = self._is_strict
             text = self._merge_event(event) if self._is_strict else self._take(event)
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
             start = data[:200].decode(errors="replace")
-            self.problem = f"the server's answer is no chat completion: {start!r}"
+            self.problem = f"the server's answer is none of OpenAI's: {start!r}"
             if self._is_strict:
                 raise UnusableStream(self.problem) from error
             return ""
@@ -207,6 +210,55 @@ class AnswerReader:
         absent = {name for name in ("usage", "error") if self._fields.get(name) is None}
         fields = {name: self._fields[name] for name in self._fields if name not in absent}
         return {**fields, "object": "chat.completion", "choices": choices}
+
+
+class ResponseReader(AnswerReader):
+    """Reads an answer of the Responses API, which the last event of a stream has as a whole."""
+
+    _result: CallResult | None = None
+
+    def _take(self, event: Mapping[str, Any]) -> str:
+        kind = event.get("type") if self._is_stream else "response.completed"
+        if kind == "response.output_text.delta":
+            return "" + event["delta"]
+        if kind in _LAST_EVENTS:
+            self.is_over = self._is_stream
+            response: Mapping[str, Any] = event.get("response", event)
+            problem = response.get("error") or response.get("message") or response.get("status")
+            self.problem = f"the server answered with an error: {problem}"
+            self._result = _read_response(response)
+        return ""
+
+    def _expect(self, data: bytes, event: dict[str, Any]) -> None:
+        """Expect nothing: events are numbered, so that each is another one."""
+
+    def result(self) -> CallResult | None:
+        self.end()
+        return self._result
+
+
+def _read_response(response: Mapping[str, Any]) -> CallResult | None:
+    """Return an answer of the Responses API; ``None`` if it is not complete."""
+    if (status := response.get("status")) not in ("completed", "incomplete"):
+        return None
+    output: list[dict[str, Any]] = response["output"] + []
+    texts = [read_content(item.get("content")) for item in output if item.get("type") == "message"]
+    calls = any(item.get("type") == "function_call" for item in output)
+    messages: list[Any] = []
+    with suppress(NotForecastable):  # It has used tools of the server.
+        messages = read_items(output)
+    usage: Any = response.get("usage")
+    return CallResult(
+        "".join(texts),
+        PromptUsage.from_openai(usage) if usage else None,
+        "length" if status == "incomplete" else "tool_calls" if calls else "stop",
+        len(texts) == 1 and bool(texts[0]) and not calls,
+        # The message that agents send back.
+        messages[0] if calls and len(messages) == 1 else None,
+    )
+
+
+_LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""Observe the chat completions of an OpenAI client, in the HTTP client below it.
+"""Observe the answers that an OpenAI client asks for, in the HTTP client below it.
 
 Every request passes there, below OpenAI's retry loop: those of ``create``, ``stream`` and
 ``parse``, of copies of the client, and of frameworks that were given it. Retries, exceptions and
 timeouts stay as they are. A request whose whole answer is asked for is sent as a streaming one, so
 that its text is observed while it is being generated; its response is put together as it would have
-been. What a server does not take in this form is sent to it as it was.
+been. What a server does not take in this form is sent to it as it was, and so is a request of the
+Responses API for a whole answer: streams do not have all fields of that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from flashmoa.engine.connections import keep_by_loop
 from flashmoa.engine.generation import is_event_stream
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.linking.calls import CallObserver
-from flashmoa.openai_answers import AnswerReader, UnusableStream
+from flashmoa.linking.response_items import as_chat
+from flashmoa.openai_answers import AnswerReader, ResponseReader, UnusableStream
 from flashmoa.openai_io import (
     BlockingIO,
     Request,
@@ -34,7 +36,7 @@ from flashmoa.openai_io import (
     http_module,
     is_blocking,
 )
-from flashmoa.openai_requests import as_stream, change_body, read_chat_body
+from flashmoa.openai_requests import as_stream, change_body, is_response, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
     async def send(request: Request, **options: Any) -> Response:
         found = [find for each in tuple(finders) if (find := each()) is not None]
         # Without them, prompts of megabytes need not be parsed.
-        body = read_chat_body(request) if found else None
+        body = read_body(request) if found else None
         if body is None:
             return await client.send(request, **options)
         observer = next(filter(None, (find(request, body) for find in found)), None)
@@ -122,8 +124,9 @@ async def _send_observed(
     options: Mapping[str, Any],
     observer: CallObserver,
 ) -> Response:
+    kind = ResponseReader if is_response(request) else AnswerReader
     try:
-        observer.on_prompt(body)
+        observer.on_prompt(body if kind is AnswerReader else as_chat(body))
     except Exception:
         # The server decides what is wrong with a request.
         logger.exception("A prompt could not be reported; the request is sent all the same")
@@ -134,14 +137,15 @@ async def _send_observed(
         fields["expected_output_tokens"] = observer.expected_output_tokens
     on_text = _contained(observer.on_text)
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
-    taps = observer.takes_text and not body.get("tools")
+    taps = observer.takes_text and not body.get("tools") and kind is AnswerReader
     response = await send_changed(client, request, body, fields, options, on_text if taps else None)
     # A hook of the HTTP client may have read a stream already.
     if options.get("stream") and not response.is_closed:
-        response.stream = client.watch(response, PassingAnswer(response, observer, on_text))
+        response.stream = client.watch(response, PassingAnswer(response, observer, on_text, kind))
         observer.on_response(partial(client.close, response))
     else:
-        report_whole(response, response.content, observer, is_stream=is_event_stream(response))
+        reader = kind(is_stream=is_event_stream(response))
+        report_whole(response, response.content, observer, reader)
     return response
 
 
@@ -409,18 +413,25 @@ class PassingAnswer:
 
     Args:
         on_text: the function to call with each piece of the answer's text; it must not raise.
+        kind: what reads such answers.
     """
 
-    def __init__(self, response: Any, observer: CallObserver, on_text: OnText) -> None:
+    def __init__(
+        self,
+        response: Any,
+        observer: CallObserver,
+        on_text: OnText,
+        kind: type[AnswerReader] = AnswerReader,
+    ) -> None:
         self._response = response
         self._observer = observer
         self._on_text = on_text
         self._is_encoded = "content-encoding" in response.headers
         # Given a stream, a response does not try to read a body.
-        kind = cast("Any", type(response))
-        self._make_twin = partial(kind, 200, headers=response.headers, stream=response.stream)
+        make = cast("Any", type(response))
+        self._make_twin = partial(make, 200, headers=response.headers, stream=response.stream)
         self._is_stream = is_event_stream(response)
-        self._reader = AnswerReader(is_stream=self._is_stream)
+        self._reader = kind(is_stream=self._is_stream)
         self._document: list[bytes] = []
         self._is_over = False
 
@@ -448,7 +459,8 @@ class PassingAnswer:
             self.end()
         elif not self._is_over:
             self._is_over = True
-            report_whole(self._response, b"".join(self._document), self._observer)
+            content = b"".join(self._document)
+            report_whole(self._response, content, self._observer, self._reader)
 
     def end(self, error: BaseException | None = None) -> None:
         """Report the answer, of which no more bytes will be read; ``error`` says why not."""
@@ -486,7 +498,7 @@ def report_end(
 
 
 def report_whole(
-    response: Any, content: bytes, observer: CallObserver, *, is_stream: bool = False
+    response: Any, content: bytes, observer: CallObserver, reader: AnswerReader
 ) -> None:
     """Tell an observer of an answer, or of a refusal, of which all bytes are there.
 
@@ -495,12 +507,11 @@ def report_whole(
     Args:
         response: the response, of httpx or httpx2.
         content: its whole body, without content encoding.
-        is_stream: see :class:`AnswerReader`.
+        reader: reads it.
     """
     if response.is_error:
         observer.on_failure(_make_refusal(response, content))
         return
-    reader = AnswerReader(is_stream=is_stream)
     reader.feed(content)
     report_end(reader, observer)
 

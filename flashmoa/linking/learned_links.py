@@ -20,7 +20,8 @@ from flashmoa.linking.learned_runs import (
 from flashmoa.linking.learned_texts import Messages, end_at
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
-from flashmoa.linking.prompt import Placeholders, Prompt
+from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
+from flashmoa.linking.response_items import write_messages
 from flashmoa.observe import Listener
 
 # What is known beforehand of a call two steps away is prefilled while others write. A call further
@@ -200,4 +201,9 @@ def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
 
 
 async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
+    if request.unknown is not None:
+        raise NotForecastable(request.unknown)
+    if request.is_response:
+        written = write_messages(messages)
+        return await engine.render_response({**written, **request.fields, "model": request.model})
     return await engine.render(messages, **request.fields)

@@ -43,7 +43,7 @@ _MOST_COMPARED = 32
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request for a chat completion, as far as its prompt depends on it, and its headers.
+    """A request for an answer, as far as its prompt depends on it, and its headers.
 
     Attributes:
         url: the root URL of its server.
@@ -53,6 +53,8 @@ class RecordedRequest:
         namespace: the namespace of its KV; see ``flashmoa.engine.kv_namespace``.
         headers: the headers by which its client asks for anything, with its key. A request that is
             sent again with other ones is the same.
+        is_response: whether it is one of the Responses API; see :mod:`.response_items`.
+        unknown: why its prompt cannot be known, if it cannot.
     """
 
     url: str
@@ -61,6 +63,8 @@ class RecordedRequest:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     namespace: Mapping[str, str] = field(default_factory=dict[str, str])
     headers: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
+    is_response: bool = False
+    unknown: str | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -13,6 +13,12 @@ from flashmoa.engine.connections import engine_url
 from flashmoa.linking.learned_links import SentInPlace
 from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.linking.prompt import NotForecastable
+from flashmoa.linking.response_items import (
+    Message,
+    read_messages,
+    response_fields,
+)
+from flashmoa.openai_requests import is_response
 
 # Headers of one connection or body: the client that links use has its own.
 _OF_TRANSFER = frozenset(
@@ -36,8 +42,10 @@ settings_by_http: WeakKeyDictionary[Any, EngineSettings] = WeakKeyDictionary()
 def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
     """Return a request of OpenAI's client, given its HTTP request and the body of that.
 
-    Raises: ValueError, LookupError if it is no request for a chat completion.
+    Raises: ValueError, LookupError if it is no request for an answer.
     """
+    if is_response(request):
+        return _read_response(request, body)
     return RecordedRequest(
         url=engine_url(str(request.url).partition("/chat/completions")[0]),
         model=body.get("model") or "",
@@ -45,6 +53,24 @@ def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
         fields=prompt_fields(body),
         namespace=kv_namespace(body),
         headers=_headers_of_client(request.headers),
+    )
+
+
+def _read_response(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
+    messages, unknown = list[Message](), None
+    try:
+        messages = read_messages(body)
+    except NotForecastable as problem:
+        unknown = str(problem)
+    return RecordedRequest(
+        url=engine_url(str(request.url).partition("/responses")[0]),
+        model=body.get("model") or "",
+        messages=messages,
+        fields=response_fields(body),
+        namespace=kv_namespace(body),
+        headers=_headers_of_client(request.headers),
+        is_response=True,
+        unknown=unknown,
     )
 
 

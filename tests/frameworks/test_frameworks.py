@@ -32,6 +32,8 @@ pytestmark = pytest.mark.anyio
 
 TASK = "Plan three days in Nepal for two people."
 TOKENS = SETTINGS["max_tokens"]
+# Each of a random model's answers has one of these before long.
+STOP = ["x", "z", "q", "j"]
 
 
 class State(TypedDict):
@@ -89,14 +91,21 @@ def langgraph_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
     return program
 
 
-def agents_sdk_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
+def agents_sdk_program(
+    rounds: Rounds,
+    clients: Clients,
+    guide: str,
+    kind: type[agents.Model] = agents.OpenAIChatCompletionsModel,
+    **ends: Any,
+) -> Program:
     """Make a program of sequential code; an agent that streams hands over to another one."""
     agents.set_tracing_disabled(True)
-    models = [
-        agents.OpenAIChatCompletionsModel("tiny", client)
+    models: list[Any] = [
+        kind("tiny", client)  # type: ignore[call-arg]
         for client in (clients.first, clients.second)
     ]
-    settings = agents.ModelSettings(temperature=0, max_tokens=TOKENS, extra_body=BODY)
+    ends = ends or {"max_tokens": TOKENS, "extra_body": BODY}
+    settings = agents.ModelSettings(temperature=0, **ends)
 
     async def call(agent: Agent, content: str) -> str:
         instructions = f"{guide}\n{agent.role}"
@@ -115,6 +124,12 @@ def agents_sdk_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
         return str((await agents.Runner.run(actor, content)).final_output)
 
     return partial(play, rounds, call, TASK)
+
+
+def agents_sdk_responses_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
+    """Make the same of the SDK's default models, which refuse answers that are cut."""
+    ends = {"max_tokens": 1000, "extra_body": {"stop": STOP}}
+    return agents_sdk_program(rounds, clients, guide, agents.OpenAIResponsesModel, **ends)
 
 
 def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
@@ -149,7 +164,7 @@ def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "make",
-    [langgraph_program, agents_sdk_program, pydantic_ai_program],
+    [langgraph_program, agents_sdk_program, agents_sdk_responses_program, pydantic_ai_program],
     ids=lambda make: make.__name__,
 )
 async def test_random_programs_answer_the_same_linked(

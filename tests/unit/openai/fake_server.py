@@ -28,11 +28,12 @@ both_clients = pytest.mark.parametrize(
 
 
 class FakeServer:
-    """Serves chat completions and any number of prompt streams.
+    """Serves chat completions, the Responses API and any number of prompt streams.
 
     Attributes:
         requests: every request so far, as (path, body, headers).
         chat: answers chat completions.
+        response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.
     """
 
@@ -40,6 +41,7 @@ class FakeServer:
         self.is_blocking = False
         self.requests: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.chat: Chat = lambda body: stream(chunks()) if body.get("stream") else whole()
+        self.response: Chat = self.chat
         self._ids = itertools.count()
 
     def client(self, **more: Any) -> Any:
@@ -61,6 +63,10 @@ class FakeServer:
         self.requests.append((path, body, request.headers))
         if path.endswith("/chat/completions"):
             return self.chat(body)
+        if path.endswith("/responses"):
+            return self.response(body)
+        if path == "/render_response":
+            return httpx.Response(200, json={"text": json.dumps(body)})
         if path == "/render":
             text = "\n".join(message["content"] for message in body["messages"])
             return httpx.Response(200, json={"text": text})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flashmoa.openai_requests import change_body, read_chat_body
+from flashmoa.openai_requests import change_body, read_body
 
 # With halves of surrogate pairs, and with what stands in place of another field.
 TEXTS = st.text(max_size=8) | st.sampled_from(["\ud800", '"stream":false', '{"stream":false}'])
@@ -39,7 +39,7 @@ def test_a_changed_body_has_its_fields_and_the_new_ones(
     text = json.dumps(body, ensure_ascii=is_ascii, separators=separators)
     content = text.encode(errors="surrogatepass")
     url = "http://engine/v1/chat/completions"
-    read = read_chat_body(httpx.Request("POST", url, content=content))
+    read = read_body(httpx.Request("POST", url, content=content))
     if not is_ascii and "\ud800" in text:
         assert read is None
         return

@@ -1,0 +1,134 @@
+"""Calls of the Responses API on real SGLang are linked, and answered the same."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa.engine import EngineClient
+from flashmoa.engine.local import LocalEngine
+from flashmoa.observe import Event, LinkDeclined, LinkOpened
+from flashmoa.observe.calls import calls
+from flashmoa.openai import OpenAI, run
+from tests.integration.openai.programs import Clients, links_opened, play_linked, statuses
+
+pytestmark = pytest.mark.anyio
+
+TASK = "Plan three days in Nepal for two people."
+REQUEST: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 48}
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {"far": {"type": "boolean"}},
+        "required": ["far"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+async def ask(client: Any, text: str, guide: str | None = None, *, stream: bool = False) -> str:
+    """Return the answer to a user's text, of a client of either kind."""
+    request = {**REQUEST, "instructions": guide, "input": text, "stream": stream}
+    answer = client.responses.create(**request)
+    found: Any = await answer if inspect.isawaitable(answer) else answer
+    if not stream:
+        return found.output_text
+    events = [each async for each in found] if hasattr(found, "__aiter__") else [*found]
+    return "".join([each.delta for each in events if each.type == "response.output_text.delta"])
+
+
+async def chain(first: Any, second: Any, guide: str, *, stream: bool) -> list[str]:
+    plan = await ask(first, TASK, stream=stream)
+    await links_opened(1)
+    check = await ask(second, f"Check:\n{plan}", f"{guide}\nYou check plans.", stream=stream)
+    await links_opened(2)
+    whole = f"{TASK}\nPlan: {plan}\n\nRemarks: {check.strip()}\n\nSum it up."
+    return [plan, check, await ask(first, whole, f"{guide}\nYou sum up.", stream=stream)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_second_run_is_linked_and_answers_the_same(
+    clients: Clients, guide: str, stream: bool
+) -> None:
+    program = partial(chain, clients.first, clients.second, guide[:3000], stream=stream)
+    unlinked = await program()
+    assert await play_linked(f"responses {stream}", program) == unlinked
+    events: list[Event] = []
+    assert await play_linked(f"responses {stream}", program, events) == unlinked
+    assert statuses(events) == [None, "hit", "hit"]
+
+
+async def test_a_program_without_an_event_loop_is_linked(
+    clients: Clients, engine: LocalEngine, downstream: LocalEngine, guide: str
+) -> None:
+    events: list[Event] = []
+
+    def play() -> None:
+        with OpenAI(base_url=engine.url) as first, OpenAI(base_url=downstream.url) as second:
+
+            def program() -> list[str]:
+                return asyncio.run(chain(first, second, guide[:3000], stream=False))
+
+            unlinked = program()
+            for _ in range(2):
+                events.clear()
+                with run("blocking responses", listener=events.append):
+                    assert program() == unlinked
+
+    await asyncio.to_thread(play)
+    assert len(calls(events)) == 3 and "hit" in statuses(events)
+
+
+async def test_a_request_after_a_tool_is_linked_in_the_first_run(
+    clients: Clients, client: EngineClient, guide: str
+) -> None:
+    events: list[Event] = []
+
+    async def program(*, waits: bool) -> str:
+        items: list[Any] = [{"role": "user", "content": TASK}]
+        request = {**REQUEST, "instructions": guide[:3000], "tools": [LOOK]}
+        forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+        forced = {**request, **forced, "max_output_tokens": 100}
+        called = await clients.first.responses.create(input=items, **forced)
+        items += [item.to_dict() for item in called.output]
+        ids = [item.call_id for item in called.output if item.type == "function_call"]
+        with anyio.fail_after(20):
+            while waits and not any(isinstance(event, LinkOpened) for event in events):  # noqa: ASYNC110
+                await anyio.sleep(0.002)
+        items += [
+            {"type": "function_call_output", "call_id": id_, "output": "A fine place."}
+            for id_ in ids
+        ]
+        done = await clients.first.responses.create(input=items, **request)
+        return f"{len(ids)} {done.output_text}"
+
+    unlinked = await program(waits=False)
+    assert unlinked.startswith("1 ")
+    for _ in ("first", "second"):
+        events.clear()
+        await client.flush_cache()
+        assert await play_linked("looking", partial(program, waits=True), events) == unlinked
+        assert statuses(events) == [None, "hit"]
+
+
+async def test_what_continues_a_stored_answer_runs_unlinked(clients: Clients) -> None:
+    async def program() -> str:
+        first: Any = await clients.first.responses.create(input=TASK, **REQUEST)
+        more = {"previous_response_id": first.id, "input": "Go on."}
+        return (await clients.first.responses.create(**more, **REQUEST)).output_text
+
+    unlinked = await program()
+    events: list[Event] = []
+    for _ in range(2):
+        assert await play_linked("stored", program, events) == unlinked
+    assert statuses(events) == [None] * 4
+    declined = [event.reason for event in events if isinstance(event, LinkDeclined)]
+    assert all("stored at the server (previous_response_id)" in reason for reason in declined)

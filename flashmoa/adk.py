@@ -279,8 +279,8 @@ class RunPlanner(LinkPlanner):
     def end_agent(self, agent: Any) -> None:
         """Note that the messages of an agent are there; of several at a time, it was the next."""
         self._ended.add(agent.name)
-        if held := self._held.get(agent.name):  # Its tools have ended it.
-            self.give_up(held)
+        if held := self.held.get(agent.name):  # Its tools have ended it.
+            self.held.give_up(held)
         self.end_link(agent.name, "unused")
         if self.running:
             self.plan()
@@ -330,7 +330,7 @@ class RunPlanner(LinkPlanner):
             # A callback may have to make JSON of it yet.
             with suppress(TypeError, ValueError):
                 whole = result if isinstance(result, dict) else {"result": result}
-                self.add_result(request, tool, json.dumps(whole))
+                self.held.add_result(request, tool, json.dumps(whole))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """End the links, as others also get tool calls and results, or another text."""

@@ -288,9 +288,9 @@ class TeamLinkPlanner(LinkPlanner):
 
         def learn(place: int, result: str | None) -> None:
             if result is None:
-                self.give_up(request)
+                self.held.give_up(request)
             else:
-                self.add_result(request, request.tools[place], result)
+                self.held.add_result(request, request.tools[place], result)
 
         observe_tools()
         answer.called.on_result = learn

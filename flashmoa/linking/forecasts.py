@@ -1,5 +1,6 @@
 """Forecast what agents will ask their models (:class:`Forecast`), also when their tools have run
-(:class:`RequestAfterTools`), from requests that dry runs of the agents have captured."""
+(:class:`RequestAfterTools`), from requests that dry runs of the agents have captured; hold what is
+asked after tools while they run (:class:`HeldRequests`)."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from typing import Any
 
 import anyio
 
+from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient, kv_namespace, prompt_fields
 from flashmoa.errors import MalformedRequest, PromptTooLarge
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
+
+# The request after a tool that takes less time comes before its stream would be of any use.
+_AT_ONCE_SECONDS = 0.02
+# A tool that takes longer may take for ever.
+_LONGEST_TOOL_SECONDS = 60.0
+# An engine has no more streams. Programs that only want a tool's arguments send no more requests.
+_MOST_HELD = 256
 
 # Names of agents that write at the same time, and so finish in any order.
 Writers = frozenset[str]
@@ -146,6 +155,66 @@ class RequestAfterTools:
             namespace=self.namespace,
             holds=lambda _, now: now is None or len(self.results) == len(results),
         )
+
+
+class HeldRequests(dict[str, RequestAfterTools]):
+    """Holds the requests of agents whose tools run, by agent, while they are linked.
+
+    Args:
+        host: runs a task for each of them.
+        plan: has what is known of them linked.
+        given_up: hears of one that will not come, and why its link ends.
+    """
+
+    def __init__(
+        self,
+        host: TaskHost,
+        plan: Callable[[], None],
+        given_up: Callable[[RequestAfterTools, str], None],
+    ) -> None:
+        super().__init__()
+        self._host, self._plan, self._given_up = host, plan, given_up
+
+    def hold(self, request: RequestAfterTools) -> None:
+        """Hold a request until it comes, is given up, or its team ends, for a minute at most."""
+
+        async def link_for_a_while() -> None:
+            await anyio.sleep(_AT_ONCE_SECONDS)
+            if self.holds(request):
+                self._plan()
+                with anyio.move_on_after(_LONGEST_TOOL_SECONDS):
+                    await request.dropped.wait()
+                self.give_up(request, "unused")
+
+        if len(self) >= _MOST_HELD:
+            self.give_up(next(iter(self.values())), "unused")
+        self[request.agent] = request
+        self._host.start(link_for_a_while)
+
+    def holds(self, request: RequestAfterTools) -> bool:
+        return self.get(request.agent) is request
+
+    def add_result(self, request: RequestAfterTools, tool: str, text: str) -> None:
+        """Note the result of a tool; it is prefilled once those before it are there."""
+        request.results[tool] = text
+        if self.holds(request):
+            if request.is_complete:
+                # The request comes at once, and brings the last result along.
+                self.let_come(request.agent)
+            else:
+                self._plan()
+
+    def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
+        """Hold a request no longer, since it will not come; its link ends for this reason."""
+        if self.holds(request):
+            request.is_given_up = True
+            self.let_come(request.agent)
+            self._given_up(request, reason)
+
+    def let_come(self, agent: str) -> None:
+        """Hold the request of an agent no longer, if there is one: it comes, or its team ends."""
+        if request := self.pop(agent, None):
+            request.dropped.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ _STEPS = 2
 # The last requests of a run with the same headers and namespaces, each after the one of the example
 # that it stands for, or after itself.
 SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
+# What the key of a call may have after the name of its agent.
+_NUMBER = re.compile(r" \(\d+\)\Z")
 # So many are kept: there may be headers that differ in each request.
 _MOST_SENT = 256
 
@@ -81,13 +84,18 @@ class LearnedLinkPlanner(LinkPlanner):
         return self.begin(recorded.key, engine_request, linkable=known)
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        recorded = self._learned.calls[call.agent]
         text = result.text if result.is_forwarded else None
-        self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
+        if (recorded := self._learned.calls.get(call.agent)) is not None:
+            self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
         super().call_answered(call, result)
+        # Its key does not come again.
+        self._unlinked.pop(call.agent, None)
+        if not self.streams:
+            self.drop_call(call)
 
     def call_failed(self, call: LinkedCall) -> None:
-        self._learned.fail(self._learned.calls[call.agent])
+        if (recorded := self._learned.calls.get(call.agent)) is not None:
+            self._learned.fail(recorded)
         super().call_failed(call)
 
     async def close(self, *, learn: bool) -> None:
@@ -106,10 +114,13 @@ class LearnedLinkPlanner(LinkPlanner):
         upcoming = self._learned.upcoming(_STEPS)
         return [Turn(key) for key in upcoming if key not in self._given_up]
 
-    def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
-        super().give_up(request, reason)
-        if request.is_given_up:
+    def given_up(self, request: RequestAfterTools, reason: str) -> None:
+        super().given_up(request, reason)
+        if request.agent in self._learned.example:
             self._given_up.add(request.agent)
+
+    def agent_of(self, name: str) -> str:
+        return _NUMBER.sub("", name)
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         super().call_held_back(call, reason)
@@ -127,7 +138,7 @@ class LearnedLinkPlanner(LinkPlanner):
             if now is None:
                 return True
             # While its tools run, more is known of a request that is held.
-            is_held = turn.agent in self._held
+            is_held = turn.agent in self.held
             return not is_held and self._learned.predict(turn.agent, written) == messages
 
         variants = [messages]
@@ -148,9 +159,9 @@ class LearnedLinkPlanner(LinkPlanner):
         Results that are not likely to be those of the example are slots that get no text, since
         they are seen only in the request.
         """
-        call = self._learned.calls[agent]
-        key = self._learned.next_key(call)
-        if key is None or call.tool_answer is None:
+        call = self._learned.calls.get(agent)
+        key = self._learned.next_key(call) if call is not None else None
+        if call is None or key is None or call.tool_answer is None:
             return None
         example = self._learned.example.get(key)
         following = example.request if example is not None else _after_first_choice(call.request)

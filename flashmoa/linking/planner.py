@@ -22,7 +22,7 @@ from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.engine import EngineClient
 from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
-from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.linking.forecasts import Forecast, HeldRequests, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.prompt import NotForecastable, Prompt
@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 # A message that is published reaches every agent within a few rounds of the event loop.
 DELIVERY_SECONDS = 0.002
 END_POLL_SECONDS = 0.2
-# The request after a tool that takes less time comes before its stream would be of any use.
-_AT_ONCE_SECONDS = 0.02
-# A tool that takes longer may take for ever.
-_LONGEST_TOOL_SECONDS = 60.0
 _MOST_REPORTED = 1000
 _CHARACTERS_PER_TOKEN = 3
 
@@ -136,6 +132,7 @@ class LinkPlanner(ABC):
             beforehand.
         running: by agent, the calls whose text has not been delivered to the other agents yet.
         caller: the agent that called last; empty before the first call.
+        held: the requests of agents whose tools run.
         changes: number of events that make a plan out of date: calls, and ends of runs. A plan
             compares it after each ``await``.
 
@@ -159,10 +156,10 @@ class LinkPlanner(ABC):
         # Unlinked agents, each with a kind of reason that has been reported; each is reported once.
         self.reported_declines: set[tuple[str, str]] = set()
         self._kv_share = kv_share
-        # By agent, the link to it and what it was made from; requests that are held while the
-        # agent's tools run; and why there is no link, if one was tried.
+        self.held = HeldRequests(self.host, self.plan, self.given_up)
+        # By agent, the link to it and what it was made from, and why there is no link, if one was
+        # tried.
         self._kept: dict[str, tuple[Link, Forecast]] = {}
-        self._held: dict[str, RequestAfterTools] = {}
         self._unlinked: dict[str, _Unlinked] = {}
         # Agents with a link that could not be next at the last plan.
         self._idle: set[str] = set()
@@ -247,8 +244,8 @@ class LinkPlanner(ABC):
         self._planning.drop_pending()
         for agent in list(self._kept):
             self.end_link(agent, reason)
-        for agent in list(self._held):
-            self._let_come(agent)
+        for agent in list(self.held):
+            self.held.let_come(agent)
         self.running.clear()
         declined = (name for name, why in self._unlinked.items() if why is _Unlinked.DECLINED)
         self._unlinked = dict.fromkeys(declined, _Unlinked.DECLINED)
@@ -263,7 +260,7 @@ class LinkPlanner(ABC):
             linkable: whether there can be a link to the agent at all.
         """
         self.changes += 1
-        self._let_come(agent)
+        self.held.let_come(agent)
         own_link = self.take_link(agent, request.engine)
         why = self._unlinked.get(agent)
         unplanned = why is _Unlinked.UNFINISHED or (why is None and self._planning.is_running)
@@ -319,25 +316,13 @@ class LinkPlanner(ABC):
         if self.running.get(call.agent) is call:
             del self.running[call.agent]
 
-    def holds(self, request: RequestAfterTools) -> bool:
-        return self._held.get(request.agent) is request
+    def given_up(self, request: RequestAfterTools, reason: str) -> None:
+        """End the link of a request after tools that will not come."""
+        self.end_link(request.agent, reason)
 
-    def add_result(self, request: RequestAfterTools, tool: str, text: str) -> None:
-        """Note the result of a tool; it is prefilled once those before it are there."""
-        request.results[tool] = text
-        if self.holds(request):
-            if request.is_complete:
-                # The request comes at once, and brings the last result along.
-                self._let_come(request.agent)
-            else:
-                self.plan()
-
-    def give_up(self, request: RequestAfterTools, reason: str = "abort") -> None:
-        """Hold a request no longer, since it will not come; end its link for this reason."""
-        if self.holds(request):
-            request.is_given_up = True
-            self._let_come(request.agent)
-            self.end_link(request.agent, reason)
+    def agent_of(self, name: str) -> str:
+        """Return the agent whose link has a name, by which its reasons to be unlinked are told."""
+        return name
 
     def decline(self, agent: str, problem: Exception) -> None:
         """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
@@ -353,11 +338,11 @@ class LinkPlanner(ABC):
             kind = reason  # It is one of FlashMoA's own sentences.
         self._unlinked[agent] = _Unlinked.DECLINED
         self.end_link(agent, "unused")
-        if (agent, kind) in self.reported_declines:
+        if (self.agent_of(agent), kind) in self.reported_declines:
             return
         if len(self.reported_declines) >= _MOST_REPORTED:
             self.reported_declines.clear()
-        self.reported_declines.add((agent, kind))
+        self.reported_declines.add((self.agent_of(agent), kind))
         logger.warning("%s runs unlinked: %s", agent, reason)
         self.listener(LinkDeclined(agent=agent, engine="", reason=reason))
 
@@ -379,10 +364,10 @@ class LinkPlanner(ABC):
         await anyio.sleep(DELIVERY_SECONDS)
         changes = self.changes
         turns = await self.upcoming(self.caller)
-        self._end_idle({turn.agent for turn in turns} | self.possible() | self._held.keys())
-        for request in self._held.values():
+        self._end_idle({turn.agent for turn in turns} | self.possible() | self.held.keys())
+        for request in self.held.values():
             self.host.start(partial(self._link_held, request, changes))
-        others = [turn for turn in turns if turn.agent not in self._held]
+        others = [turn for turn in turns if turn.agent not in self.held]
         forecasts = await self._forecast_all(others, changes, self.forecast)
         # In the background, so that the next plan does not wait for engines that are slow.
         self.host.start(partial(self._link_forecasts, forecasts, changes))
@@ -551,33 +536,15 @@ class LinkPlanner(ABC):
             self.decline(agent, error)
 
     def _hold_next(self, agent: str, answer: object) -> None:
-        """Link what an agent asks after its tools, as far as it is certain.
-
-        The request is held until it comes, is given up, or its team ends, and for a minute at most.
-        """
+        """Link what an agent asks after its tools, as far as it is certain."""
         try:
             request = self.request_after_tools(agent, answer)
         except Exception as error:
             # Whatever is wrong with a prediction, the agent's answer must reach it.
             self.decline(agent, error)
             return
-        if request is None:
-            return
-
-        async def link_for_a_while() -> None:
-            await anyio.sleep(_AT_ONCE_SECONDS)
-            if self.holds(request):
-                self.plan()
-                with anyio.move_on_after(_LONGEST_TOOL_SECONDS):
-                    await request.dropped.wait()
-                self.give_up(request, "unused")
-
-        self._held[request.agent] = request
-        self.host.start(link_for_a_while)
-
-    def _let_come(self, agent: str) -> None:
-        if request := self._held.pop(agent, None):
-            request.dropped.set()
+        if request is not None:
+            self.held.hold(request)
 
     async def _link_held(self, request: RequestAfterTools, changes: int) -> None:
         forecasts = await self._forecast_all([request.turn], changes, request.forecast)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking import planner
+from flashmoa.linking import forecasts
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.integration.openai.programs import (
@@ -176,7 +176,7 @@ async def test_what_is_held_is_given_back_if_the_request_does_not_come(
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
     if how == "minute":
-        monkeypatch.setattr(planner, "_LONGEST_TOOL_SECONDS", 0.2)
+        monkeypatch.setattr(forecasts, "_LONGEST_TOOL_SECONDS", 0.2)
     watch, opened = Watch(client), anyio.Event()
 
     class Left(Exception):
@@ -237,7 +237,7 @@ async def test_nothing_is_held_where_no_request_followed_before(
 async def test_a_request_that_was_given_up_is_not_linked_again(
     clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "_LONGEST_TOOL_SECONDS", 0.2)
+    monkeypatch.setattr(forecasts, "_LONGEST_TOOL_SECONDS", 0.2)
 
     async def program(tool: Tool) -> str:
         return await agent(clients.first, "You look.", TASK, tool)

@@ -376,7 +376,7 @@ def call_tools(planner: Pair, text: str = "") -> None:
 async def test_a_result_waits_for_those_before_it(planner: Pair) -> None:
     call_tools(planner)
     link = await planner.linked("writer", "Go.\nlook() '")
-    planner.add_result(planner.own, WALK, "2 h")
+    planner.held.add_result(planner.own, WALK, "2 h")
     await planner.planned(renders=2)
     assert planner.link_to("writer") is link and link.prompt.stable() == "Go.\nlook() '"
     assert [slot.name for slot in link.prompt.slots] == [LOOK]
@@ -387,7 +387,7 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
     call_tools(planner)
     link = await planner.linked("writer", "Go.\nlook() '")
     for tool in (LOOK, WALK):
-        planner.add_result(planner.own, tool, "")
+        planner.held.add_result(planner.own, tool, "")
     await planner.planned(renders=1)
     assert planner.link_to("writer") is link and not link.is_over
     planner.begin("writer", REQUEST)
@@ -397,7 +397,7 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
 async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pair) -> None:
     call_tools(planner)
     for tool in (LOOK, WALK):
-        planner.add_result(planner.own, tool, "")
+        planner.held.add_result(planner.own, tool, "")
     await planner.linked("reader", "Read: ")
     planner.plan()
     await planner.planned(renders=0)
@@ -417,13 +417,13 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
     else:
         call_tools(planner)
         await planner.linked("writer", "Go.\nlook() '")
-    planner.give_up(planner.own)
+    planner.held.give_up(planner.own)
     planner.may_render.set()
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
     # What is not held any more changes nothing.
-    planner.add_result(planner.own, LOOK, "")
-    planner.give_up(planner.own)
+    planner.held.add_result(planner.own, LOOK, "")
+    planner.held.give_up(planner.own)
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
 
@@ -431,8 +431,8 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
 async def test_a_request_is_not_held_for_ever(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.planner._LONGEST_TOOL_SECONDS", 0.05)
+    monkeypatch.setattr("flashmoa.linking.forecasts._LONGEST_TOOL_SECONDS", 0.05)
     call_tools(planner)
-    await until(lambda: not planner.holds(planner.own))
+    await until(lambda: not planner.held.holds(planner.own))
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None

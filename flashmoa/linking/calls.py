@@ -3,7 +3,6 @@ answers have been (:class:`OutputLengths`)."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -27,6 +26,8 @@ Item = TypeVar("Item")
 
 # Older answers of an agent say little about its next one.
 _REMEMBERED_LENGTHS = 8
+# So many agents are remembered; each call of a program that is learned counts as one.
+_MOST_AGENTS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +267,13 @@ class OutputLengths:
     """The lengths of the agents' last answers in tokens, from which the next one is expected."""
 
     def __init__(self) -> None:
-        self._lengths: defaultdict[str, deque[int]] = defaultdict(
-            lambda: deque(maxlen=_REMEMBERED_LENGTHS)
-        )
+        self._lengths: dict[str, tuple[int, ...]] = {}
 
     def add(self, agent: str, tokens: int) -> None:
-        self._lengths[agent].append(tokens)
+        lengths = (*self._lengths.pop(agent, ()), tokens)
+        self._lengths[agent] = lengths[-_REMEMBERED_LENGTHS:]
+        if len(self._lengths) > _MOST_AGENTS:
+            del self._lengths[next(iter(self._lengths))]
 
     def keep(self, agents: Collection[str]) -> None:
         """Forget the answers of all agents but these."""

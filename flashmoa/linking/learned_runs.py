@@ -8,10 +8,12 @@ which the texts of this run take the place of those of the example. No I/O.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -20,11 +22,14 @@ from flashmoa.linking.learned_texts import (
     Divergence,
     KnownTexts,
     Messages,
+    SharedValues,
     find_changes,
     find_divergence,
     have_same_start,
     similarity,
 )
+
+logger = logging.getLogger(__name__)
 
 # An answer that calls tools, as a message of OpenAI's API.
 Message = Mapping[str, Any]
@@ -39,6 +44,13 @@ _MOST_UPCOMING = 256
 # Of the calls that a request may be, no more than these first ones are compared with it, since a
 # program may ask thousands of times in the same place.
 _MOST_COMPARED = 32
+# What a run may record; about the bytes of a call itself, beside its messages and answer; and how
+# many calls are remembered after that, since their answers or the results of tools may still come.
+_MOST_BYTES = 64_000_000
+_BYTES_OF_CALL = 1500
+_MOST_PASSING = 256
+# The numbers of so many names are remembered.
+_MOST_NAMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,10 @@ class Program:
 
 
 class LearnedRun:
-    """One run of a program. The work for a call does not grow with the number of calls."""
+    """One run of a program. The work for a call does not grow with the number of calls.
+
+    What is recorded of it does, up to a limit; of a longer run, the beginning is an example.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -163,19 +178,25 @@ class LearnedRun:
         self._failed: defaultdict[Hashable, list[RecordedCall]] = defaultdict(list)
         # Names of which a call began as that of the earlier run did.
         self._alike: set[str] = set()
+        self._shared = SharedValues()
+        # The last calls that are not recorded.
+        self._passing: dict[str, RecordedCall] = {}
 
     def begin(self, name: str, request: RecordedRequest) -> RecordedCall:
         """Record a call that is about to be sent, and return it."""
         failed = self._find_failed(name, request)
         if failed is not None:
             # The engine may have refused the key that it was sent with before.
-            failed.request, failed.has_failed = request, False
+            failed.request, failed.has_failed = self._share(request), False
             return failed
         before = self._find_followed(request)
         key = self.next_key(before) if before is not None else None
         if key is None:
             key = self._likest(name, request) or self._new_key(name)
-        call = RecordedCall(key, name, request, self._complete)
+        is_recorded = self._shared.size + len(self.calls) * _BYTES_OF_CALL < _MOST_BYTES
+        call = RecordedCall(
+            key, name, self._share(request) if is_recorded else request, self._complete
+        )
         self._take(key)
         self._missing.pop(key, None)
         self._unanswered.pop(key, None)
@@ -185,6 +206,13 @@ class LearnedRun:
         if key in self.example:
             self._learn_differences(call, before)
         self.calls[key] = call
+        if before is not None and before.key in self._passing:
+            self._forget(before)
+        if not is_recorded:
+            _warn_of_size()
+            self._passing[key] = call
+            if len(self._passing) > _MOST_PASSING:
+                self._forget(next(iter(self._passing.values())))
         if key in self._earlier and name not in self._alike:
             twin = self._earlier[key].request
             if have_same_start(twin.messages, request.messages):
@@ -201,15 +229,22 @@ class LearnedRun:
         """
         if call.completed is not None:
             return
+        is_passing = call.key in self._passing
+        if not is_passing:
+            answer, tool_answer = map(self._shared, (answer, tool_answer))
         call.completed, call.answer, call.tool_answer = self._complete, answer, tool_answer
         self._complete += 1
         if tool_answer is not None:
             waiting = self._waiting[len(call.request.messages)]
             waiting.setdefault(_ids(tool_answer), []).append(call)
+        elif is_passing:
+            self._forget(call)
 
     def fail(self, call: RecordedCall) -> None:
         """Note that the request of a call failed."""
-        if not call.has_failed:
+        if call.key in self._passing:
+            self._forget(call)
+        elif not call.has_failed:
             call.has_failed = True
             self._failed[_gist(call.name, call.request)].append(call)
 
@@ -298,8 +333,9 @@ class LearnedRun:
     def finish(self) -> None:
         """Make this run the example for later ones. Call this when the program has ended well."""
         if any(not call.has_failed for call in self.calls.values()):
-            self._program.recorded = dict(self.calls)
-            self._program.output_lengths.keep(self.calls)
+            recorded = {key: call for key, call in self.calls.items() if key not in self._passing}
+            self._program.recorded = recorded
+            self._program.output_lengths.keep(recorded)
 
     def _find_failed(self, name: str, request: RecordedRequest) -> RecordedCall | None:
         """Return the failed call that a request repeats, if it repeats one."""
@@ -308,6 +344,22 @@ class LearnedRun:
         if call is not None:
             failed.remove(call)
         return call
+
+    def _share(self, request: RecordedRequest) -> RecordedRequest:
+        """Return a request of which equal parts are in memory once: most repeat earlier ones."""
+        names = ("url", "model", "messages", "fields", "namespace", "headers")
+        return RecordedRequest(*(self._shared(getattr(request, name)) for name in names))
+
+    def _forget(self, call: RecordedCall) -> None:
+        """Remember a call no longer that is not recorded."""
+        del self.calls[call.key], self._passing[call.key]
+        keys = {call.key, self._next_keys.pop(call.key, None)}
+        self._taken -= keys - self._earlier.keys() - self.calls.keys()
+        if call.tool_answer is not None:
+            by_ids, ids = self._waiting[len(call.request.messages)], _ids(call.tool_answer)
+            by_ids[ids] = [other for other in by_ids.get(ids, ()) if other is not call]
+            if not by_ids[ids]:
+                del by_ids[ids]
 
     def _find_followed(self, request: RecordedRequest) -> RecordedCall | None:
         """Return the call whose tools' results a request brings, if it brings any.
@@ -336,7 +388,8 @@ class LearnedRun:
         one, and of these the first; of very many, the one that already was the most like it in the
         example.
         """
-        candidates = list(islice(self._left[name].values(), _MOST_COMPARED))
+        left = self._left[name].values() if name in self._left else ()
+        candidates = list(islice(left, _MOST_COMPARED))
         if not candidates or (len(candidates) == 1 and self._is_new(name, request, candidates[0])):
             return None
         if len(candidates) == 1:
@@ -400,11 +453,14 @@ class LearnedRun:
         return call_ids(call.tool_answer) if call is not None and call.tool_answer else ()
 
     def _new_key(self, name: str) -> str:
-        number, key = self._numbers.get(name, 1), name
+        number = self._numbers.pop(name, 0) + 1
+        key = f"{name} ({number})" if number > 1 else name
         while key in self._taken:
             number += 1
             key = f"{name} ({number})"
         self._numbers[name] = number
+        if len(self._numbers) > _MOST_NAMES:
+            del self._numbers[next(iter(self._numbers))]
         return key
 
 
@@ -433,6 +489,15 @@ class _TextsNow(Mapping[str, str]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+@cache
+def _warn_of_size() -> None:
+    logger.warning(
+        "a run has sent so much that only its beginning is learned from: more than %d MB. Begin a "
+        "run for each time that your program runs, for instance for each request to a server",
+        _MOST_BYTES // 1_000_000,
+    )
 
 
 def _first(pair: tuple[int, object]) -> int:

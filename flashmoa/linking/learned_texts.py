@@ -9,9 +9,10 @@ loop here goes over characters, and nothing is looked for twice in the same stri
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,6 +41,39 @@ class Divergence:
 
     message: int
     offset: int
+
+
+class SharedValues:
+    """Replaces JSON values by equal ones that it has seen, so that each is in memory once.
+
+    Attributes:
+        size: about the bytes of all values that it has seen.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, Any] = {}
+        self.size = 0
+
+    def __call__(self, value: Any) -> Any:
+        key: Hashable = value
+        if isinstance(value, Mapping):
+            fields = cast("Mapping[str, Any]", value).items()
+            value = {self(name): self(item) for name, item in fields}
+            key = (dict, *((name, _identity(item)) for name, item in value.items()))
+        elif isinstance(value, list | tuple):
+            value = [self(item) for item in cast("list[Any]", value)]
+            key = (list, *map(_identity, value))
+        elif not isinstance(value, str):
+            return value
+        if key not in self._seen:
+            self._seen[key] = value
+            self.size += sys.getsizeof(value) + (sys.getsizeof(key) if key is not value else 0)
+        return self._seen[key]
+
+
+def _identity(value: Any) -> Hashable:
+    # Of the others, some of different types are equal.
+    return id(value) if isinstance(value, str | dict | list) else (type(value), value)
 
 
 class TextFinder:

@@ -37,6 +37,7 @@ from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.linking.learned_links import LearnedLinkPlanner, SentInPlace
 from flashmoa.linking.learned_runs import Program, RecordedRequest
 from flashmoa.linking.options import LinkOptions, LinkSettings
+from flashmoa.linking.prompt import NotForecastable
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace
 from flashmoa.openai._sent_requests import headers_now, read_request, settings_for
@@ -58,6 +59,8 @@ _MOST_FRAMES = 3
 # By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
 _programs: dict[str, Program] = {}
 _MOST_PROGRAMS = 256
+# A run has clients for so many different headers, of which each may open connections.
+_MOST_ENGINES = 256
 _programs_lock = threading.Lock()  # Runs may be in several threads.
 # How long a request waits for the event loop of its run before it is sent unlinked.
 _LOOP_SECONDS = 1.0
@@ -94,7 +97,7 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
             raised on entry.
 
     Within another run, this does nothing, and gives that one's report. A run that ends with an
-    exception is not learned from.
+    exception is not learned from, and of one that sends more than 64 MB only the beginning is.
 
     Raises:
         RuntimeError: on entry if this very run has been entered and not been left.
@@ -352,6 +355,10 @@ class Run:
         key = (request.url, request.model, frozenset(headers.items()))
         engine = self._engines.get(key)
         if engine is None:
+            if len(self._engines) >= _MOST_ENGINES:
+                raise NotForecastable(
+                    f"its run has sent more than {_MOST_ENGINES} different sets of headers"
+                )
             engine = self._engines[key] = EngineClient(
                 request.url,
                 headers=headers,

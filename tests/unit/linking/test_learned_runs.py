@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.linking import learned_runs
 from flashmoa.linking.learned_runs import LearnedRun, Program, RecordedRequest
 
 PLAN = "Walk, eat and rest."
@@ -206,6 +208,40 @@ def test_no_more_calls_are_expected_at_once_than_an_engine_has_streams_for() -> 
         run.begin("ask", make_request(f"Summarise: {number}"))
     run.finish()
     assert LearnedRun(program).upcoming(2) == list(run.calls)[:256]
+
+
+def test_what_calls_have_in_common_is_in_memory_once() -> None:
+    run, answer = LearnedRun(Program()), "".join(["Walk", " and eat."])
+    first = run.begin("first", make_request("System.", "Plan.", tools=[{"strict": True}]))
+    run.complete(first, answer)
+    contents = ("System.", "Plan.", "Walk" + " and eat.", "Go on.")
+    second = run.begin("second", make_request(*contents, tools=[{"strict": 1}, {"strict": True}]))
+    messages = second.request.messages
+    assert all(map(operator.is_, first.request.messages, messages))
+    assert messages[2]["content"] is first.answer
+    tools = second.request.fields["tools"]
+    assert tools[1] is first.request.fields["tools"][0] and tools[0] is not tools[1]
+    assert repr(tools[0]) == "{'strict': 1}"
+
+
+def test_of_a_run_that_is_too_long_the_beginning_is_learned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(learned_runs, "_MOST_BYTES", 50_000)
+    learned_runs._warn_of_size.cache_clear()
+    program = Program()
+    for _ in range(2):
+        run = LearnedRun(program)
+        keys = [play(run, "ask", make_request(f"{number}"), "Yes.") for number in range(100)]
+        assert len(set(keys)) == 100
+        late = run.begin("late", make_request("Is it?"))
+        run.complete(late, "It is.")  # Its call is not known any more when its answer comes again.
+        run.complete(late, "It is.")
+        run.finish()
+        assert [*program.recorded] == keys[: len(program.recorded)]
+        assert 10 < len(program.recorded) < 40 and [*run.calls] == [*program.recorded]
+    (warning,) = caplog.records
+    assert "only its beginning is learned from" in warning.getMessage()
 
 
 def test_lengths_of_answers_are_forgotten_with_their_calls() -> None:

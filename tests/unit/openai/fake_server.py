@@ -68,7 +68,7 @@ class FakeServer:
         if path == "/render_response":
             return httpx.Response(200, json={"text": json.dumps(body)})
         if path == "/render":
-            text = "\n".join(message["content"] for message in body["messages"])
+            text = "\n".join(message.get("content") or "" for message in body["messages"])
             return httpx.Response(200, json={"text": text})
         return httpx.Response(200, json={**STATE, "next_seq": 0, "id": f"s{next(self._ids)}"})
 

@@ -1,0 +1,123 @@
+"""Test that calls without end, within one run or without one, keep nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import httpx
+import pytest
+
+from flashmoa.linking import learned_runs
+from flashmoa.openai import _runs, agent, run
+from tests.retention import kept_by
+from tests.unit.openai.fake_server import FakeServer, ask, both_clients, stream, whole
+from tests.unit.openai.fake_server import chunk as make_chunk
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    """Have the limits reached in a few calls."""
+    learned_runs._warn_of_size.cache_clear()
+    for limit, value in {
+        "linking.learned_runs._MOST_BYTES": 100_000,
+        "linking.learned_runs._MOST_PASSING": 5,
+        "linking.learned_runs._MOST_NAMES": 5,
+        "linking.calls._MOST_AGENTS": 5,
+        "linking.forecasts._MOST_HELD": 5,
+        "linking.learned_links._MOST_SENT": 5,
+        "openai._runs._MOST_ENGINES": 5,
+        "observe.report._MOST_EVENTS": 5,
+    }.items():
+        monkeypatch.setattr(f"flashmoa.{limit}", value)
+    monkeypatch.setattr(_runs, "_programs", {})
+    # Pydantic keeps the last thousands of short strings that it reads, so there are no others.
+    server._ids = itertools.repeat(0)  # type: ignore[assignment]
+
+
+def call_tool(body: dict[str, Any]) -> httpx.Response:
+    """Call a tool, unless its result is there."""
+    if body["messages"][-1]["role"] == "tool":
+        return stream([make_chunk({"content": "Done."}), make_chunk({}, "stop")])
+    id_ = body["messages"][-1]["content"][:90]
+    call = {"index": 0, "id": id_, "function": {"name": "look", "arguments": "{}"}}
+    if body.get("stream"):
+        return stream([make_chunk({"tool_calls": [call]}), make_chunk({}, "tool_calls")])
+    return whole(message={"role": "assistant", "content": None, "tool_calls": [call]})
+
+
+@both_clients
+@pytest.mark.parametrize("ahead", [None, "nothing", "known", "text"])
+async def test_calls_without_end_keep_nothing(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, ahead: Any
+) -> None:
+    async with server.client() as client:
+
+        async def step(number: int) -> None:
+            server.requests.clear()
+            with agent(f"agent {number}"):
+                await ask(client, f"{number}".ljust(100), stream=False)
+            await ask(client, f"{number}, again".ljust(100))
+
+        async with nullcontext() if ahead is None else run("endless", ahead=ahead):
+            assert await kept_by(step) < 1
+    warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert ["learned from" in each.getMessage() for each in warnings] == [True] * bool(ahead)
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["comes", "never comes"])
+async def test_requests_after_tools_without_end_keep_nothing(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setattr("flashmoa.linking.forecasts._AT_ONCE_SECONDS", 0)
+    server.chat = call_tool
+    async with server.client() as client, run("endless"):
+
+        async def step(number: int) -> None:
+            server.requests.clear()
+            messages: list[Any] = [{"role": "user", "content": f"{number}".ljust(100)}]
+            tools = [{"type": "function", "function": {"name": "look"}}]
+            asking: Callable[..., Any] = client.chat.completions.create
+            answer = await asking(model="m", messages=messages, tools=tools)
+            message = answer.choices[0].message.model_dump(exclude_none=True)
+            messages += [message, {"role": "tool", "tool_call_id": f"{number}".ljust(90)[:90]}]
+            messages[-1]["content"] = json.dumps({"found": number}).ljust(100)
+            if comes:
+                await asking(model="m", messages=messages, tools=tools)
+            await until(lambda: len(asyncio.all_tasks()) < 40)
+
+        assert await kept_by(step) < 1
+
+
+async def test_a_run_that_fails_without_end_keeps_nothing(server: FakeServer) -> None:
+    server.chat = lambda _: httpx.Response(400, json={"error": {"message": "no"}})
+    async with server.client() as client, run("endless"):
+
+        async def step(number: int) -> None:
+            server.requests.clear()
+            with pytest.raises(Exception, match="no"):
+                await ask(client, f"{number}".ljust(100))
+
+        assert await kept_by(step) < 1
+
+
+async def test_users_without_end_are_unlinked_with_one_warning(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = call_tool
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    async with server.client() as client, run("users"):
+        for number in range(10):
+            with agent("asker"):
+                user = {"x-user": f"{number}"}
+                await ask(client, "Look.", tools=tools, extra_headers=user)
+    (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "its run has sent more than 5 different sets of headers" in warning.getMessage()

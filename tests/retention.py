@@ -8,19 +8,17 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-_STEPS = 100
 
-
-async def kept_by(step: Callable[[int], Awaitable[object]]) -> float:
+async def kept_by(step: Callable[[int], Awaitable[object]], steps: int = 100) -> float:
     """Return how many objects one step keeps, strings included, once many steps were taken.
 
     What a step keeps is kept by those before and after it, while a cache is filled only once.
     """
     counts: list[int] = []
     for window in range(4):
-        for number in range(_STEPS):
-            await step(window * _STEPS + number)
+        for number in range(steps):
+            await step(window * steps + number)
         await anyio.wait_all_tasks_blocked()
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    return min(counts[2] - counts[1], counts[3] - counts[2]) / _STEPS
+    return min(counts[2] - counts[1], counts[3] - counts[2]) / steps

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 from collections.abc import AsyncGenerator
 
+import anyio
+import anyio.to_thread
 import httpx
 import pytest
 
@@ -129,3 +132,23 @@ async def test_a_name_is_not_used_twice_while_its_first_text_is_in_use(flow: Wor
     for number in range(50):
         flow.text(f"other {number}")
     assert (first.name, flow.text("a").name) == ("a", "a-2")
+
+
+async def test_threads_and_loops_that_share_a_client_get_equal_answers_and_leave_nothing(
+    server: FakeServer,
+) -> None:
+    engine, answers = EngineClient(URL), set[str]()
+
+    async def work() -> None:
+        async with Workflow(engine) as flow:
+            draft = flow.ask(user("Write."))
+            answers.add(await flow.ask(user(f"Review {draft}")))
+
+    async def step(_number: int) -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(anyio.to_thread.run_sync, asyncio.run, work())
+        server.requests.clear()
+
+    assert await kept_by(step, 30) < 1
+    assert answers == {"The quick brown fox."}

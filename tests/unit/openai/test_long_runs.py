@@ -10,13 +10,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import httpx
 import pytest
 
 from flashmoa.linking import learned_runs
 from flashmoa.openai import _runs, agent, run
 from tests.retention import kept_by
-from tests.unit.openai.fake_server import FakeServer, ask, both_clients, stream, whole
+from tests.unit.openai.fake_server import TEXT, FakeServer, ask, both_clients, stream, whole
 from tests.unit.openai.fake_server import chunk as make_chunk
 from tests.waiting import until
 
@@ -121,3 +123,24 @@ async def test_users_without_end_are_unlinked_with_one_warning(
                 await ask(client, "Look.", tools=tools, extra_headers=user)
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "its run has sent more than 5 different sets of headers" in warning.getMessage()
+
+
+async def test_runs_at_once_in_several_threads_get_equal_answers_and_leave_nothing(
+    server: FakeServer,
+) -> None:
+    client, answers = server.client(), set[str]()
+
+    async def work() -> None:
+        async with run("shared"):
+            draft = await ask(client, "Write.".ljust(100))
+            review = await ask(client, f"Review {draft.message.content}".ljust(100))
+            answers.add(review.message.content)
+
+    async def step(_number: int) -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(anyio.to_thread.run_sync, asyncio.run, work())
+        server.requests.clear()
+
+    assert await kept_by(step, 30) < 1
+    assert answers == {TEXT}

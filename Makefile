@@ -7,6 +7,8 @@
 #                      for each; test-0.5.23 and the like for one of them)
 # make check-newest   what the newest SGLang on the package index lacks of what the plugin
 #                      uses: seconds, no engine; part of make nightly
+# make demo-dynamo   run a linked team on two engines behind a front end of NVIDIA Dynamo
+# make test-dynamo   links through such a front end, whose workers die and join
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 SOURCES := flashmoa server_patches benchmarks examples tests docs
 PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.toml
-REQUIREMENTS := $(filter-out requirements/vllm.txt,$(wildcard requirements/*.txt))
+REQUIREMENTS := $(filter-out requirements/vllm.txt requirements/dynamo.txt,$(wildcard requirements/*.txt))
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
 RELEASE_TESTS := $(addprefix test-,$(RELEASES))
@@ -32,7 +34,7 @@ DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sgl
 # Some frameworks do not go with the newest client of OpenAI.
 FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
-.PHONY: setup demo test test-ci test-all nightly check-newest test-conformance test-vllm test-releases $(RELEASE_TESTS) check format docs clean
+.PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -60,6 +62,9 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 demo: $(READY)
 	@$(BIN)/python examples/chain.py
 
+demo-dynamo: .venvs/dynamo/.ready
+	@$(<D)/bin/python examples/dynamo_team.py
+
 # Tests on engines wait more than they compute, so that the unit tests run beside them.
 define RUN_TESTS
 @log=$$(mktemp); trap 'exit 1' INT TERM; trap 'kill $$! 2>/dev/null; cat $$log; rm $$log' EXIT; \
@@ -77,7 +82,7 @@ test-ci: $(READY)
 test-all: $(READY) $(FRAMEWORKS) $(RELEASE_SOURCES)
 	$(call RUN_TESTS,slow or not slow)
 
-nightly: test-all test-releases test-vllm test-conformance
+nightly: test-all test-releases test-dynamo test-vllm test-conformance
 	@FLASHMOA_SOAK_CALLS=10000 $(BIN)/python -m pytest tests/integration/*/test_soak.py -s
 	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest tests/integration/openai -k "random_programs or newest_frameworks" -s
 
@@ -88,6 +93,9 @@ check-newest: $(READY)
 
 test-conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py
+
+test-dynamo: .venvs/dynamo/.ready
+	@$(<D)/bin/python -m pytest tests/dynamo -s
 
 test-vllm: $(READY) .venvs/vllm/.ready
 	@$(BIN)/python -m pytest tests/vllm -s
@@ -116,6 +124,16 @@ $(FRAMEWORKS): .venvs/%/.ready: requirements/%.txt pyproject.toml
 	@echo "SGLang $*: an environment of its own"
 	@rm -rf $(@D) && mkdir -p .venvs && cp -al $(VENV) $(@D) && rm $(@D)/.ready
 	@$(RELEASE_PIP) --no-deps -r $< sglang==$*
+	@touch $@
+
+# Dynamo, and all that the default environment has.
+.venvs/dynamo/.ready: requirements/dynamo.txt $(READY)
+	@echo "Dynamo: an environment of its own"
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(RELEASE_PIP) --upgrade pip
+	@$(RELEASE_PIP) --no-deps -r $<
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/default.pth
 	@touch $@
 
 # Of what vLLM names, text models do not need torchvision and the like, and a build of these for CUDA

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -26,12 +27,16 @@ from flashmoa.doctor import compiler, excludes_plugin, installed, runs_engines
 
 _DEFAULT_PORT = 30000
 _POLL_SECONDS = 0.2
+# Dynamo's front end has blocks of this size, too, unless it is told otherwise.
+_DYNAMO_PAGE = 16
 _HELP = """\
-usage: flashmoa serve --model-path PATH [--drain-seconds SECONDS] [any SGLang argument]
+usage: flashmoa serve --model-path PATH [--dynamo] [--drain-seconds SECONDS] [any SGLang argument]
 
-Starts SGLang with FlashMoA's plugin, on the CPU if there is no GPU. All arguments but one are
+Starts SGLang with FlashMoA's plugin, on the CPU if there is no GPU. All arguments but these are
 SGLang's: python -m sglang.launch_server --help
 
+  --dynamo                 make the engine a worker of NVIDIA Dynamo, on its port and the next
+                           three; python -m dynamo.frontend starts the front end
   --drain-seconds SECONDS  how long requests may still run after SIGTERM or Ctrl-C; then they are
                            ended (30)
 """
@@ -62,8 +67,46 @@ def main(arguments: Sequence[str]) -> int:
     host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host) or options.host
     scheme = "http" if options.ssl_certfile is None else "https"
     url = api_url(host, options.port, scheme).removesuffix("/v1")
+    if options.dynamo and (problem := _become_worker(options, of_sglang)):
+        _print_message(problem)
+        return 2
     command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
     return Server(command, url, options.drain_seconds).run()
+
+
+def _become_worker(options: argparse.Namespace, of_sglang: list[str]) -> str | None:
+    """Make the engine a worker of Dynamo; return why that is not possible, if so.
+
+    Its other ports follow that of its HTTP server, by which ``flashmoa.engine.front_end`` finds the
+    engine: those of Dynamo's request plane, of SGLang's gRPC server and of its KV events.
+    """
+    if find_spec("dynamo") is None:
+        return "--dynamo needs Dynamo: pip install --no-deps -r requirements/dynamo.txt"
+    request_plane, grpc, events = (options.port + number for number in (1, 2, 3))
+    kv_events = {"publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{events}"}
+    loopback = "[::1]" if ":" in options.host else "127.0.0.1"
+    sidecar = ["--grpc-endpoint", f"http://{loopback}:{grpc}"]
+    of_sglang += [
+        "--sidecar", "dynamo.sglang.sidecar", "--sidecar-args", json.dumps(sidecar),
+        "--grpc-port", str(grpc),
+        "--incremental-streaming-output", "--kv-events-config", json.dumps(kv_events),
+        "--page-size", str(options.page_size),
+    ]  # fmt: skip
+    settings = {
+        "DYN_TCP_RPC_PORT": str(request_plane),
+        # What Dynamo needs no servers of its own for, on one machine.
+        "DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq",
+    }  # fmt: skip
+    if options.host not in ("0.0.0.0", "::"):
+        settings["DYN_TCP_RPC_HOST"] = options.host
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    for port in (request_plane, grpc, events):
+        try:
+            bind(options.host, port).close()
+        except OSError as error:
+            return str(error)
+    return None
 
 
 def _print_message(text: str) -> None:
@@ -78,6 +121,7 @@ def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     """
     own = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     own.add_argument("--drain-seconds", type=float, default=30.0)
+    own.add_argument("--dynamo", action="store_true")
     options, of_sglang = own.parse_known_args(arguments)
     checked = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)
     checked.add_argument("--model-path", "--model")
@@ -85,6 +129,7 @@ def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     checked.add_argument("--port", type=int, default=_DEFAULT_PORT)
     checked.add_argument("--ssl-certfile")
     checked.add_argument("--config")
+    checked.add_argument("--page-size", type=int, default=_DYNAMO_PAGE)
     in_file = _read_config_file(checked.parse_known_args(of_sglang)[0].config)
     return checked.parse_known_args([*in_file, *of_sglang], options)[0], of_sglang
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # For how long a list of workers is used, in seconds, and one that is empty.
 _FRESH_SECONDS = 2.0
 _NONE_SECONDS = 60.0
+# Whose models an engine says that it serves.
+_ENGINES = {"sglang", "vllm"}
 # How long a worker has to say what it can do.
 _INFO_SECONDS = 2.0
 # The annotation with which Dynamo says where it would send a request, and sends it nowhere.
@@ -55,6 +57,14 @@ class Engine(Protocol):
 
 
 E = TypeVar("E", bound=Engine)
+
+
+class _Model(BaseModel):
+    owned_by: str = ""
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class _Instance(BaseModel):
@@ -159,13 +169,7 @@ class FrontEnd(Generic[E]):
             return self._workers
         # Others who ask meanwhile use what is known.
         self._fresh_until = time.monotonic() + _FRESH_SECONDS
-        try:
-            health: _Health = await self._ask("GET", "/health", _Health, None)
-        except errors.EngineError:
-            listed = dict[int, str]()
-        else:
-            urls = ((each.instance_id, _http_url(each)) for each in health.instances)
-            listed = {id_: url for id_, url in urls if url is not None}
+        listed = await self._list()
         found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
         async with anyio.create_task_group() as group:
             for id_ in listed.keys() - found.keys():
@@ -175,6 +179,19 @@ class FrontEnd(Generic[E]):
             await self._clients.pop(url).close()
         self._fresh_until = time.monotonic() + (_FRESH_SECONDS if found else _NONE_SECONDS)
         return found
+
+    async def _list(self) -> dict[int, str]:
+        """Return the URLs of what answers requests behind the server; none if it is an engine."""
+        try:
+            models: _Models = await self._ask("GET", "/v1/models", _Models, None)
+            # SGLang would decode a token to answer how it is.
+            if {model.owned_by for model in models.data} & _ENGINES:
+                return {}
+            health: _Health = await self._ask("GET", "/health", _Health, None)
+        except errors.EngineError:
+            return {}
+        urls = ((each.instance_id, _http_url(each)) for each in health.instances)
+        return {id_: url for id_, url in urls if url is not None}
 
     async def _add(self, found: dict[int, str], id_: int, url: str) -> None:
         """Add a worker if it has the plugin."""

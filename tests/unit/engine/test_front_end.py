@@ -42,10 +42,13 @@ class Dynamo:
 
     def __init__(self, *instances: dict[str, Any]) -> None:
         self.instances = list(instances)
+        self.owner = "nvidia"
         self.places: dict[str, Any] = {}
         self.placed: list[Mapping[str, Any]] = []
 
     async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+        if (method, path) == ("GET", "/v1/models"):
+            return answer.model_validate({"data": [{"id": "m", "owned_by": self.owner}]})
         if (method, path) == ("GET", "/health"):
             return answer.model_validate({"status": "healthy", "instances": self.instances})
         assert (method, path) == ("POST", "/v1/completions")
@@ -110,12 +113,15 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
 
 
 async def test_a_server_that_is_no_front_end_is_left_alone() -> None:
-    class Stock(Dynamo):
+    class Other(Dynamo):
         async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
             raise PluginMissing("no such route")
 
-    async with behind(Stock()) as found:
-        assert await found.any_engine() is None
+    stock = Dynamo(instance(1, "a:1001"))
+    stock.owner = "sglang"
+    for server in (Other(), stock):
+        async with behind(server) as found:
+            assert await found.any_engine() is None
 
 
 @asynccontextmanager
@@ -127,7 +133,7 @@ async def front_end_of(worker: HungEngine) -> AsyncGenerator[EngineClient]:
         server.answers = {
             "/health": {"instances": [instance(9, f"{host}:{int(port) + 1}")]},
             "/v1/completions": {"nvext": {"worker_id": {"decode_worker_id": 9}}},
-            "/v1/models": {"data": [{"id": "m"}]},
+            "/v1/models": {"data": [{"id": "m", "owned_by": "nvidia"}]},
         }
         worker.answers = {"/flashmoa/info": INFO}
         async with EngineClient(server.url, model="m") as client:

@@ -40,7 +40,7 @@ class RecordingClient(EngineClient):
         self, method: str, path: str, answer: type[Any], body: Mapping[str, Any] | None = None
     ) -> Any:
         self.sent.append((path, body or {}))
-        if path in (*self._missing, "/health"):
+        if path in (*self._missing, "/v1/models"):
             raise PluginMissing("no such route")
         return RenderedText(text="rendered")
 

@@ -1,0 +1,154 @@
+"""Run a linked team on two engines behind one address, that of a front end of NVIDIA Dynamo.
+
+The clients know the front end only. It routes each request to one of the workers, and says where
+the next one would go, so that its prompt is prefilled there while the agent before it writes.
+
+``make demo-dynamo`` starts all of it on this machine's CPU, with a small model that writes English.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import STDOUT
+
+import anyio
+import httpx
+from anyio.abc import Process
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+from engines import GUIDE, run_program
+from smollm2 import smollm2
+
+from flashmoa.autogen import FlashMoAChatCompletionClient, link
+from flashmoa.engine.local import free_port
+
+MODEL = "demo"
+_SERVE = [sys.executable, "-c", "import sys; from flashmoa.cli import main; sys.exit(main())"]
+_START_SECONDS = 300
+_STOP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Dynamo:
+    """A front end and its workers, which are running.
+
+    Attributes:
+        url: the front end's address.
+        engines: the addresses of the workers' engines.
+        workers: the workers' processes.
+    """
+
+    url: str
+    engines: list[str]
+    workers: list[Process]
+
+
+@asynccontextmanager
+async def start_dynamo(
+    model: Path, folder: Path, *arguments: str, workers: int = 2
+) -> AsyncGenerator[Dynamo]:
+    """Start a front end and workers, one on each core, and wait until all of them are ready.
+
+    Args:
+        folder: for logs, and for what Dynamo's processes tell each other of themselves.
+        arguments: further arguments of `flashmoa serve`.
+
+    Raises: RuntimeError if one of them ends at its start; TimeoutError after five minutes.
+    """
+    shared = {**os.environ, "DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
+    shared |= {"DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": "tcp"}
+    ports = [free_port(4) for _ in range(workers)]
+    port = free_port()
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, command: list[str], **environment: str) -> Process:
+            log = stack.enter_context((folder / f"{name}.log").open("wb"))
+            process = await anyio.open_process(
+                command, stdout=log, stderr=STDOUT, env={**shared, **environment}
+            )
+            stack.push_async_callback(_stop, process)
+            return process
+
+        front_end = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
+        front_end += ["--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3"]
+        processes = [await start("front-end", front_end)]
+        for core, its_port in enumerate(ports):
+            serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(its_port)]
+            serve += ["--served-model-name", MODEL, *arguments]
+            binding = {"SGLANG_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1))}
+            processes.append(await start(f"worker-{core}", [*_SERVE, *serve], **binding))
+        url = f"http://127.0.0.1:{port}"
+        with anyio.fail_after(_START_SECONDS):
+            while await _count_workers(url) < workers:
+                if any(process.returncode is not None for process in processes):
+                    raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
+                await anyio.sleep(0.5)
+        yield Dynamo(url, [f"http://127.0.0.1:{its_port}" for its_port in ports], processes[1:])
+
+
+async def _count_workers(url: str) -> int:
+    async with httpx.AsyncClient() as http:
+        try:
+            instances = (await http.get(f"{url}/health")).json()["instances"]
+        except httpx.TransportError:
+            return 0
+    return sum(instance["endpoint"] == "generate" for instance in instances)
+
+
+async def _stop(process: Process) -> None:
+    with anyio.CancelScope(shield=True):
+        if process.returncode is None:
+            process.terminate()
+        with anyio.move_on_after(_STOP_SECONDS):
+            await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await process.aclose()
+
+
+def build_team(client: FlashMoAChatCompletionClient) -> RoundRobinGroupChat:
+    """Build a team of three agents, which all have the guide in their prompts."""
+    guide = GUIDE.read_text()[:4000]
+    roles = {
+        "planner": "You propose a day by day plan for the traveller.",
+        "local": "You improve the plan with authentic local places from the guide.",
+        "summary": "You merge the plan and every remark into one final travel plan.",
+    }
+    agents = [
+        AssistantAgent(name, model_client=client, system_message=f"{role}\n\n{guide}")
+        for name, role in roles.items()
+    ]
+    return RoundRobinGroupChat(agents, max_turns=len(agents))
+
+
+async def main() -> None:
+    """Start Dynamo, run the team on it, and print what linking gained."""
+    model = await anyio.to_thread.run_sync(smollm2, Path(".cache/models"), print)
+    print("Starting a front end of Dynamo and two workers on this CPU, in one to five minutes ...")
+    with tempfile.TemporaryDirectory() as folder:
+        async with start_dynamo(model, Path(folder), "--max-total-tokens", "16384") as dynamo:
+            print(f"Dynamo: {dynamo.url}, its workers' engines: {', '.join(dynamo.engines)}\n")
+            client = FlashMoAChatCompletionClient(
+                model=MODEL,
+                base_url=dynamo.url,
+                temperature=0,
+                max_tokens=60,
+                extra_body={"repetition_penalty": 1.1},
+            )
+            team = build_team(client)
+            async with link(team) as linked:
+                result = await team.run(task="Plan a three day trip to Nepal.")
+            print(linked)
+            print(f"\n{result.messages[-1].content}")
+            await client.close()
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -232,9 +234,9 @@ async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
 
 
 class PlainEngine(EngineClient):
-    """An engine without the plugin."""
+    """A server without any route that it is asked for."""
 
-    async def info(self) -> EngineInfo:
+    async def ask(self, *_: Any, **__: Any) -> Any:
         raise PluginMissing("no plugin")
 
 

@@ -132,6 +132,8 @@ async def handle_chat(
         stream_request = client_requests.bind(table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
+    # SGLang may process its messages in a worker thread, from which this context learns nothing.
+    rendering.served.set(request)
     result = await original(chat, request, raw_request)
     if stream_request is None:
         return result

@@ -43,7 +43,7 @@ async def holder(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
         engines,
         model,
         "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "3",
-        "--constrained-json-disable-any-whitespace",
+        "--constrained-json-disable-any-whitespace", "--served-model-name", "m",
         "--preferred-sampling-params", json.dumps({"regex": CALL}),
         pool=POOL,
     ) as engine:  # fmt: skip

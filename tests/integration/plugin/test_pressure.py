@@ -107,7 +107,7 @@ async def test_streams_without_room_wait_and_go_on_when_there_is_some(
 async def test_decodes_that_need_a_page_each_in_one_step_find_it_beside_rides(
     engines: LocalEngines, model: Path
 ) -> None:
-    """Before 0.5.23, SGLang ends if it has no page for a decode in a step with prefill."""
+    """Before 0.5.22, SGLang ends if it has no page for a decode in a step with prefill."""
     dice = random.Random(13)
 
     def ids(count: int) -> list[int]:

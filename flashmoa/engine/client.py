@@ -112,6 +112,7 @@ class EngineClient:
         self.settings = engine_settings or EngineSettings()
         # Whether it has opened a prompt stream itself; ``None`` before it was asked to.
         self.has_plugin: bool | None = None
+        self._renders_responses = True
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
         self._kv_pool_tokens: int | None = None
@@ -206,14 +207,20 @@ class EngineClient:
     async def render_response(self, body: Mapping[str, Any]) -> str:
         """Return the prompt that the engine makes of a request of the Responses API, as text.
 
-        Raises: MalformedRequest without the plugin; see :meth:`render`.
+        Raises: MalformedRequest without the plugin, which is asked for once; see :meth:`render`.
         """
+
+        async def ask(engine: EngineClient) -> str:
+            return (await engine.ask("POST", "/render_response", wire.RenderedText, body)).text
+
         async with self._answering_soon():
             try:
-                return (await self.ask("POST", "/render_response", wire.RenderedText, body)).text
-            except errors.PluginMissing as problem:
-                text = "only engines with the plugin render requests of the Responses API"
-                raise errors.MalformedRequest(text, 400, "malformed") from problem
+                if self._renders_responses:
+                    return (await self._ask_engine(ask, self._front_end.any_engine))[1]
+            except errors.PluginMissing:
+                self._renders_responses = False
+        text = "only engines with the plugin render requests of the Responses API"
+        raise errors.MalformedRequest(text, 400, "malformed")
 
     async def prefill_only(
         self,

@@ -191,3 +191,30 @@ async def test_a_prompt_that_is_stored_at_the_server_runs_unlinked_with_a_reason
     assert all(call.finished for call in calls(found)) and len(calls(found)) == 6
     assert not any(body.get("prompt_stream_id") for _, body, _ in server.requests)
     assert "Traceback" not in caplog.text
+
+
+async def test_calls_of_servers_without_the_plugin_run_unlinked_with_a_reason(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock, asked = server.answer, list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        is_stock = request.url.path.endswith("/responses")
+        asked.extend([] if is_stock else [request.url.path])
+        return stock(request) if is_stock else httpx.Response(404, json={"detail": "Not Found"})
+
+    server.answer = answer  # type: ignore[method-assign]
+    found: list[Event] = []
+    async with server.client() as client:
+        for is_first in (True, False):
+            async with run("plain", listener=found.append):
+                assert await ask(server, client, "A plan.", input="Nepal") == "A plan."
+                if not is_first:
+                    await until(lambda: sum(isinstance(each, LinkDeclined) for each in found) == 2)
+                assert await ask(server, client, "Fine.", input="Check: A plan.") == "Fine."
+                assert await ask(server, client, "The end.", input="Sum up: Fine.") == "The end."
+    declined = [event.reason for event in found if isinstance(event, LinkDeclined)]
+    reason = "only engines with the plugin render requests of the Responses API"
+    assert len(declined) == 2 and all(reason in each for each in declined)
+    assert asked.count("/render_response") == 1  # In each run that expects calls.
+    assert "Traceback" not in caplog.text

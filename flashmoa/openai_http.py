@@ -135,6 +135,8 @@ async def _send_observed(
         fields["prompt_stream_id"] = observer.prompt_stream_id
     if observer.expected_output_tokens is not None:
         fields["expected_output_tokens"] = observer.expected_output_tokens
+    for name, value in observer.headers.items():
+        request.headers.setdefault(name, value)
     on_text = _contained(observer.on_text)
     # A server may format tool calls in a stream in another way, so such an answer is not tapped.
     taps = observer.takes_text and not body.get("tools") and kind is AnswerReader

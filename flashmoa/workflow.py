@@ -17,11 +17,13 @@ from weakref import WeakValueDictionary
 import anyio
 from anyio.abc import TaskGroup
 
+from flashmoa._concurrency import setting
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
+from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.linking.options import LinkOptions, LinkSettings
+from flashmoa.linking.options import LinkOptions, LinkSettings, Session
 from flashmoa.linking.pending_request import PendingRequest
 from flashmoa.linking.streamed_text import StreamedText, Text, find_texts
 from flashmoa.observe.calls import CallReporter
@@ -138,6 +140,7 @@ class Workflow(Reported):
         self._engine = engine
         self._settings = LinkSettings(**options)
         self._listener = self._settings.listen()
+        self._session = Session(self._settings.session_headers)
         self.report = Report(self._listener)
         # The texts that are in use, by mark and by name; answers are, until they are complete.
         self._texts: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
@@ -281,7 +284,8 @@ class Workflow(Reported):
         """
         self._entered()
         pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
-        self._link(pending, engine or self._engine, fields, namespace)
+        with setting(request_headers, self._session.headers(name)):
+            self._link(pending, engine or self._engine, fields, namespace)
         self._expected.append(pending)
         return pending
 
@@ -323,7 +327,8 @@ class Workflow(Reported):
         engine: EngineClient,
         parameters: dict[str, Any],
     ) -> None:
-        with answer._request_scope:
+        headers = self._session.headers(answer.name)
+        with answer._request_scope, setting(request_headers, headers):
             try:
                 if pending.is_waiting:
                     own = {"model": engine.model, **engine.namespace, **parameters}

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -71,6 +73,12 @@ class EngineSettings:
             raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
         if choice not in ("prefill", "off"):
             raise ValueError(f"without_plugin must be 'prefill' or 'off', not {choice!r}")
+
+
+# Further headers of requests that are sent in this context.
+request_headers: ContextVar[Mapping[str, str]] = ContextVar(
+    "flashmoa_headers", default=MappingProxyType({})
+)
 
 
 class EngineClient:
@@ -192,13 +200,8 @@ class EngineClient:
         """
         fields = prompt_fields(fields)
         async with self._answering_soon():
-            body = {"messages": list(messages), **fields}
-
-            async def ask(engine: EngineClient) -> str:
-                return (await engine.ask("POST", "/render", wire.RenderedText, body)).text
-
             try:
-                return (await self._ask_engine(ask, self._front_end.any_engine))[1]
+                return await self._render("/render", {"messages": list(messages), **fields})
             except errors.PluginMissing:
                 if self.settings.without_plugin == "off":
                     raise
@@ -209,18 +212,20 @@ class EngineClient:
 
         Raises: MalformedRequest without the plugin, which is asked for once; see :meth:`render`.
         """
-
-        async def ask(engine: EngineClient) -> str:
-            return (await engine.ask("POST", "/render_response", wire.RenderedText, body)).text
-
         async with self._answering_soon():
             try:
                 if self._renders_responses:
-                    return (await self._ask_engine(ask, self._front_end.any_engine))[1]
+                    return await self._render("/render_response", body)
             except errors.PluginMissing:
                 self._renders_responses = False
         text = "only engines with the plugin render requests of the Responses API"
         raise errors.MalformedRequest(text, 400, "malformed")
+
+    async def _render(self, path: str, body: Mapping[str, Any]) -> str:
+        async def ask(engine: EngineClient) -> str:
+            return (await engine.ask("POST", path, wire.RenderedText, body)).text
+
+        return (await self._ask_engine(ask, self._front_end.any_engine))[1]
 
     async def prefill_only(
         self,
@@ -453,7 +458,8 @@ class EngineClient:
     ) -> httpx.Response:
         with translate_errors(self.url):
             json = None if body is None else _without_none(body)
-            return await self._http.request(method, path, json=json)
+            headers = dict(request_headers.get())
+            return await self._http.request(method, path, json=json, headers=headers)
 
     @asynccontextmanager
     async def _stream_events(
@@ -466,7 +472,8 @@ class EngineClient:
         async with AsyncExitStack() as stack:
             # Not around the yield: what the user of the events raises is not the engine's fault.
             with translate_errors(self.url):
-                sending = self._http.stream("POST", path, json=_without_none(body))
+                json, headers = _without_none(body), dict(request_headers.get())
+                sending = self._http.stream("POST", path, json=json, headers=headers)
                 response = await stack.enter_async_context(sending)
                 if response.is_error:
                     await response.aread()

@@ -18,6 +18,7 @@ import anyio
 from pydantic import BaseModel
 
 from flashmoa import errors
+from flashmoa.engine.plain import Models
 from flashmoa.engine.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -57,14 +58,6 @@ class Engine(Protocol):
 
 
 E = TypeVar("E", bound=Engine)
-
-
-class _Model(BaseModel):
-    owned_by: str = ""
-
-
-class _Models(BaseModel):
-    data: list[_Model]
 
 
 class _Instance(BaseModel):
@@ -183,9 +176,9 @@ class FrontEnd(Generic[E]):
     async def _list(self) -> dict[int, str]:
         """Return the URLs of what answers requests behind the server; none if it is an engine."""
         try:
-            models: _Models = await self._ask("GET", "/v1/models", _Models, None)
+            models: Models = await self._ask("GET", "/v1/models", Models, None)
             # SGLang would decode a token to answer how it is.
-            if {model.owned_by for model in models.data} & _ENGINES:
+            if models.owners & _ENGINES:
                 return {}
             health: _Health = await self._ask("GET", "/health", _Health, None)
         except errors.EngineError:

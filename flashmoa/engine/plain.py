@@ -177,6 +177,7 @@ class _Completed(BaseModel):
 
 class _Model(BaseModel):
     id: str
+    owned_by: str = ""
     max_model_len: int | None = None
 
 
@@ -184,6 +185,11 @@ class Models(BaseModel):
     """The answer of ``GET /v1/models``."""
 
     data: list[_Model] = []
+
+    @property
+    def owners(self) -> set[str]:
+        """Who the models' owners are, which engines give as their own names."""
+        return {model.owned_by for model in self.data}
 
     @property
     def context_lengths(self) -> dict[str, int | None]:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from flashmoa._concurrency import setting
@@ -76,10 +77,12 @@ class CallObserver:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
         expected_output_tokens: how long the answer is likely to be, if that is known. Engines with
             the plugin may put short jobs first (FlashAgents §6.6); others ignore it.
+        headers: further headers of the request, unless it has them already.
         takes_text: whether it takes the answer's text before the answer is complete.
     """
 
     prompt_stream_id: str | None = None
+    headers: Mapping[str, str] = MappingProxyType({})
     expected_output_tokens: int | None = None
     takes_text: bool = True
     report: CallReporter | None = None
@@ -126,7 +129,7 @@ class ObservedCall:
     Attributes:
         prompt_stream_id: the id of the prompt stream that the request is to use, if any. If several
             observers offer one, the last one's is used, and the others release theirs.
-        expected_output_tokens: see :class:`CallObserver`.
+        expected_output_tokens, headers: see :class:`CallObserver`.
         takes_text: see :class:`CallObserver`.
         answer: the answer that came over the network, if :meth:`making` was used; ``None`` until it
             is complete.
@@ -145,6 +148,7 @@ class ObservedCall:
         self._closes: list[Callable[[], Awaitable[None]]] = []
         lengths = [each.expected_output_tokens for each in observers]
         self.expected_output_tokens = next((each for each in lengths if each is not None), None)
+        self.headers = {name: value for each in observers for name, value in each.headers.items()}
         offers = [observer for observer in observers if observer.prompt_stream_id is not None]
         self.prompt_stream_id = offers[-1].prompt_stream_id if offers else None
         for observer in reversed(offers[:-1]):
@@ -240,6 +244,7 @@ class _CallAttempt(CallObserver):
         super().__init__()
         self.prompt_stream_id = call.prompt_stream_id
         self.expected_output_tokens = call.expected_output_tokens
+        self.headers = call.headers
         self.takes_text = call.takes_text
         self._call = call
         self._known = known

@@ -348,7 +348,7 @@ class LearnedRun:
     def _share(self, request: RecordedRequest) -> RecordedRequest:
         """Return a request of which equal parts are in memory once: most repeat earlier ones."""
         names = ("url", "model", "messages", "fields", "namespace", "headers")
-        return RecordedRequest(*(self._shared(getattr(request, name)) for name in names))
+        return replace(request, **{name: self._shared(getattr(request, name)) for name in names})
 
     def _forget(self, call: RecordedCall) -> None:
         """Remember a call no longer that is not recorded."""

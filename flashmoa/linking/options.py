@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, get_args
+from typing import Literal, TypedDict, get_args
 
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import Listener
 from flashmoa.observe.events import ignore
 from flashmoa.observe.trace import add_trace
+
+SessionOf = Literal["run", "agent"]
+SESSION_HEADERS: dict[str, SessionOf] = {
+    "X-Dynamo-Session-Id": "agent",
+    "X-Dynamo-Parent-Session-Id": "run",
+    "X-SMG-Routing-Key": "run",
+}
 
 
 class LinkOptions(TypedDict, total=False):
@@ -29,6 +38,9 @@ class LinkOptions(TypedDict, total=False):
         trace_prompts: whether to write the prompts of calls, too. ``flashmoa trace`` then says why
             prefixes broke.
         listener: receives all events.
+        session_headers: by which headers every request says to which run and agent it belongs, so
+            that routers send it where its KV is: to the name of each, ``run`` or ``agent``. By
+            default those of Dynamo and smg (:data:`SESSION_HEADERS`); the values are random ids.
 
     What takes them raises ``TypeError`` for any other option, ``ValueError`` if an option's value
     is unknown, ``trace`` is an existing file that is not a trace, or prompts are to be written, but
@@ -40,6 +52,7 @@ class LinkOptions(TypedDict, total=False):
     trace: Path | str | None
     trace_prompts: bool
     listener: Listener
+    session_headers: Mapping[str, SessionOf]
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,19 @@ class LinkSettings:
     trace: Path | str | None = None
     trace_prompts: bool = False
     listener: Listener = ignore
+    session_headers: Mapping[str, SessionOf] = field(default_factory=SESSION_HEADERS.copy)
 
     def __post_init__(self) -> None:
         if self.ahead not in get_args(Ahead):
             raise ValueError(f"ahead must be 'nothing', 'known' or 'text', not {self.ahead!r}")
         if self.trace_prompts and self.trace is None:
             raise ValueError("trace_prompts=True records prompts in a trace; give trace=FILE, too")
+        for name, of in self.session_headers.items():
+            if of not in get_args(SessionOf) or not re.fullmatch(r"[\w-]+", name, re.ASCII):
+                raise ValueError(
+                    f"session_headers has {name!r}: {of!r}; it maps names of headers to 'run' or "
+                    "'agent'"
+                )
         names = self.on_failure if isinstance(self.on_failure, Mapping) else [""]
         for name in names:
             self.policy(name)
@@ -82,6 +102,24 @@ class LinkSettings:
         return add_trace(
             self.listener, self.trace, prompts=self.trace_prompts, successor_of=successor_of
         )
+
+
+class Session:
+    """Names a run and its agents to routers, by ids that say nothing else.
+
+    Args: headers: see :attr:`LinkOptions.session_headers`.
+    """
+
+    def __init__(self, headers: Mapping[str, SessionOf]) -> None:
+        self._headers = headers
+        self._run = secrets.token_hex(8)
+
+    def headers(self, agent: str) -> dict[str, str]:
+        """Return the headers of an agent's requests."""
+        # Names of agents may be anything, and may be private.
+        own = hashlib.sha256(f"{self._run} {agent}".encode(errors="replace")).hexdigest()[:16]
+        ids = {"run": self._run, "agent": f"{self._run}-{own}"}
+        return {name: ids[of] for name, of in self._headers.items()}
 
 
 def check_names(argument: str, names: Collection[str], known: Collection[str]) -> None:

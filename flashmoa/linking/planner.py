@@ -18,13 +18,14 @@ from functools import partial
 
 import anyio
 
-from flashmoa._concurrency import SingleFlight, TaskHost
+from flashmoa._concurrency import SingleFlight, TaskHost, setting
 from flashmoa.engine import EngineClient
+from flashmoa.engine.client import request_headers
 from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, HeldRequests, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
-from flashmoa.linking.options import LinkSettings
+from flashmoa.linking.options import LinkSettings, Session
 from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import level_once, report_plain_engine
 from flashmoa.linking.streamed_text import Text
@@ -78,6 +79,7 @@ class LinkedCall(CallObserver):
         # Other servers do not know the field, and some refuse a request that has it.
         if planner.has_plugin(request.engine):
             self.expected_output_tokens = planner.output_lengths.expect(agent)
+        self.headers = planner.session.headers(agent)
         self._planner = planner
         self._own_link = own_link
         late = missed_link or (own_link is not None and own_link.is_late)
@@ -147,6 +149,7 @@ class LinkPlanner(ABC):
             raise ValueError(f"kv_share is {kv_share!r}; it must be a number from 0 to 1")
         self.listener = listener
         self.settings = settings
+        self.session = Session(settings.session_headers)
         self.streams = settings.ahead == "text"
         self.output_lengths = OutputLengths()
         self.host = TaskHost("A link failed; its agents run unlinked")
@@ -469,7 +472,8 @@ class LinkPlanner(ABC):
         self._linked_engines.add(engine)
         self._end_attempt(turn.agent)
         self._follow_running(link)
-        await link.start(self.host)
+        with setting(request_headers, self.session.headers(turn.agent)):
+            await link.start(self.host)
 
     async def _why_no_room(self, engine: EngineClient, prompt: Prompt) -> str | None:
         """Return why there can be no link to a prompt that may never come; ``None`` if there can.

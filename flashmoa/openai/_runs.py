@@ -421,6 +421,7 @@ class _CallOfThread(CallObserver):
             self._observer = observer = self._begin()
             self.prompt_stream_id = observer.prompt_stream_id
             self.expected_output_tokens = observer.expected_output_tokens
+            self.headers = observer.headers
             self.takes_text = observer.takes_text
         except Exception:
             logger.exception(_UNLINKED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from agent_framework import Agent
 from agent_framework.orchestrations import SequentialBuilder
@@ -19,11 +21,11 @@ import flashmoa.autogen
 import flashmoa.openai
 from flashmoa import EngineClient, LinkOptions, Workflow
 from flashmoa.linking.link import Ahead
-from flashmoa.linking.options import LinkSettings
+from flashmoa.linking.options import LinkSettings, SessionOf
 from flashmoa.observe import CallFinished, Event, PromptSent, UpstreamFailed
 from flashmoa.observe.trace import read
 from tests.unit.engine.faulty_engine import chunk, listening, send_event, start_events
-from tests.unit.linking.hung_engine import HungEngine, Route
+from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 from tests.waiting import until
 
@@ -202,3 +204,35 @@ def test_further_calls_of_an_agent_have_its_policy() -> None:
     settings = LinkSettings(on_failure={"writer": "finalize", "odd (2)": "finalize"})
     actions = {name: settings.policy(name).error for name in ("writer (2)", "odd (2)", "odd (3)")}
     assert actions == {"writer (2)": "finalize", "odd (2)": "finalize", "odd (3)": "abort"}
+
+
+@pytest.mark.parametrize("headers", [{"X-Run": "team"}, {"X Run": "run"}, {"X-Run\n": "run"}])
+def test_a_session_header_that_no_server_could_read_is_refused(headers: Any) -> None:
+    with pytest.raises(ValueError, match="session_headers"):
+        LinkSettings(session_headers=headers)
+
+
+async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
+    """The stream of an agent names the same one as the agent's request; a run is one of its own."""
+    own: dict[str, SessionOf] = {"X-Run": "run", "X-Agent": "agent"}
+    seen: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            path = request.url.path.partition("/prompt_streams/")[0] or "/append"
+            seen[path].append((request.headers["X-Run"], request.headers["X-Agent"]))
+
+        engine._http.event_hooks["request"].append(note)
+        for _ in range(2):
+            async with Workflow(engine, session_headers=own) as flow:
+                text = flow.text("text")
+                answer = flow.ask([{"role": "user", "content": f"a {text}"}], name="reader")
+                await server.until("open")
+                text.write("b")
+                text.close()
+                await answer
+            server.requests.clear()
+    first, second = seen["/v1/chat/completions"]
+    assert seen["/prompt_streams"] == [first, second]
+    assert first[0] != second[0] and first[1].startswith(first[0])
+    assert len({of for path in seen.values() for of in path}) == 2

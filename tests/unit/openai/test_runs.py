@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
 from flashmoa.openai import _runs, agent, instrument, run
-from tests.unit.openai.fake_server import URL, FakeServer, ask
+from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 
 pytestmark = pytest.mark.anyio
 
@@ -161,3 +162,23 @@ async def test_a_client_is_observed_until_its_instrumentation_is_closed(
     assert seen.count("CallFinished") == 2
     with pytest.raises(TypeError, match=r"client of OpenAI in 'client'; give instrument"):
         instrument("client")
+
+
+@both_clients
+async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) -> None:
+    """A header that the program itself sends stays as it is."""
+    message: Any = [{"role": "user", "content": "a"}]
+    async with server.client() as client:
+        for _ in range(2):
+            async with run("named"):
+                with agent("writer"):
+                    await client.chat.completions.create(model="m", messages=message)
+                mine = {"X-SMG-Routing-Key": "mine"}
+                await client.chat.completions.create(
+                    model="m", messages=message, extra_headers=mine
+                )
+    sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
+    runs = [headers["X-Dynamo-Parent-Session-Id"] for headers in sent]
+    assert runs[0] == runs[1] != runs[2] == runs[3]
+    assert [headers["X-SMG-Routing-Key"] for headers in sent] == [runs[0], "mine", runs[2], "mine"]
+    assert len({headers["X-Dynamo-Session-Id"] for headers in sent}) == 4

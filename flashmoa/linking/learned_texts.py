@@ -71,9 +71,11 @@ class SharedValues:
         return self._seen[key]
 
 
-def _identity(value: Any) -> Hashable:
+def _identity(value: object) -> Hashable:
+    if isinstance(value, str | dict | list):
+        return id(cast("object", value))
     # Of the others, some of different types are equal.
-    return id(value) if isinstance(value, str | dict | list) else (type(value), value)
+    return type(value), value
 
 
 class TextFinder:

@@ -9,10 +9,12 @@ worker by its prompt. If it goes to another worker after all, it is an ordinary 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 from pydantic import BaseModel
@@ -101,6 +103,8 @@ class FrontEnd(Generic[E]):
         # The URLs of the workers by Dynamo's ids, and until when they are not looked for again.
         self._workers: dict[int, str] = {}
         self._fresh_until = 0.0
+        # By event loop: others who ask meanwhile wait for the answer.
+        self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
 
     @property
     def is_known(self) -> bool:
@@ -158,19 +162,22 @@ class FrontEnd(Generic[E]):
 
     async def _find(self) -> dict[int, str]:
         """Return the engines with the plugin, by the ids of Dynamo's workers."""
-        if time.monotonic() < self._fresh_until:
-            return self._workers
-        # Others who ask meanwhile use what is known.
-        self._fresh_until = time.monotonic() + _FRESH_SECONDS
+        loop = asyncio.get_running_loop()
+        async with self._looking.setdefault(loop, anyio.Lock()):
+            if time.monotonic() >= self._fresh_until:
+                self._workers = await self._look()
+                seconds = _FRESH_SECONDS if self._workers else _NONE_SECONDS
+                self._fresh_until = time.monotonic() + seconds
+        return self._workers
+
+    async def _look(self) -> dict[int, str]:
         listed = await self._list()
         found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
         async with anyio.create_task_group() as group:
             for id_ in listed.keys() - found.keys():
                 group.start_soon(self._add, found, id_, listed[id_])
-        self._workers = found
         for url in self._clients.keys() - found.values():
             await self._clients.pop(url).close()
-        self._fresh_until = time.monotonic() + (_FRESH_SECONDS if found else _NONE_SECONDS)
         return found
 
     async def _list(self) -> dict[int, str]:

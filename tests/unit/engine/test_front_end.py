@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from flashmoa.engine import EngineClient, EngineInfo, front_end
@@ -64,7 +65,7 @@ def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def behind(dynamo: Dynamo) -> AsyncGenerator[FrontEnd]:
+async def behind(dynamo: Dynamo) -> AsyncGenerator[FrontEnd[Worker]]:
     found = FrontEnd(dynamo.ask, Worker)
     yield found
     await found.close()
@@ -110,6 +111,30 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
         assert second is not None and second.url == "http://b:1000"
         dynamo.instances = []
         assert await found.any_engine() is None and not found.is_known
+
+
+async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 60.0)
+    asked = 0
+
+    class Slow(Dynamo):
+        async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            await anyio.lowlevel.checkpoint()
+            return await super().ask(method, path, answer, body)
+
+    engines: list[Worker | None] = []
+    async with behind(Slow(instance(1, "a:1001"))) as found:
+
+        async def ask() -> None:
+            engines.append(await found.any_engine())
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(ask)
+        assert [engine and engine.url for engine in engines] == ["http://a:1000"] * 3
+    assert asked == 2
 
 
 async def test_a_server_that_is_no_front_end_is_left_alone() -> None:

@@ -19,11 +19,11 @@ Script = Callable[[dict[str, Any]], Answer | None]
 
 def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
     """Replace the answers of engines to OpenAI's clients once they are computed."""
-    real: Any = AsyncHttpxClientWrapper.send  # Of httpx or httpx2.
 
     async def send(self: Any, request: Any, **options: Any) -> Any:
         answer = answer_to(json.loads(request.content))
-        response = await real(self, request, **options)
+        # That of httpx or httpx2; a second script takes the place of the first.
+        response = await super(AsyncHttpxClientWrapper, self).send(request, **options)
         if answer is None or response.is_error:
             return response
         if options.get("stream"):

@@ -202,8 +202,6 @@ class AnswerReader:
         choices = [_finished(self._choices[index]) for index in sorted(self._choices)]
         for choice in choices:
             empty: dict[str, Any] = {"role": "assistant", "content": None}
-            if "matched_stop" in choice:  # SGLang's, whose whole messages have this field, too.
-                empty["tool_calls"] = None
             message = choice["message"] = empty | choice["message"]
             message["role"] = message["role"] or "assistant"
         # No whole answer says that it has no usage or error.

@@ -79,6 +79,8 @@ def comparable(answer: Any) -> Any:
     del found["usage"]["prompt_tokens_details"]
     found["usage"].pop("prompt_stream", None)
     for choice in found["choices"]:
+        # Whole answers of SGLang before 0.5.23 say that there are none.
+        choice["message"].setdefault("tool_calls", None)
         if "meta_info" in choice:
             choice["meta_info"] = sorted(choice["meta_info"].keys() - FIGURES)
         if choice["logprobs"] is not None:  # Their last digits depend on what is cached.

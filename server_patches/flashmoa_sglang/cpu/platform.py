@@ -24,7 +24,6 @@ from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
     from torch import Tensor
 
 # SGLang has a list of the names of backends that need no Triton, and on a CPU only this one works.
@@ -66,7 +65,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
     device_name = "cpu"
     device_type = "cpu"
 
-    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+    def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set the arguments that a CPU needs and the user has not given.
 
         Raises: SystemExit if the user has given one that needs a GPU, or the modelled GPU's are

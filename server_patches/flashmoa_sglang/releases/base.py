@@ -9,9 +9,6 @@ KV all the same. SGLang encodes long prompts in parts, but not if a tokenizer's 
 replaced, as the plugin does.
 """
 
-# The type checker has 0.5.18, which lacks some attributes of this release.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar

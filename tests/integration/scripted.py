@@ -23,7 +23,8 @@ def script(monkeypatch: pytest.MonkeyPatch, answer_to: Script) -> None:
     async def send(self: Any, request: Any, **options: Any) -> Any:
         answer = answer_to(json.loads(request.content))
         # That of httpx or httpx2; a second script takes the place of the first.
-        response = await super(AsyncHttpxClientWrapper, self).send(request, **options)
+        base: Any = super(AsyncHttpxClientWrapper, self)
+        response = await base.send(request, **options)
         if answer is None or response.is_error:
             return response
         if options.get("stream"):

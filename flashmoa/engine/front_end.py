@@ -36,13 +36,13 @@ _INFO_SECONDS = 2.0
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
 
 
-# Between the URL of the engine and the id of its stream in an id of a stream behind a front end.
+# Between the engine's URL and the stream's id there, in the id of a stream behind a front end.
 _SEPARATOR = " "
 
 
 def is_behind(stream_id: str) -> bool:
     """Return whether a stream is behind a front end, so that its request cannot name it."""
-    return _SEPARATOR in stream_id
+    return "://" in stream_id
 
 
 class Engine(Protocol):

@@ -56,7 +56,10 @@ class ToolGaps:
     def watch(self, obj: Any, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         """Return the outputs of a ``GenerateReqInput``; hold its agent's next prompt at the end."""
         chat = rendering.served.get()
-        if chat is None or not chat.tools or (chat.n or 1) > 1 or not obj.input_ids:
+        # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
+        if not hasattr(chat, "messages") or not chat.tools or (chat.n or 1) > 1:
+            return outputs
+        if not obj.input_ids:
             return outputs
         return self._watch(chat, obj, outputs)
 

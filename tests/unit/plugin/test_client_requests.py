@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 torchvision_ops.allow_mismatched_build()
 
 from fastapi import HTTPException  # noqa: E402
-from flashmoa_sglang.http import bodies, client_requests  # noqa: E402
+from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps  # noqa: E402
 from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
@@ -119,6 +119,19 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     body = SimpleNamespace(text=None, input_ids=[1], sampling_params={}, routed_dp_rank=None)
     request.use(body, multimodal=False)
     assert request.status == "expired" and not stream.claimed
+
+
+@pytest.mark.parametrize("kind", ["Responses API with Harmony", "chat without tools"])
+def test_a_request_that_is_no_chat_with_tools_is_served_as_without_tool_gaps(kind: str) -> None:
+    engine: Any = FakeEngine()
+    table, renderer = StreamTable(engine), SimpleNamespace()
+    gaps = tool_gaps.ToolGaps(engine, table, renderer)  # type: ignore[arg-type]
+    response = SimpleNamespace(input="Hi", tools=["a tool"])
+    chat = SimpleNamespace(messages=["Hi"], tools=None, n=1)
+    token = rendering.served.set(response if "Responses" in kind else chat)
+    outputs: Any = object()
+    assert gaps.watch(generation([1, 2]), outputs) is outputs
+    rendering.served.reset(token)
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])

@@ -67,25 +67,27 @@ def main(arguments: Sequence[str]) -> int:
     host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host) or options.host
     scheme = "http" if options.ssl_certfile is None else "https"
     url = api_url(host, options.port, scheme).removesuffix("/v1")
-    if options.dynamo and (problem := _become_worker(options, of_sglang)):
+    if options.dynamo and (problem := _become_worker(options, host, of_sglang)):
         _print_message(problem)
         return 2
     command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
     return Server(command, url, options.drain_seconds).run()
 
 
-def _become_worker(options: argparse.Namespace, of_sglang: list[str]) -> str | None:
+def _become_worker(options: argparse.Namespace, host: str, of_sglang: list[str]) -> str | None:
     """Make the engine a worker of Dynamo; return why that is not possible, if so.
 
     Its other ports follow that of its HTTP server, by which ``flashmoa.engine.front_end`` finds the
     engine: those of Dynamo's request plane, of SGLang's gRPC server and of its KV events.
+
+    Args: host: where the engine can be reached on its own machine.
     """
     if find_spec("dynamo") is None:
         return "--dynamo needs Dynamo: pip install --no-deps -r requirements/dynamo.txt"
     request_plane, grpc, events = (options.port + number for number in (1, 2, 3))
     kv_events = {"publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{events}"}
-    loopback = "[::1]" if ":" in options.host else "127.0.0.1"
-    sidecar = ["--grpc-endpoint", f"http://{loopback}:{grpc}"]
+    # SGLang's gRPC server listens at this host only.
+    sidecar = ["--grpc-endpoint", api_url(host, grpc).removesuffix("/v1")]
     of_sglang += [
         "--sidecar", "dynamo.sglang.sidecar", "--sidecar-args", json.dumps(sidecar),
         "--grpc-port", str(grpc),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -149,6 +152,29 @@ def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: P
     assert options.ssl_certfile == "c.pem"
     # SGLang does not get the command's own argument.
     assert options.drain_seconds == 5 and of_sglang == given
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:30002"),
+        ("::", "http://[::1]:30002"),
+        ("10.0.0.5", "http://10.0.0.5:30002"),
+    ],
+)
+def test_the_worker_of_dynamo_asks_its_engine_where_that_listens(
+    host: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_installation_problem", "_argument_problem"):
+        monkeypatch.setattr(serve, name, lambda *_: None)
+    for name in ("find_spec", "bind"):
+        monkeypatch.setattr(serve, name, MagicMock())
+    monkeypatch.setattr(serve, "Server", started := MagicMock())
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    serve.main(["--model-path", "a/b", "--dynamo", "--host", host])
+    command = started.call_args.args[0]
+    sidecar = json.loads(command[command.index("--sidecar-args") + 1])
+    assert sidecar == ["--grpc-endpoint", endpoint]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class EngineSettings:
             raise ValueError(f"without_plugin must be 'prefill' or 'off', not {choice!r}")
 
 
-# Further headers of requests that are sent in this context.
+# Further headers of requests that are sent in this context, unless the client has them itself.
 request_headers: ContextVar[Mapping[str, str]] = ContextVar(
     "flashmoa_headers", default=MappingProxyType({})
 )
@@ -458,8 +458,12 @@ class EngineClient:
     ) -> httpx.Response:
         with translate_errors(self.url):
             json = None if body is None else _without_none(body)
-            headers = dict(request_headers.get())
-            return await self._http.request(method, path, json=json, headers=headers)
+            return await self._http.request(method, path, json=json, headers=self._further())
+
+    def _further(self) -> dict[str, str]:
+        """Return the further headers of a request, without those that the client has itself."""
+        further, own = request_headers.get(), self._http.headers
+        return {name: further[name] for name in further if name not in own}
 
     @asynccontextmanager
     async def _stream_events(
@@ -472,8 +476,8 @@ class EngineClient:
         async with AsyncExitStack() as stack:
             # Not around the yield: what the user of the events raises is not the engine's fault.
             with translate_errors(self.url):
-                json, headers = _without_none(body), dict(request_headers.get())
-                sending = self._http.stream("POST", path, json=json, headers=headers)
+                json = _without_none(body)
+                sending = self._http.stream("POST", path, json=json, headers=self._further())
                 response = await stack.enter_async_context(sending)
                 if response.is_error:
                     await response.aread()

@@ -236,3 +236,23 @@ async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
     assert seen["/prompt_streams"] == [first, second]
     assert first[0] != second[0] and first[1].startswith(first[0])
     assert len({of for path in seen.values() for of in path}) == 2
+
+
+async def test_a_session_header_that_the_client_of_an_engine_has_itself_stays() -> None:
+    """A program's requests have its own, and the streams of their prompts are to go with them."""
+    seen: list[str] = []
+    mine = {"x-smg-routing-key": "mine"}
+    async with hung_engine() as server, EngineClient(server.url, headers=mine) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            assert "X-Dynamo-Session-Id" in request.headers
+            seen.append(request.headers["X-SMG-Routing-Key"])
+
+        engine._http.event_hooks["request"].append(note)
+        async with Workflow(engine) as flow:
+            text = flow.text("text")
+            answer = flow.ask([{"role": "user", "content": f"a {text}"}])
+            await server.until("open")
+            text.close()
+            await answer
+    assert {"open", "chat"} <= {*server.routes()} and {*seen} == {"mine"}

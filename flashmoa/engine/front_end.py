@@ -157,7 +157,8 @@ class FrontEnd(Generic[E]):
 
     async def close(self) -> None:
         """Close the connections to the engines."""
-        for client in self._clients.values():
+        # Links that end meanwhile may need another one.
+        for client in [*self._clients.values()]:
             await client.close()
 
     async def _find(self) -> dict[int, str]:

@@ -137,6 +137,17 @@ async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.Monk
     assert asked == 2
 
 
+async def test_streams_may_be_released_while_the_connections_are_closed() -> None:
+    class Closing(Worker):
+        async def close(self) -> None:
+            found.find_stream("http://late 1")
+            await super().close()
+
+    found = FrontEnd(Dynamo(instance(1, "a:1001")).ask, Closing)
+    assert await found.any_engine() is not None
+    await found.close()
+
+
 async def test_a_server_that_is_no_front_end_is_left_alone() -> None:
     class Other(Dynamo):
         async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:

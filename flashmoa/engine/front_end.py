@@ -30,8 +30,10 @@ _FRESH_SECONDS = 2.0
 _NONE_SECONDS = 60.0
 # Whose models an engine says that it serves.
 _ENGINES = {"sglang", "vllm"}
-# How long a worker has to say what it can do.
-_INFO_SECONDS = 2.0
+# How long a worker has to say what it can do: all of a prompt's rendering may take 2 s.
+_INFO_SECONDS = 1.0
+# For how long one that does not say that it has prompt streams is not asked again.
+_RETRY_SECONDS = 10.0
 # The annotation with which Dynamo says where it would send a request, and sends it nowhere.
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
 
@@ -103,6 +105,8 @@ class FrontEnd(Generic[E]):
         # The URLs of the workers by Dynamo's ids, and until when they are not looked for again.
         self._workers: dict[int, str] = {}
         self._fresh_until = 0.0
+        # Other workers, and until when they are not asked again.
+        self._others: dict[int, float] = {}
         # By event loop: others who ask meanwhile wait for the answer.
         self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
 
@@ -167,15 +171,18 @@ class FrontEnd(Generic[E]):
         async with self._looking.setdefault(loop, anyio.Lock()):
             if time.monotonic() >= self._fresh_until:
                 self._workers = await self._look()
-                seconds = _FRESH_SECONDS if self._workers else _NONE_SECONDS
+                seconds = _RETRY_SECONDS if self._others else _NONE_SECONDS
+                seconds = _FRESH_SECONDS if self._workers else seconds
                 self._fresh_until = time.monotonic() + seconds
         return self._workers
 
     async def _look(self) -> dict[int, str]:
         listed = await self._list()
         found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
+        now, others = time.monotonic(), self._others
+        self._others = {id_: others[id_] for id_ in listed if others.get(id_, now) > now}
         async with anyio.create_task_group() as group:
-            for id_ in listed.keys() - found.keys():
+            for id_ in listed.keys() - found.keys() - self._others.keys():
                 group.start_soon(self._add, found, id_, listed[id_])
         for url in self._clients.keys() - found.values():
             await self._clients.pop(url).close()
@@ -199,11 +206,12 @@ class FrontEnd(Generic[E]):
         try:
             with anyio.fail_after(_INFO_SECONDS):
                 info = await self._engine(url).info()
+            if "prompt_streams" in info.capabilities:
+                found[id_] = url
+                return
         except (errors.EngineError, TimeoutError) as error:
             logger.debug("Worker %s of a front end has no prompt streams: %s", url, error)
-            return
-        if "prompt_streams" in info.capabilities:
-            found[id_] = url
+        self._others[id_] = time.monotonic() + _RETRY_SECONDS
 
 
 def _http_url(instance: _Instance) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import anyio.lowlevel
 import pytest
 
 from flashmoa.engine import EngineClient, EngineInfo, front_end
+from flashmoa.engine.client import SOON_SECONDS
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.errors import EngineUnreachable, PluginMissing
 from flashmoa.linking.link import Link
@@ -135,6 +137,38 @@ async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.Monk
                 group.start_soon(ask)
         assert [engine and engine.url for engine in engines] == ["http://a:1000"] * 3
     assert asked == 2
+
+
+async def test_a_worker_that_does_not_answer_holds_up_the_first_who_asks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be a machine that is gone, or one whose ports are closed to clients."""
+    assert front_end._INFO_SECONDS < SOON_SECONDS
+    monkeypatch.setattr(front_end, "_INFO_SECONDS", 0.01)
+    asked: list[str] = []
+
+    class Silent(Worker):
+        async def info(self) -> EngineInfo:
+            asked.append(self.url)
+            if "silent" in self.url:
+                await anyio.sleep_forever()
+            return await super().info()
+
+    dynamo = Dynamo(instance(1, "silent:1001"), instance(2, "decodes:1001"))
+    found = FrontEnd(dynamo.ask, Silent)
+    assert await found.any_engine() is None
+    # It is not taken for a server without workers, which is left alone for another time.
+    assert found._fresh_until > time.monotonic()
+    dynamo.instances.append(instance(3, "a:1001"))
+    found._fresh_until = 0.0
+    for _ in range(3):
+        engine = await found.any_engine()
+        assert engine is not None and engine.url == "http://a:1000"
+    assert sorted(asked) == ["http://a:1000", "http://decodes:1000", "http://silent:1000"]
+    found._others = dict.fromkeys(found._others, 0.0)
+    await found.any_engine()
+    assert asked.count("http://silent:1000") == 2
+    await found.close()
 
 
 async def test_streams_may_be_released_while_the_connections_are_closed() -> None:

@@ -196,6 +196,8 @@ class FrontEnd(Generic[E]):
             if models.owners & _ENGINES:
                 return {}
             health: _Health = await self._ask("GET", "/health", _Health, None)
+        except (errors.EngineUnreachable, errors.EngineTimeout):
+            return self._workers  # It may be restarting.
         except errors.EngineError:
             return {}
         urls = ((each.instance_id, _http_url(each)) for each in health.instances)

@@ -115,6 +115,22 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
         assert await found.any_engine() is None and not found.is_known
 
 
+async def test_workers_stay_known_while_their_front_end_restarts() -> None:
+    class Restarting(Dynamo):
+        is_down = False
+
+        async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+            if self.is_down:
+                raise EngineUnreachable("it cannot be reached")
+            return await super().ask(method, path, answer, body)
+
+    dynamo = Restarting(instance(1, "a:1001"))
+    async with behind(dynamo) as found:
+        first = await found.any_engine()
+        dynamo.is_down = True
+        assert first is not None and await found.any_engine() is first
+
+
 async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_end, "_FRESH_SECONDS", 60.0)
     asked = 0

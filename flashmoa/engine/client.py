@@ -137,11 +137,13 @@ class EngineClient:
         self._http = make_http_client(self.url, api_key, timeout, headers)
 
         def connect(url: str) -> EngineClient:
+            # What TLS keeps secret is not sent to a server that has none.
+            trusts = self.url.startswith("http:") or url.startswith("https:")
             return EngineClient(
                 url,
-                api_key=api_key,
+                api_key=api_key if trusts else None,
                 timeout=timeout,
-                headers=headers,
+                headers=headers if trusts else None,
                 namespace=self.namespace,
                 model=model,
                 engine_settings=self.settings,

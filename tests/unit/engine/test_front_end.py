@@ -210,6 +210,16 @@ async def test_a_server_that_is_no_front_end_is_left_alone() -> None:
             assert await found.any_engine() is None
 
 
+@pytest.mark.parametrize(("scheme", "sent"), [("http", {"Bearer k", "n"}), ("https", {None})])
+async def test_keys_that_tls_keeps_secret_are_not_sent_to_workers_without(
+    scheme: str, sent: set[str | None]
+) -> None:
+    url = f"{scheme}://front-end"
+    async with EngineClient(url, api_key="k", headers={"Tenant": "n"}) as client:
+        worker = client._front_end._engine("http://worker:30000")
+        assert {worker._http.headers.get(name) for name in ("Authorization", "Tenant")} == sent
+
+
 @asynccontextmanager
 async def front_end_of(worker: HungEngine) -> AsyncGenerator[EngineClient]:
     """Serve a front end with one worker, whose engine has all of the plugin's routes."""

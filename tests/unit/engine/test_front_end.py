@@ -18,6 +18,7 @@ from flashmoa.errors import EngineUnreachable, PluginMissing
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -250,7 +251,7 @@ async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker()
         link = Link(client, Prompt(["known", slot := Slot("writer"), "rest"]), agent="reader")
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
-            await worker.until("open")
+            await until(lambda: link.stream_id is not None)
             link.feed("writer", "text")
             link.close_slot("writer")
             assert link.claim() is None

@@ -263,3 +263,14 @@ async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker()
         assert "delete" not in worker.routes()
         # The front end's requests have no field that it does not know.
         assert client.has_plugin is None
+
+
+async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
+    """A request that comes while a text is open brings another prompt than was expected."""
+    async with hung_engine() as worker, front_end_of(worker) as client:
+        link = Link(client, Prompt(["known", Slot("writer"), "rest"]), agent="reader")
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run)
+            await until(lambda: link.stream_id is not None)
+            assert link.claim() is None
+        assert worker.routes().count("delete") == 1

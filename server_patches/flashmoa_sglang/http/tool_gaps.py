@@ -59,7 +59,8 @@ class ToolGaps:
         # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
         if not hasattr(chat, "messages") or not chat.tools or (chat.n or 1) > 1:
             return outputs
-        if not obj.input_ids:
+        # Requests of a session find no streams by their prompts.
+        if not obj.input_ids or obj.session_params is not None:
             return outputs
         return self._watch(chat, obj, outputs)
 

@@ -121,16 +121,19 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     assert request.status == "expired" and not stream.claimed
 
 
-@pytest.mark.parametrize("kind", ["Responses API with Harmony", "chat without tools"])
-def test_a_request_that_is_no_chat_with_tools_is_served_as_without_tool_gaps(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["of Harmony", "without tools", "of a session"])
+def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(kind: str) -> None:
     engine: Any = FakeEngine()
     table, renderer = StreamTable(engine), SimpleNamespace()
     gaps = tool_gaps.ToolGaps(engine, table, renderer)  # type: ignore[arg-type]
+    chat = SimpleNamespace(messages=["Hi"], tools=["a tool"], n=1)
     response = SimpleNamespace(input="Hi", tools=["a tool"])
-    chat = SimpleNamespace(messages=["Hi"], tools=None, n=1)
-    token = rendering.served.set(response if "Responses" in kind else chat)
+    toolless = SimpleNamespace(messages=["Hi"], tools=None, n=1)
+    chats = {"of Harmony": response, "without tools": toolless, "of a session": chat}
+    token = rendering.served.set(chats[kind])
+    body = generation([1, 2], session_params={"id": "s"} if kind == "of a session" else None)
     outputs: Any = object()
-    assert gaps.watch(generation([1, 2]), outputs) is outputs
+    assert gaps.watch(body, outputs) is outputs
     rendering.served.reset(token)
 
 

@@ -104,6 +104,8 @@ def _become_worker(options: argparse.Namespace, host: str, of_sglang: list[str])
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     for port in (request_plane, grpc, events):
+        if problem := port_problem(port):
+            return f"{problem}; --dynamo takes the three after it, too"
         try:
             bind(options.host, port).close()
         except OSError as error:

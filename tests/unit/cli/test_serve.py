@@ -317,3 +317,14 @@ def test_command_accepts_engines_or_a_pair(
     with pytest.raises(SystemExit):
         cli.main()
     assert "--prefill and --pd-router" in capsys.readouterr().err
+
+
+def test_a_worker_of_dynamo_needs_ports_after_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_installation_problem", "_argument_problem"):
+        monkeypatch.setattr(serve, name, lambda *_: None)
+    monkeypatch.setattr(serve, "find_spec", MagicMock())
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    assert serve.main(["--model-path", "a/b", "--dynamo", "--port", "65535"]) == 2
+    assert "--dynamo takes the three after it" in capsys.readouterr().err

@@ -36,8 +36,6 @@ _INFO_SECONDS = 1.0
 _RETRY_SECONDS = 10.0
 # The annotation with which Dynamo says where it would send a request, and sends it nowhere.
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
-
-
 # Between the engine's URL and the stream's id there, in the id of a stream behind a front end.
 _SEPARATOR = " "
 
@@ -185,7 +183,9 @@ class FrontEnd(Generic[E]):
             for id_ in listed.keys() - found.keys() - self._others.keys():
                 group.start_soon(self._add, found, id_, listed[id_])
         for url in self._clients.keys() - found.values():
-            await self._clients.pop(url).close()
+            # Another event loop may have looked, too.
+            if (client := self._clients.pop(url, None)) is not None:
+                await client.close()
         return found
 
     async def _list(self) -> dict[int, str]:

@@ -151,9 +151,10 @@ class StreamTable:
 
         Args: fits: whether a request may use a stream.
         """
-        agreed = {s: s.agrees_with(prompt) for s in self._open.values() if not s.claimed}
-        found = max(agreed, key=lambda s: agreed[s] if fits(s) else 0, default=None)
-        return found if found is not None and agreed[found] and fits(found) else None
+        usable = (s for s in self._open.values() if not s.claimed and fits(s))
+        agreed = {stream: stream.agrees_with(prompt) for stream in usable}
+        found = max(agreed, key=agreed.__getitem__, default=None)
+        return found if found is not None and agreed[found] else None
 
     def open(self, stream: PromptStream) -> None:
         """Open a stream. At the limit, the oldest that the server holds itself gives way.

@@ -37,7 +37,7 @@ WEATHER = {"name": "weather", "description": "Tells the weather."}
 
 
 @pytest.fixture(scope="module")
-async def holder(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
     """An engine that holds prompts over tool calls, for 3 seconds each."""
     async with start_special_engine(
         engines,
@@ -48,19 +48,6 @@ async def holder(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngi
         pool=POOL,
     ) as engine:  # fmt: skip
         yield engine
-
-
-@pytest.fixture
-async def client(holder: LocalEngine) -> AsyncGenerator[EngineClient]:
-    async with EngineClient(holder.url, timeout=60) as connected:
-        yield connected
-        await wait_until_idle(connected)
-
-
-@pytest.fixture
-async def http(holder: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=holder.url, timeout=60) as connected:
-        yield connected
 
 
 async def post(http: httpx.AsyncClient, path: str, body: Body) -> list[Body]:

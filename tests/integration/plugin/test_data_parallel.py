@@ -6,25 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from flashmoa_sglang import releases
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines
-from tests.integration.support import complete_stream, generate, start_special_engine
+from tests.integration.support import TWO_REPLICAS, complete_stream, generate, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 
 
-@pytest.mark.skipif(
-    releases.installed() in ("0.5.22", "0.5.23"),
-    reason="its data-parallel ranks do not start in a forked server",
-)
 async def test_siblings_share_a_rank_and_other_streams_are_spread(
     engines: LocalEngines, model: Path, words: Callable[[int, int], str]
 ) -> None:
     shared = words(600, 700)
     async with (
-        start_special_engine(engines, model, "--dp-size", "2") as engine,
+        start_special_engine(engines, model, "--dp-size", "2", environment=TWO_REPLICAS) as engine,
         EngineClient(engine.url, timeout=60) as client,
     ):
         texts = [shared + words(50, 710 + number)[3:] for number in range(4)]

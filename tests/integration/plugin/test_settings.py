@@ -17,6 +17,7 @@ from flashmoa.errors import EngineError
 from tests.integration.baseline import Baseline
 from tests.integration.models import build_adapter, build_sliding_window_model
 from tests.integration.support import (
+    BOTH_ON_ONE_CORE,
     GREEDY,
     RIDING,
     fetch_kv_state,
@@ -29,8 +30,6 @@ Words = Callable[[int, int], str]
 
 # The longer prompts are computed in chunks.
 COMMON = ("--chunked-prefill-size", "1024")
-# The ranks need not be on different cores. They would wait for each other's core otherwise.
-BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
 PAIRS = 8
 
 

@@ -7,28 +7,22 @@ from pathlib import Path
 
 import httpx
 import pytest
-from flashmoa_sglang import releases
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import generation, metric, post_json
-from tests.integration.support import complete_stream, start_special_engine
+from tests.integration.support import TWO_REPLICAS, complete_stream, start_special_engine
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        releases.installed() in ("0.5.22", "0.5.23"),
-        reason="its data-parallel ranks do not start in a forked server",
-    ),
-]
+pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 Words = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")
 async def parallel(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    async with start_special_engine(engines, model, "--dp-size", "2", pool=6000) as engine:
+    async with start_special_engine(
+        engines, model, "--dp-size", "2", pool=6000, environment=TWO_REPLICAS
+    ) as engine:
         yield engine
 
 

@@ -26,7 +26,7 @@ from engines import GUIDE, run_program
 from smollm2 import smollm2
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.engine.local import free_port
+from flashmoa.engine.local import WITHOUT_OVERLAP, free_port, wait_for_costs
 
 MODEL = "demo"
 _SERVE = [sys.executable, "-c", "import sys; from flashmoa.cli import main; sys.exit(main())"]
@@ -80,16 +80,27 @@ async def start_dynamo(
         processes = [await start("front-end", front_end)]
         for core, its_port in enumerate(ports):
             serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(its_port)]
-            serve += ["--served-model-name", MODEL, *arguments]
-            binding = {"SGLANG_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1))}
-            processes.append(await start(f"worker-{core}", [*_SERVE, *serve], **binding))
+            serve += ["--served-model-name", MODEL, *WITHOUT_OVERLAP, *arguments]
+            processes.append(await start(f"worker-{core}", [*_SERVE, *serve], **_one_core(core)))
         url = f"http://127.0.0.1:{port}"
         with anyio.fail_after(_START_SECONDS):
             while await _count_workers(url) < workers:
                 if any(process.returncode is not None for process in processes):
                     raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
                 await anyio.sleep(0.5)
-        yield Dynamo(url, [f"http://127.0.0.1:{its_port}" for its_port in ports], processes[1:])
+        engines = [f"http://127.0.0.1:{its_port}" for its_port in ports]
+        await wait_for_costs(engines)
+        yield Dynamo(url, engines, processes[1:])
+
+
+def _one_core(core: int) -> dict[str, str]:
+    """Return the environment of an engine that computes on one core.
+
+    With a thread on every core each, two engines would wait for each other's in every operation.
+    The first variable is read on CPUs for which SGLang has kernels, the second on all others.
+    """
+    core %= os.cpu_count() or 1
+    return {"SGLANG_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
 
 
 async def _count_workers(url: str) -> int:

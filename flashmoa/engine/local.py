@@ -334,9 +334,17 @@ async def engines_per_core(
         for engine in engines:
             await engine.wait_until_ready()
         progress("the engines measure what their forwards cost")
-        for engine in engines:
-            async with EngineClient(engine.url) as client:
-                with anyio.move_on_after(_MEASURE_SECONDS):
-                    while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event
-                        await anyio.sleep(0.1)
+        await wait_for_costs([engine.url for engine in engines])
         yield engines
+
+
+async def wait_for_costs(urls: Sequence[str]) -> None:
+    """Wait until engines have measured what their forwards cost, or for as long as that may take.
+
+    Requests meanwhile would be disturbed by it.
+    """
+    for url in urls:
+        async with EngineClient(url) as client:
+            with anyio.move_on_after(_MEASURE_SECONDS):
+                while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event
+                    await anyio.sleep(0.1)

@@ -258,10 +258,18 @@ class StreamRequest:
         if self._is_named:
             meta.update(self.usage)
 
-    def drop_held(self) -> None:
-        """Close the stream if this server holds it, since the request has brought another."""
-        if self._stream is not None and self._stream.held_from is not None:
-            self._table.close(self._stream, "used")
+    def meet(self, other: StreamRequest) -> None:
+        """Use another stream of this prompt that this server holds, if the named one is gone.
+
+        The held one is closed otherwise, since no other request is likely to want it.
+        """
+        held = other._stream
+        if held is None or held.held_from is None:
+            return
+        if self._stream is None:
+            self._stream, self.stream_id = held, held.id
+        else:
+            self._table.close(held, "used")
 
     def give_stream_back(self) -> None:
         """Leave the stream to the next request, because SGLang has refused this one."""
@@ -334,7 +342,7 @@ def generate_request(
     if request is None:
         request = by_prompt
     elif by_prompt is not None:
-        by_prompt.drop_held()
+        request.meet(by_prompt)
     if request is None:
         _put_expectation(obj, expected_output)
         return original(manager, obj, http_request)

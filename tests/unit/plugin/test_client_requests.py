@@ -110,6 +110,28 @@ async def test_a_request_is_told_how_much_later_it_would_have_begun_without_its_
     assert saved == [None, pytest.approx(0.5)]
 
 
+async def test_a_request_uses_a_held_stream_if_the_one_that_it_names_is_gone() -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    named = open_stream(table, tokens=5)
+    for other in (named.id, named.id, "unknown"):
+        held = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0, held_from=2)
+        table.add(held, [*range(5)])
+        table.open(held)
+        is_open = named.closed is None
+        answer = {"text": "", "meta_info": {"prompt_tokens": 10, "cached_tokens": 5}}
+        await send(table, other, answer)
+        used = answer["meta_info"]["prompt_stream"]
+        assert (used["id"], used["status"]) == (named.id if is_open else held.id, "hit")
+        assert (named.closed, held.closed, held.claimed) == ("used", "used", not is_open)
+    # A stream of another client is not taken.
+    others = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0)
+    table.add(others, [*range(5)])
+    table.open(others)
+    await send(table, named.id, answer := {"text": "", "meta_info": {**answer["meta_info"]}})
+    assert answer["meta_info"]["prompt_stream"]["status"] == "used" and others.closed is None
+    table.close(others, "deleted")
+
+
 async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> None:
     engine = FakeEngine()
     table = StreamTable(engine)  # type: ignore[arg-type]

@@ -1,14 +1,17 @@
 """``flashmoa serve``: start an SGLang server with the plugin, and leave no process behind.
 
 SGLang runs as ``python -m flashmoa_sglang.serve`` in a process group of its own and writes to the
-same terminal. This process waits until it answers, prints its URL, and forwards signals.
+same terminal, and so does Dynamo's sidecar. This process waits until SGLang answers, prints its
+URL, and lets them end in the right order.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +32,17 @@ _DEFAULT_PORT = 30000
 _POLL_SECONDS = 0.2
 # Dynamo's front end has blocks of this size, too, unless it is told otherwise.
 _DYNAMO_PAGE = 16
+# Why arguments of SGLang do not go with --dynamo.
+_NOT_WITH_DYNAMO = {
+    "grpc_port": "which sets it from --port",
+    "kv_events_config": "which sets it from --port",
+    "sidecar": "which runs Dynamo's sidecar itself",
+    "api_key": "whose gRPC server asks nobody for it; keep the ports private",
+    "admin_api_key": "whose gRPC server asks nobody for it; keep the ports private",
+}
+# How long requests may still come through a sidecar that says that it takes no more.
+_LEAVE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
 _HELP = """\
 usage: flashmoa serve --model-path PATH [--dynamo] [--drain-seconds SECONDS] [any SGLang argument]
 
@@ -67,31 +81,32 @@ def main(arguments: Sequence[str]) -> int:
     host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host) or options.host
     scheme = "http" if options.ssl_certfile is None else "https"
     url = api_url(host, options.port, scheme).removesuffix("/v1")
-    if options.dynamo and (problem := _become_worker(options, host, of_sglang)):
+    if options.dynamo and (problem := _become_worker(options, of_sglang)):
         _print_message(problem)
         return 2
+    sidecar = [sys.executable, "-m", "dynamo.sglang.sidecar", "--grpc-endpoint"]
+    # SGLang's gRPC server listens at this host only.
+    sidecar += [api_url(host, options.port + 2).removesuffix("/v1")]
     command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
-    return Server(command, url, options.drain_seconds).run()
+    return Server(command, url, options.drain_seconds, sidecar if options.dynamo else ()).run()
 
 
-def _become_worker(options: argparse.Namespace, host: str, of_sglang: list[str]) -> str | None:
+def _become_worker(options: argparse.Namespace, of_sglang: list[str]) -> str | None:
     """Make the engine a worker of Dynamo; return why that is not possible, if so.
 
     Its other ports follow that of its HTTP server, by which ``flashmoa.engine.front_end`` finds the
     engine: those of Dynamo's request plane, of SGLang's gRPC server and of its KV events.
-
-    Args: host: where the engine can be reached on its own machine.
     """
     if find_spec("dynamo") is None:
         return "--dynamo needs Dynamo: pip install --no-deps -r requirements/dynamo.txt"
+    for name, why in _NOT_WITH_DYNAMO.items():
+        if getattr(options, name) is not None:
+            return f"--{name.replace('_', '-')} does not go with --dynamo, {why}"
     request_plane, grpc, events = (options.port + number for number in (1, 2, 3))
     kv_events = {"publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{events}"}
-    # SGLang's gRPC server listens at this host only.
-    sidecar = ["--grpc-endpoint", api_url(host, grpc).removesuffix("/v1")]
     of_sglang += [
-        "--sidecar", "dynamo.sglang.sidecar", "--sidecar-args", json.dumps(sidecar),
-        "--grpc-port", str(grpc),
-        "--incremental-streaming-output", "--kv-events-config", json.dumps(kv_events),
+        "--grpc-port", str(grpc), "--kv-events-config", json.dumps(kv_events),
+        "--incremental-streaming-output",
         "--page-size", str(options.page_size),
     ]  # fmt: skip
     settings = {
@@ -103,6 +118,9 @@ def _become_worker(options: argparse.Namespace, host: str, of_sglang: list[str])
         settings["DYN_TCP_RPC_HOST"] = options.host
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    # When its time is over, the sidecar ends the answers that run as if they were complete.
+    for name in ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"):
+        os.environ[name] = str(int(min(options.drain_seconds, 1e8)) + 60)
     for port in (request_plane, grpc, events):
         if problem := port_problem(port):
             return f"{problem}; --dynamo takes the three after it, too"
@@ -134,6 +152,8 @@ def _parse_own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, li
     checked.add_argument("--ssl-certfile")
     checked.add_argument("--config")
     checked.add_argument("--page-size", type=int, default=_DYNAMO_PAGE)
+    for name in _NOT_WITH_DYNAMO:
+        checked.add_argument(f"--{name.replace('_', '-')}")
     in_file = _read_config_file(checked.parse_known_args(of_sglang)[0].config)
     return checked.parse_known_args([*in_file, *of_sglang], options)[0], of_sglang
 
@@ -193,14 +213,22 @@ class Server:
         command: starts the server.
         url: where it listens.
         drain_seconds: how long requests may still run once the server is asked to stop.
+        sidecar: starts what brings the server requests, if anything does, once the server is ready.
+            It is asked to end first, and says so to those who send it requests, but has to pass on
+            answers until the server has ended.
     """
 
-    def __init__(self, command: Sequence[str], url: str, drain_seconds: float) -> None:
+    def __init__(
+        self, command: Sequence[str], url: str, drain_seconds: float, sidecar: Sequence[str] = ()
+    ) -> None:
         self._command = list(command)
         self._url = url
         self._drain_seconds = drain_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stopping_since: float | None = None
+        self._sidecar = list(sidecar)
+        # In the order in which they are asked to end.
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._asked: list[subprocess.Popen[bytes]] = []
+        self._stopping_since = self._kill_at = math.inf
 
     def run(self) -> int:
         """Serve until SIGINT, SIGTERM or SIGHUP arrives, or until the server ends by itself.
@@ -210,34 +238,66 @@ class Server:
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle_signal)
-        environment = {**os.environ, "FLASHMOA_DIE_WITH_PARENT": "1", "PYTHONUNBUFFERED": "1"}
         print("flashmoa: importing SGLang, which takes a while", file=sys.stderr, flush=True)
-        process = self._process = subprocess.Popen(
-            self._command, start_new_session=True, env=environment
-        )
-        if self._stopping_since is not None:
-            # The signal arrived while the process was started.
-            process.send_signal(signal.SIGTERM)
+        server = self._start(self._command)
         is_ready = False
         try:
-            while process.poll() is None and not self._is_stop_overdue():
-                if not is_ready and self._answers():
+            while server.poll() is None and time.monotonic() < self._kill_at:
+                if self._is_stopping:
+                    self._ask_to_end()
+                elif any(process.poll() is not None for process in self._processes):
+                    break
+                elif not is_ready and self._answers():
                     is_ready = True
                     print(
                         f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True
                     )
+                    if self._sidecar:
+                        self._start(self._sidecar)
                 time.sleep(_POLL_SECONDS)
         finally:
+            code = server.poll()
+            self._kill()
+        if self._is_stopping or code == 0:
+            return 0
+        # SGLang kills itself if one of its processes has failed. Its return code is then negative.
+        name = "SGLang" if code is not None else "Dynamo's sidecar"
+        code = self._processes[0].returncode if code is None else code
+        how = f"with status {code}" if code >= 0 else f"by signal {-code}"
+        _print_message(f"{name} ended {how}; the lines above say why. Try `flashmoa doctor`.")
+        return max(code, 1)
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            preexec_fn=_die_with_parent,
+        )
+        self._processes.insert(0, process)
+        return process
+
+    @property
+    def _is_stopping(self) -> bool:
+        return self._stopping_since < math.inf
+
+    def _ask_to_end(self) -> None:
+        since = time.monotonic() - self._stopping_since
+        for number, process in enumerate(self._processes):
+            if process not in self._asked and since >= number * _LEAVE_SECONDS:
+                self._asked.append(process)
+                # On SIGINT, SGLang would wait for its child processes instead of draining.
+                process.send_signal(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        """Kill what runs: the sidecar first, which would answer errors for its server.
+
+        Dynamo's front end goes on elsewhere with the answers of a sidecar that is gone.
+        """
+        for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if self._stopping_since is not None or not process.returncode:
-            return 0
-        # SGLang kills itself if one of its processes has failed. Its return code is then negative.
-        code = process.returncode
-        ended = f"with status {code}" if code > 0 else f"by signal {-code}"
-        _print_message(f"SGLang ended {ended}; the lines above say why. Try `flashmoa doctor`.")
-        return max(code, 1)
 
     def _answers(self) -> bool:
         try:
@@ -248,14 +308,16 @@ class Server:
         return answer.status_code in (200, 401)
 
     def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """Ask SGLang to finish its running requests and end. At the second signal, kill it."""
-        is_first = self._stopping_since is None
-        if is_first:
-            self._stopping_since = time.monotonic()
-        if self._process is not None:
-            # On SIGINT, SGLang would wait for its child processes instead of draining.
-            self._process.send_signal(signal.SIGTERM if is_first else signal.SIGKILL)
+        """Let running requests finish. At the second signal, end at once."""
+        now = time.monotonic()
+        self._kill_at = now if self._is_stopping else now + self._drain_seconds
+        self._stopping_since = min(now, self._stopping_since)
 
-    def _is_stop_overdue(self) -> bool:
-        since = self._stopping_since
-        return since is not None and time.monotonic() - since > self._drain_seconds
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, in whatever way.
+
+    SIGKILL, because on SIGTERM SGLang would wait for its requests, whose clients may be gone. The
+    other processes of SGLang end with this one.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -12,6 +12,7 @@ miss. On a machine with a GPU use ``flashmoa_sglang.serve``.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -21,7 +22,11 @@ import signal
 import sys
 from typing import Any
 
-from flashmoa_sglang.serve import die_with_parent, serve
+from flashmoa_sglang.serve import serve
+
+# Has the kernel kill a process when its parent ends, in whatever way. The other processes of SGLang
+# end with this one.
+_PR_SET_PDEATHSIG = 1
 
 
 def import_sglang() -> None:
@@ -76,7 +81,7 @@ def fork_engine(order: dict[str, Any]) -> int:
 
 def run_engine(order: dict[str, Any]) -> None:
     """Turn the forked process into an engine; do not return."""
-    die_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))
     if cores := order.get("cores"):

@@ -8,9 +8,7 @@ SGLang would only write a line into its log.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ from flashmoa_sglang.releases import RELEASE, installed, too_old
 torchvision_ops.allow_mismatched_build()
 RELEASE.prepare_import()
 
-_PR_SET_PDEATHSIG = 1
 # Tokens. Longer than the prompts of any benchmark.
 _HASH_CONTEXT = 131_072
 
@@ -105,18 +102,7 @@ def is_stock() -> bool:
     return bool(names) and "flashmoa" not in names
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, in whatever way.
-
-    SIGKILL, because on SIGTERM SGLang would wait for its requests, whose clients may be gone. The
-    other processes of SGLang end with this one.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
-    if os.environ.pop("FLASHMOA_DIE_WITH_PARENT", None):
-        die_with_parent()
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
     if not is_stock():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -20,18 +20,21 @@ from flashmoa.engine.local import free_port
 
 SERVER = """
 import sys
+from flashmoa.cli import serve
 from flashmoa.cli.serve import Server
-instead, url, drain_seconds = sys.argv[1:]
-server = Server([sys.executable, "-c", instead], url, float(drain_seconds))
+serve._LEAVE_SECONDS = 2
+instead, url, drain_seconds, *sidecar = sys.argv[1:]
+sidecar = [sys.executable, "-c", *sidecar] if sidecar else []
+server = Server([sys.executable, "-c", instead], url, float(drain_seconds), sidecar)
 print("ended:", server.run(), flush=True)
 """
 
 
 def start(
-    instead: str, drain_seconds: str = "30", url: str = "http://127.0.0.1:9"
+    instead: str, drain_seconds: str = "30", url: str = "http://127.0.0.1:9", *sidecar: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SERVER, instead, url, drain_seconds],
+        [sys.executable, "-c", SERVER, instead, url, drain_seconds, *sidecar],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -84,6 +87,85 @@ def test_a_stopped_server_may_run_for_the_seconds_of_its_drain(
     assert out == ("finished\n" if finishes else "") + "ended: 0\n"
 
 
+READY = """
+import http.server, ssl
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        server.has_answered = True
+
+server = http.server.HTTPServer(("127.0.0.1", PORT), Ready)
+if CERTIFICATE:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*CERTIFICATE)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+server.has_answered = False
+while not server.has_answered:
+    server.handle_request()
+"""
+
+DRAINS = """
+import os, signal, sys, time
+
+def end(*_):
+    time.sleep(0.5 if NAME == "sidecar" else 0)
+    print(NAME, "was asked", flush=True)
+    if NAME == "engine":
+        sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+print(NAME, os.getpid(), flush=True)
+"""
+
+
+@pytest.fixture
+def engine_and_sidecar() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """Start an engine, and what brings it requests; yield them with the ids of both processes."""
+    port = free_port()
+    engine = f"NAME, PORT, CERTIFICATE = 'engine', {port}, None\n{DRAINS}{READY}time.sleep(100)"
+    sidecar = f"NAME = 'sidecar'\n{DRAINS}time.sleep(100)"
+    process = start(engine, "30", f"http://127.0.0.1:{port}", sidecar)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().split() for _ in range(3)]
+    assert [line[0] for line in lines] == ["engine", "flashmoa:", "sidecar"]
+    with process:
+        yield process, int(lines[0][1]), int(lines[2][1])
+        process.kill()
+
+
+def test_what_brings_requests_leaves_first_and_passes_answers_on_until_the_engine_ends(
+    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
+) -> None:
+    process, _, sidecar = engine_and_sidecar
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert out.splitlines() == ["sidecar was asked", "engine was asked", "ended: 0"]
+    assert not Path(f"/proc/{sidecar}").exists()
+
+
+def test_an_engine_without_what_brings_it_requests_ends_as_failed(
+    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
+) -> None:
+    process, engine, sidecar = engine_and_sidecar
+    os.kill(sidecar, signal.SIGKILL)
+    out, errors = process.communicate(timeout=60)
+    assert out == "ended: 1\n" and "Dynamo's sidecar ended by signal 9" in errors
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_nothing_survives_a_command_that_is_killed(
+    engine_and_sidecar: tuple[subprocess.Popen[str], int, int],
+) -> None:
+    process, *children = engine_and_sidecar
+    waited_for = [os.pidfd_open(child) for child in children]
+    process.kill()
+    for descriptor in waited_for:
+        assert select.select([descriptor], [], [], 60)[0]
+        os.close(descriptor)
+
+
 def test_a_signal_that_arrives_while_the_process_is_started_is_not_lost() -> None:
     stopped = SERVER.replace(
         "server = ",
@@ -106,26 +188,6 @@ def test_a_signal_that_arrives_while_the_process_is_started_is_not_lost() -> Non
     assert (
         subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "ended: 0\n"
     )
-
-
-READY = """
-import http.server, ssl
-
-class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        server.has_answered = True
-
-server = http.server.HTTPServer(("127.0.0.1", PORT), Ready)
-if CERTIFICATE:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*CERTIFICATE)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-server.has_answered = False
-while not server.has_answered:
-    server.handle_request()
-"""
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -172,9 +234,9 @@ def test_the_worker_of_dynamo_asks_its_engine_where_that_listens(
     monkeypatch.setattr(serve, "Server", started := MagicMock())
     monkeypatch.setattr(os, "environ", {**os.environ})
     serve.main(["--model-path", "a/b", "--dynamo", "--host", host])
-    command = started.call_args.args[0]
-    sidecar = json.loads(command[command.index("--sidecar-args") + 1])
-    assert sidecar == ["--grpc-endpoint", endpoint]
+    command, _, _, sidecar = started.call_args.args
+    assert sidecar[-2:] == ["--grpc-endpoint", endpoint]
+    assert command[command.index("--grpc-port") + 1] == endpoint.rpartition(":")[2]
 
 
 @pytest.mark.parametrize(
@@ -319,12 +381,29 @@ def test_command_accepts_engines_or_a_pair(
     assert "--prefill and --pd-router" in capsys.readouterr().err
 
 
-def test_a_worker_of_dynamo_needs_ports_after_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argument", "value", "problem"),
+    [
+        ("--port", "65535", "--dynamo takes the three after it"),
+        (
+            "--grpc-port",
+            "30009",
+            "--grpc-port does not go with --dynamo, which sets it",
+        ),
+        ("--kv-events-config", "{}", "--kv-events-config does not go with --dynamo"),
+        ("--api-key", "key", "keep the ports private"),
+    ],
+)
+def test_a_worker_of_dynamo_has_the_ports_after_its_own_and_no_key(
+    argument: str,
+    value: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("_installation_problem", "_argument_problem"):
         monkeypatch.setattr(serve, name, lambda *_: None)
     monkeypatch.setattr(serve, "find_spec", MagicMock())
     monkeypatch.setattr(os, "environ", {**os.environ})
-    assert serve.main(["--model-path", "a/b", "--dynamo", "--port", "65535"]) == 2
-    assert "--dynamo takes the three after it" in capsys.readouterr().err
+    assert serve.main(["--model-path", "a/b", "--dynamo", argument, value]) == 2
+    assert problem in capsys.readouterr().err

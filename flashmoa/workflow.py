@@ -395,6 +395,8 @@ class Workflow(Reported):
             report.failed(error)
             raise
         report.finished(answer.written[begin:], answer.usage, answer.finish_reason)
+        if pending is not None and pending.is_unnamed:
+            self._links.start_soon(pending.delete_claimed_stream)
 
     def _give_up(self) -> None:
         """Cancel every request, and release the streams, from another task than the workflow's."""

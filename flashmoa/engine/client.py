@@ -151,6 +151,11 @@ class EngineClient:
 
         self._front_end = FrontEnd(self.ask, connect)
 
+    @property
+    def is_front_end(self) -> bool:
+        """Whether there are engines behind it, as far as is known."""
+        return self._front_end.is_known
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self.url}>"
 
@@ -317,11 +322,16 @@ class EngineClient:
         """Return the state of a prompt stream."""
         return await self._ask_stream("GET", stream_id)
 
-    async def delete_stream(self, stream_id: str) -> None:
-        """End a prompt stream. It is not an error if the stream has ended already."""
+    async def delete_stream(self, stream_id: str) -> wire.StreamFigures | None:
+        """End a prompt stream. It is not an error if the stream has ended already.
+
+        Return how a request used it that did not name it.
+        """
         engine, own_id = self._find_stream(stream_id)
         with suppress(errors.StreamGone, errors.StreamUnknown):
-            await engine.ask("DELETE", f"/prompt_streams/{own_id}", wire.EmptyAnswer)
+            path = f"/prompt_streams/{own_id}"
+            return (await engine.ask("DELETE", path, wire.DeletedStream)).usage
+        return None
 
     async def _ask_engine(
         self,

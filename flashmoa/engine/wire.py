@@ -276,8 +276,22 @@ class Delta(_EngineAnswer):
     finish_reason: str | None = None
 
 
-class EmptyAnswer(_EngineAnswer):
-    """An answer without fields that the client needs."""
+class StreamFigures(_EngineAnswer):
+    """How a request used its prompt stream, which it has found by its prompt.
+
+    The fields are those of :class:`PromptUsage` with these names.
+    """
+
+    cached_tokens: int
+    streamed_tokens: int
+    late_tokens: int
+    prompt_stream: StreamUse
+
+
+class DeletedStream(_EngineAnswer):
+    """The answer of ``DELETE /prompt_streams/{id}``."""
+
+    usage: StreamFigures | None = None
 
 
 class RenderedText(_EngineAnswer):

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import anyio
 
 from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient, StreamState
-from flashmoa.errors import PluginMissing
+from flashmoa.errors import (
+    EngineDraining,
+    EngineTimeout,
+    EngineUnreachable,
+    PluginMissing,
+    StreamGone,
+    StreamUnknown,
+)
 from flashmoa.linking.failure_policy import Failure, FailurePolicy, OnFailure
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.linking.prompt_feed import (
@@ -32,6 +40,7 @@ from flashmoa.observe import (
     LinkDeclined,
     LinkOpened,
     Listener,
+    StreamFound,
     UpstreamFailed,
 )
 from flashmoa.observe.events import contained, ignore
@@ -43,6 +52,11 @@ logger = logging.getLogger(__name__)
 Ahead = Literal["nothing", "known", "text"]
 
 _LATE, _PLAIN = "too late", "plain engine"
+# How often a link tries to have its stream on a worker behind a front end, and how long it
+# waits between. A front end needs a moment to notice that a worker has died.
+_TRIES = 8
+_REOPEN_SECONDS = 0.25
+_WORKER_FAILURES = (EngineUnreachable, EngineTimeout, EngineDraining, StreamGone, StreamUnknown)
 # How long the next link to an engine waits for this one to be open.
 _BEGINNING_SECONDS = 0.1
 
@@ -103,7 +117,8 @@ class Link:
         self._listener = contained(listener)
         self._namespace = namespace
         self._expect = expect
-        self._feed: Feed = PromptFeed(
+        self._make_feed = partial(
+            PromptFeed,
             engine,
             prompt,
             self._report_state,
@@ -111,11 +126,14 @@ class Link:
             expected_output_tokens=expected_output_tokens,
             add_special_tokens=add_special_tokens,
         )
+        self._feed: Feed = self._make_feed()
         self._end_reason: str | None = None
         # The stream is open, or there will be none.
         self._begun = anyio.Event()
         # Whether it has ended because no request came in time.
         self.has_expired = False
+        # Whether the engine has said how a request that did not name the stream has used it.
+        self._is_found = False
         # When each slot last received text, by the event loop's clock.
         self._last_text_at: dict[str, float] = {}
 
@@ -137,6 +155,16 @@ class Link:
     def used_id(self) -> str | None:
         """The id that events of the request name: the :attr:`stream_id` of a link that was used."""
         return self.stream_id if self._end_reason == "used" else None
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether a request was sent that cannot name the stream, and looks for it by its prompt.
+
+        Delete the stream when that call has ended: its engine then says how it was of use, or if
+        the request has gone to another engine, frees it.
+        """
+        is_used = self.used_id is not None and self.prompt.is_complete
+        return is_used and not self._feed.is_named and not self._is_found
 
     def waits_for(self, name: str) -> bool:
         """Return whether a slot of that name is still open."""
@@ -242,7 +270,7 @@ class Link:
         """Send the prompt, and wait for its request. On any failure the link ends."""
         try:
             try:
-                await self._feed.run()
+                await self._feed_workers()
             except PluginMissing as problem:
                 report_plain_engine(self.engine, problem)
                 if self.engine.settings.without_plugin == "off" or self.is_over:
@@ -256,7 +284,6 @@ class Link:
                     expect=self._expect,
                 )
                 await self._feed.run()
-            if self.stream_id is not None or self._feed.is_plain:
                 await self._wait_for_request()
         except PluginMissing:
             self._end_reason = _PLAIN
@@ -267,6 +294,32 @@ class Link:
                 level = level_once(self.engine.url, kind_of(error))
                 text = "The link to %s has ended: %s. Its request is sent all the same."
                 logger.log(level, text, self.agent, str(error).removesuffix("."))
+
+    async def _feed_workers(self) -> None:
+        """Feed a prompt stream until its request comes.
+
+        Behind a front end it is opened elsewhere if its worker dies, hangs or drains.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                await self._feed.run()
+                if self.stream_id is not None:
+                    await self._wait_for_request()
+                return
+            except _WORKER_FAILURES as problem:
+                if self.is_over or not tries_left or not self.engine.is_front_end:
+                    raise
+                text = "The prompt stream of %s is opened on another worker: %s"
+                logger.debug(text, self.agent, problem)
+            async with anyio.create_task_group() as group:
+                # A worker that hangs may go on one day.
+                group.start_soon(self.delete_stream)
+                await anyio.sleep(_REOPEN_SECONDS)
+                group.cancel_scope.cancel()
+            if self.is_over:
+                return
+            self.prompt.restart()
+            self._feed = self._make_feed()
 
     async def _watch_stalls(self) -> None:
         stall_seconds = self._policy.stall_seconds
@@ -328,6 +381,21 @@ class Link:
         except Exception as error:  # Not only EngineError: the HTTP client may be closed already.
             text = "Stream %s could not be deleted, so the engine lets it expire: %s"
             logger.debug(text, self.stream_id, error)
+        finally:
+            if self.is_unnamed and self._feed.is_deleted:
+                self._report_found()
+
+    def _report_found(self) -> None:
+        assert self.stream_id is not None
+        self._is_found = True
+        self._listener(
+            StreamFound(
+                agent=self.agent,
+                engine=self.engine.url,
+                stream_id=self.stream_id,
+                figures=self._feed.figures,
+            )
+        )
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]

@@ -116,6 +116,11 @@ class PendingRequest:
             self._link.end("abort")
             await self._link.delete_stream()
 
+    @property
+    def is_unnamed(self) -> bool:
+        """Return whether the request looks for its stream by its prompt; see :class:`Link`."""
+        return self._link is not None and self._link.is_unnamed
+
     async def delete_claimed_stream(self) -> None:
         """Delete a stream that was claimed for a request which will not be sent.
 

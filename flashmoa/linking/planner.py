@@ -93,6 +93,8 @@ class LinkedCall(CallObserver):
     def on_finish(self, result: CallResult) -> None:
         super().on_finish(result)
         self._planner.call_answered(self, result)
+        if self._own_link is not None and self._own_link.is_unnamed:
+            self.release_stream()
 
     def on_failure(self, error: BaseException) -> None:
         super().on_failure(error)

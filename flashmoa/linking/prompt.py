@@ -125,6 +125,10 @@ class Prompt:
         self._taken = len(text)
         return new
 
+    def restart(self) -> None:
+        """Let the next :meth:`take` return all of the text again."""
+        self._taken = 0
+
 
 class NotForecastable(FlashMoAError):
     """Raised when the prompt of a future request cannot be known; the message says why.

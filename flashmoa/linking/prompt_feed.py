@@ -29,7 +29,7 @@ import anyio
 from flashmoa.engine.client import EngineClient
 from flashmoa.engine.front_end import is_behind
 from flashmoa.engine.plain import tokens_to_come
-from flashmoa.engine.wire import PromptUsage, StreamState
+from flashmoa.engine.wire import PromptUsage, StreamFigures, StreamState
 from flashmoa.errors import (
     EngineError,
     EngineTimeout,
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 0.01
 _GRACE_SECONDS_OF_STEPS = 0.05
 _OPEN_SECONDS = 10.0
+_WORKER_SECONDS = 1.5
 _DELETE_SECONDS = 5.0
 _RELEASE_SECONDS = 0.3
 # The engine receives something at least once in this part of a stream's time to live.
@@ -92,10 +93,14 @@ class Feed(ABC):
 
     Attributes:
         stream_id: the id that events name, once the engine has something of the prompt.
+        is_deleted: whether the engine has deleted the stream, or said that it has ended.
+        figures: what the engine has then said of a request that did not name the stream.
     """
 
     def __init__(self, on_state: Callable[[StreamState], None]) -> None:
         self.stream_id: str | None = None
+        self.is_deleted = False
+        self.figures: StreamFigures | None = None
         self._on_state = on_state
         self._changed = anyio.Event()
         self._stopping = anyio.Event()
@@ -213,8 +218,14 @@ class PromptFeed(Feed):
         await self._keep_alive_during(self._stopping.wait)
 
     async def delete(self) -> None:
-        if (stream_id := self.stream_id) is not None:
-            await self._run_shielded(lambda: self._engine.delete_stream(stream_id), _DELETE_SECONDS)
+        if (stream_id := self.stream_id) is None:
+            return
+
+        async def delete() -> None:
+            self.figures = await self._engine.delete_stream(stream_id)
+            self.is_deleted = True
+
+        await self._run_shielded(delete, _DELETE_SECONDS)
 
     async def _open(self, first: str | Sequence[int]) -> StreamState:
         states: list[StreamState] = []
@@ -283,7 +294,7 @@ class PromptFeed(Feed):
                     return
             piece, end = self._prompt.take(), self._prompt.is_complete
             if piece or end:
-                state = await self._engine.append(state.id, seq, **_fields(piece), end=end)
+                state = await self._append(state, seq, piece, end=end)
                 seq += 1
                 self._postpone_keep_alive()
                 self._on_state(state)
@@ -293,6 +304,22 @@ class PromptFeed(Feed):
                     await self._wait_until_complete()
             else:
                 await self._keep_alive_during(self._wait_for_change)
+
+    async def _append(
+        self, state: StreamState, seq: int, piece: str | Sequence[int], *, end: bool
+    ) -> StreamState:
+        """Append a piece; behind a front end, do not wait long for a worker that hangs.
+
+        Raises: EngineTimeout if it does.
+        """
+        seconds = None if self.is_named else _WORKER_SECONDS
+        try:
+            with anyio.fail_after(seconds):
+                return await self._engine.append(state.id, seq, **_fields(piece), end=end)
+        except TimeoutError:
+            raise EngineTimeout(
+                f"the worker of prompt stream {state.id} has not taken text within {seconds} s"
+            ) from None
 
     async def _wait_until_complete(self) -> None:
         while not self._stopped and not self._prompt.is_complete:

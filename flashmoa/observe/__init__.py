@@ -14,6 +14,7 @@ from flashmoa.observe.events import (
     LinkWaits,
     Listener,
     PromptSent,
+    StreamFound,
     UpstreamFailed,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "LinkWaits",
     "Listener",
     "PromptSent",
+    "StreamFound",
     "UpstreamFailed",
 ]

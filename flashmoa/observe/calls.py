@@ -23,6 +23,7 @@ from flashmoa.observe.events import (
     LinkOpened,
     Listener,
     PromptSent,
+    StreamFound,
 )
 
 
@@ -79,6 +80,7 @@ class Call:
     Attributes:
         plain_tokens: number of tokens of its prompt that its link had prefilled on an engine
             without the plugin; ``None`` if there was no such link.
+        found: behind a front end, what the engine says of its prompt stream.
     """
 
     started: CallStarted
@@ -86,6 +88,7 @@ class Call:
     ended: CallFinished | CallFailed | None = None
     prompt: PromptSent | None = None
     plain_tokens: int | None = None
+    found: StreamFound | None = None
 
     @property
     def agent(self) -> str:
@@ -98,7 +101,10 @@ class Call:
 
     @property
     def usage(self) -> PromptUsage | None:
-        return self.finished.usage if self.finished is not None else None
+        usage = self.finished.usage if self.finished is not None else None
+        if usage is None or self.found is None or self.found.figures is None:
+            return usage
+        return usage.model_copy(update=dict(self.found.figures))
 
 
 def calls(events: Iterable[Event]) -> list[Call]:
@@ -108,13 +114,19 @@ def calls(events: Iterable[Event]) -> list[Call]:
     """
     by_id: dict[str, Call] = {}
     plain: dict[str, int] = {}
+    by_stream: dict[str, Call] = {}
     for event in events:
         if isinstance(event, LinkOpened) and event.plain:
             plain[event.stream_id] = 0
         elif isinstance(event, LinkAdvanced) and event.stream_id in plain:
             plain[event.stream_id] = event.prefilled_tokens
         elif isinstance(event, CallStarted):
-            by_id[event.call_id] = Call(event, plain_tokens=plain.get(event.stream_id or ""))
+            call = Call(event, plain_tokens=plain.get(event.stream_id or ""))
+            by_id[event.call_id] = call
+            if event.stream_id is not None:
+                by_stream[event.stream_id] = call
+        elif isinstance(event, StreamFound) and event.stream_id in by_stream:
+            by_stream[event.stream_id].found = event
         elif isinstance(event, CallEvent) and event.call_id in by_id:
             call = by_id[event.call_id]
             if isinstance(event, PromptSent):

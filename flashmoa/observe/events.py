@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashmoa.engine import PromptUsage
+from flashmoa.engine import PromptUsage, StreamFigures
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,17 @@ class LinkClosed(Event):
 
     stream_id: str | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFound(Event):
+    """A call behind a front end has ended: what its engine says of its prompt stream.
+
+    ``figures`` is ``None`` if the request did not find the stream, as it went to another engine.
+    """
+
+    stream_id: str
+    figures: StreamFigures | None
 
 
 Listener = Callable[[Event], None]

@@ -198,13 +198,16 @@ def link_status(call: Call) -> str:
 
     ``late``: the call came before its stream was open. ``no gain``: its stream had computed nothing
     when it came, so that it waited as without a link. ``plain``: its link was to an engine without
-    the plugin, which does not report whether it was of use. ``""``: there was no link to it.
+    the plugin, which does not report whether it was of use. ``elsewhere``: a front end sent it to
+    another engine than the one with its stream. ``""``: there was no link to it.
     """
     if call.usage is not None and call.usage.prompt_stream is not None:
         status = call.usage.prompt_stream.status
         return "no gain" if status == "hit" and call.usage.streamed_tokens == 0 else status
     if call.plain_tokens is not None:
         return "plain"
+    if call.found is not None and call.finished is not None:
+        return "elsewhere"
     return "late" if call.started.late else ""
 
 

@@ -15,6 +15,8 @@ from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import tiny_model
 from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe.calls import calls
+from flashmoa.observe.summary import link_status
 from flashmoa.openai import AsyncOpenAI, run
 from tests.conftest import GUIDE, ROOT
 
@@ -81,6 +83,8 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
             assert texts == again
         opened = [event.stream_id for event in events if isinstance(event, LinkOpened)]
         assert len(opened) == 4
+        # Front ends tell nothing of streams; the engines do.
+        assert [link_status(call) for call in calls(events)] == ["", "hit"] * 4
         # Dynamo divides the pairs among its workers.
         assert len({stream_id.split()[0] for stream_id in opened}) == 2
 

@@ -226,9 +226,12 @@ class Api:
         return self._table.get(request.path_params["stream_id"]).state()
 
     async def delete(self, request: Request) -> dict[str, Any]:
-        stream = self._table.get(request.path_params["stream_id"])
+        stream_id = request.path_params["stream_id"]
+        if (figures := self._table.take_figures(stream_id)) is not None:
+            return {"id": stream_id, "freed_tokens": 0, "usage": figures}
+        stream = self._table.get(stream_id)
         self._table.close(stream, "deleted")
-        return {"id": stream.id, "freed_tokens": stream.prefilled}
+        return {"id": stream_id, "freed_tokens": stream.prefilled}
 
     def _named_rank(self, request: Request) -> int | None:
         try:

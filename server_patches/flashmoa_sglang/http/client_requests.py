@@ -257,6 +257,8 @@ class StreamRequest:
         }
         if self._is_named:
             meta.update(self.usage)
+        elif self._claimed and self._stream is not None and self._stream.held_from is None:
+            self._table.keep_figures(self._stream, self.usage)
 
     def meet(self, other: StreamRequest) -> None:
         """Use another stream of this prompt that this server holds, if the named one is gone.

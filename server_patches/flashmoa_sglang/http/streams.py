@@ -105,6 +105,8 @@ class StreamTable:
         self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}
         self._ended: OrderedDict[str, Ending] = OrderedDict()
+        # The figures of requests that have found their streams by their prompts, by stream.
+        self._found: OrderedDict[str, dict[str, Any]] = OrderedDict()
         # The adapters that are being unloaded; ``None`` for each change of the whole engine.
         self._closed: list[str | None] = []
         self._pace = Pace(Options.from_environment().device_slowdown)
@@ -265,6 +267,16 @@ class StreamTable:
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""
         stream.claimed = True
+
+    def keep_figures(self, stream: PromptStream, figures: dict[str, Any]) -> None:
+        """Keep the figures of a request whose answer cannot have them, as it did not ask for it."""
+        self._found[stream.id] = figures
+        if len(self._found) > self.limits.remembered:
+            self._found.popitem(last=False)
+
+    def take_figures(self, stream_id: str) -> dict[str, Any] | None:
+        """Return the figures of the request that has found a stream by its prompt, only once."""
+        return self._found.pop(stream_id, None)
 
     def unclaim(self, stream: PromptStream) -> None:
         """Continue the stream as if its final request, which was refused, had not come."""

@@ -160,6 +160,11 @@ async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_b
     assert "prompt_stream" not in answer.json()["meta_info"]
     with pytest.raises(StreamGone):
         await client.stream_state(opened.id)
+    # Its answer has no figures, so its client gets them where it would free the stream; once.
+    figures = await client.delete_stream(opened.id)
+    assert figures is not None and figures.prompt_stream.status == "hit"
+    assert (figures.cached_tokens, figures.streamed_tokens, figures.late_tokens) == (300, 300, 1)
+    assert await client.delete_stream(opened.id) is None
     # One that has not ended may still grow.
     assert (await http.get(f"/prompt_streams/{shorter.id}")).json()["in_use"] is False
-    await client.delete_stream(shorter.id)
+    assert await client.delete_stream(shorter.id) is None

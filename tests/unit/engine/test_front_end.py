@@ -11,12 +11,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
 from flashmoa.engine.client import SOON_SECONDS
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.errors import EngineUnreachable, PluginMissing
+from flashmoa.linking import prompt_feed
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.observe import Event, LinkClosed, LinkOpened, StreamFound
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 from tests.waiting import until
 
@@ -222,17 +225,25 @@ async def test_keys_that_tls_keeps_secret_are_not_sent_to_workers_without(
 
 
 @asynccontextmanager
-async def front_end_of(worker: HungEngine) -> AsyncGenerator[EngineClient]:
-    """Serve a front end with one worker, whose engine has all of the plugin's routes."""
-    host, port = worker.url.removeprefix("http://").split(":")
+async def front_end_of(
+    *workers: HungEngine, placed: dict[str, int] | None = None
+) -> AsyncGenerator[EngineClient]:
+    """Serve a front end with workers, whose engines have all of the plugin's routes.
+
+    Args: placed: where prompts go, which may be changed: ``{"decode_worker_id": 0}``.
+    """
+    instances: list[dict[str, Any]] = []
+    for number, worker in enumerate(workers):
+        host, port = worker.url.removeprefix("http://").split(":")
+        instances.append(instance(number, f"{host}:{int(port) + 1}"))
+        worker.answers = {"/flashmoa/info": INFO}
     async with hung_engine() as server:
         server.lacks |= {"open", "render"}
         server.answers = {
-            "/health": {"instances": [instance(9, f"{host}:{int(port) + 1}")]},
-            "/v1/completions": {"nvext": {"worker_id": {"decode_worker_id": 9}}},
+            "/health": {"instances": instances},
+            "/v1/completions": {"nvext": {"worker_id": placed or {"decode_worker_id": 0}}},
             "/v1/models": {"data": [{"id": "m", "owned_by": "nvidia"}]},
         }
-        worker.answers = {"/flashmoa/info": INFO}
         async with EngineClient(server.url, model="m") as client:
             yield client
 
@@ -246,9 +257,11 @@ INFO = {
 
 async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker() -> None:
     """Its request names no stream, so the stream must have all of the prompt to be found by it."""
+    events: list[Event] = []
     async with hung_engine() as worker, front_end_of(worker) as client:
         assert await client.render([{"role": "user", "content": "x"}]) == "x"
-        link = Link(client, Prompt(["known", slot := Slot("writer"), "rest"]), agent="reader")
+        prompt = Prompt(["known", slot := Slot("writer"), "rest"])
+        link = Link(client, prompt, agent="reader", listener=events.append)
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
             await until(lambda: link.stream_id is not None)
@@ -261,6 +274,14 @@ async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker()
         assert "".join(body.get("text") or "" for body in sent) == "knowntextrest"
         assert sent[-1]["end"]
         assert "delete" not in worker.routes()
+        # Once the call has ended, the stream is freed if its request went to another worker, also
+        # while the team is being closed.
+        assert link.is_unnamed
+        await run_cancelled(link.delete_stream)
+        assert not link.is_unnamed
+        assert worker.routes().count("delete") == 1
+        (found,) = [event for event in events if isinstance(event, StreamFound)]
+        assert (found.stream_id, found.figures) == (link.stream_id, None)
         # The front end's requests have no field that it does not know.
         assert client.has_plugin is None
 
@@ -274,3 +295,45 @@ async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
             await until(lambda: link.stream_id is not None)
             assert link.claim() is None
         assert worker.routes().count("delete") == 1
+        assert not link.is_unnamed
+
+
+@pytest.mark.parametrize("fault", ["ends its streams", "hangs"])
+async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_feed, "_WORKER_SECONDS", 0.1)
+    placed = {"decode_worker_id": 0}
+    events: list[Event] = []
+    async with (
+        hung_engine() as first,
+        hung_engine() as second,
+        front_end_of(first, second, placed=placed) as client,
+    ):
+        prompt = Prompt(["known", slot := Slot("writer"), "rest"])
+        link = Link(client, prompt, agent="reader", listener=events.append)
+        async with anyio.create_task_group() as group:
+            group.start_soon(link.run)
+            await until(lambda: link.stream_id is not None)
+            placed["decode_worker_id"] = 1
+            assert link.stream_id is not None
+            if fault == "hangs":
+                first.hangs.add("append")
+            else:
+                first.gone.add(link.stream_id.split()[-1])
+            link.feed("writer", "some ")
+            await second.until("open")
+            link.feed("writer", "text")
+            link.close_slot("writer")
+            await until(lambda: any(body.get("end") for _, body in second.requests))
+            assert link.claim() is None
+        assert not slot.is_open
+        sent = [body.get("text") or "" for route, body in second.requests if route != "other"]
+        assert "".join(sent) == "knownsome textrest"
+        assert "delete" in first.routes()
+        # These engines answer each append as they answered the opening.
+        streams = [event.stream_id for event in events if isinstance(event, LinkOpened)]
+        opened = list(dict.fromkeys(streams))
+        assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
+        (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+        assert (closed.stream_id, closed.reason) == (opened[-1], "used")

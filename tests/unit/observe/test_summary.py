@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashmoa.engine import PromptUsage, Span, StreamUse
+from flashmoa.engine import PromptUsage, Span, StreamFigures, StreamUse
 from flashmoa.observe import (
     CallFailed,
     CallFinished,
@@ -18,6 +18,7 @@ from flashmoa.observe import (
     LinkDeclined,
     LinkOpened,
     LinkWaits,
+    StreamFound,
     UpstreamFailed,
 )
 from flashmoa.observe.calls import calls, handoffs
@@ -64,6 +65,24 @@ def test_stream_without_hit_has_no_overlap(status: str) -> None:
     whole = summary(found)
     assert (whole.linked, whole.calls, whole.overlap.ahead) == (0, 2, 0)
     assert row(found[1], None)[-3:] == ["", "1.00 s", status]
+
+
+def test_behind_a_front_end_figures_come_after_the_answers() -> None:
+    who = {"agent": "B", "engine": "http://e", "at": 11}
+    events = call("B", 8, 8.5, 10)
+    events[0] = replace(events[0], stream_id="http://w s")
+    plain = PromptUsage(prompt_tokens=100, completion_tokens=9, cached_tokens=64)
+    events[2] = replace(events[2], usage=plain)
+    figures = StreamFigures(
+        cached_tokens=90, streamed_tokens=70, late_tokens=10, prompt_stream=use((0, 4))
+    )
+    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=figures)])
+    assert overlaps([found]) == {"B": Overlap(4.0, 0.5, 70, 10)}
+    assert row(found, None)[1:6] == ["100", "90", "70", "10", "9"]
+    (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=None)])
+    assert (row(found, None)[2], row(found, None)[-1]) == ("64", "elsewhere")
+    (found,) = calls(events)
+    assert row(found, None)[-1] == ""
 
 
 def test_summary_has_the_figures_of_a_run() -> None:

@@ -153,7 +153,7 @@ check: $(READY)
 	@$(BIN)/pyright & sources=$$!; $(BIN)/pyright -p tests && wait $$sources
 	@$(BIN)/hadolint deploy/Dockerfile
 	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
-	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/*.yaml
+	@$(BIN)/kubernetes-validate --strict --quiet deploy/kubernetes/resources.yaml
 
 format: $(READY)
 	@$(BIN)/ruff format $(SOURCES)

@@ -17,18 +17,20 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 from urllib.parse import urlsplit
 
+import kubernetes_validate
 import pytest
 import yaml
 from fastapi import FastAPI
 from flashmoa_sglang.http.api import Api
 from flashmoa_sglang.releases import TESTED
+from packaging.version import Version
 from starlette.routing import Route
 
-from flashmoa.cli import router, serve
-from flashmoa.router.application import RouterOptions, application
+from flashmoa.cli import serve
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
+IMAGE = "flashmoa-engine"
 # SGLang's own route. It gives up after this many seconds (HEALTH_CHECK_TIMEOUT).
 GENERATE, GENERATE_SECONDS = "/health_generate", 20
 PARSE_SGLANG = """
@@ -49,26 +51,27 @@ print(json.dumps([{name: line[name] for name in names} for line in parsed]))
 
 @dataclass(frozen=True)
 class Deployed:
-    """One container of the compose file or of a manifest.
+    """One container of the compose file or of the manifest.
 
     Attributes:
-        hosts: the names by which the others reach it.
-        arguments: of ``flashmoa serve`` or ``flashmoa router``.
+        name: its service's or component's.
+        arguments: of ``flashmoa serve`` or ``python -m dynamo.frontend``.
+        environment: what is set there, as far as the files say it.
         grace_seconds: how long it may take to end.
         ports: those that it is said to listen on.
         probes: the paths that it is asked for, by the name of the probe.
     """
 
-    hosts: tuple[str, ...]
+    name: str
     arguments: tuple[str, ...]
+    environment: dict[str, Any]
     grace_seconds: int
     ports: frozenset[int]
     probes: dict[str, str]
 
 
 def load(path: str) -> Any:
-    (document,) = load_all(path)
-    return document
+    return yaml.safe_load((DEPLOY / path).read_text())
 
 
 def load_all(path: str) -> list[Any]:
@@ -77,45 +80,37 @@ def load_all(path: str) -> list[Any]:
 
 def composed(role: str) -> Iterator[Deployed]:
     for name, service in load("compose.yaml")["services"].items():
-        if service["image"] == f"flashmoa-{role}":
+        if service["image"] == IMAGE and ("entrypoint" in service) == (role == "frontend"):
             url = urlsplit(re.findall(r"http://[^']+", service["healthcheck"]["test"][-1])[0])
             published = {int(port.rpartition(":")[2]) for port in service.get("ports", ())}
             yield Deployed(
-                (name,),
+                name,
                 tuple(service["command"]),
+                service["environment"],
                 int(service["stop_grace_period"].removesuffix("s")),
                 frozenset({cast("int", url.port), *published}),
                 {"healthcheck": url.path},
             )
 
 
+def components(role: str) -> list[Any]:
+    of_type = {"engine": "worker", "frontend": "frontend"}[role]
+    graph = load("kubernetes/graph.yaml")
+    return [one for one in graph["spec"]["components"] if one["type"] == of_type]
+
+
 def orchestrated(role: str) -> Iterator[Deployed]:
-    documents = load_all("kubernetes/engines.yaml") + load_all("kubernetes/router.yaml")
-    services = {
-        one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "Service"
-    }
-    for one in documents:
-        if one["kind"] not in ("Deployment", "StatefulSet"):
-            continue
-        pod = one["spec"]["template"]["spec"]
+    for one in components(role):
+        pod = one["podTemplate"]["spec"]
         (container,) = pod["containers"]
-        if container["image"] != f"flashmoa-{role}":
-            continue
-        name = one["metadata"]["name"]
-        assert services[name]["selector"] == one["spec"]["selector"]["matchLabels"]
-        assert (
-            one["spec"]["selector"]["matchLabels"] == one["spec"]["template"]["metadata"]["labels"]
-        )
-        is_set = one["kind"] == "StatefulSet"
-        numbers = range(one["spec"]["replicas"])
         probes = {key: value["httpGet"] for key, value in container.items() if "Probe" in key}
-        named = {port["name"]: port["containerPort"] for port in container["ports"]}
-        served = {port["port"] for port in services[name]["ports"]}
+        named = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         yield Deployed(
-            tuple(f"{name}-{number}.{name}" for number in numbers) if is_set else (name,),
-            tuple(container["args"]),
+            one["name"],
+            tuple(container.get("args", ())),
+            {each["name"]: each.get("value") for each in container["env"]},
             pod["terminationGracePeriodSeconds"],
-            frozenset({*served, *named.values(), *(named[get["port"]] for get in probes.values())}),
+            frozenset({*named.values(), *(named[get["port"]] for get in probes.values())}),
             {key: get["path"] for key, get in probes.items()},
         )
 
@@ -132,14 +127,40 @@ def parse_engine(engine: Deployed) -> tuple[Namespace, list[str]]:
     return serve._parse_own_options(engine.arguments)
 
 
-def parse_router(one: Deployed) -> Namespace:
-    return router._make_parser().parse_args(one.arguments)
-
-
-def test_there_are_two_engines_and_a_router_each_way() -> None:
+def test_there_are_two_engines_and_a_front_end_each_way() -> None:
+    assert len(list(composed("engine"))) == 2
+    assert [one["replicas"] for one in components("engine")] == [2]
     for way in WAYS.values():
-        assert len([host for engine in way("engine") for host in engine.hosts]) == 2
-        assert len(list(way("router"))) == 1
+        assert len(list(way("frontend"))) == 1
+
+
+def test_the_operator_gets_what_it_and_kubernetes_take() -> None:
+    graph, others = load("kubernetes/graph.yaml"), load_all("kubernetes/resources.yaml")
+    assert (graph["apiVersion"], graph["kind"]) == ("nvidia.com/v1beta1", "DynamoGraphDeployment")
+    # Of the fields in Dynamo's Go types of this version (deploy/operator/api/v1beta1).
+    assert graph["spec"].keys() == {"backendFramework", "components"}
+    fields = {"name", "type", "replicas", "sharedMemorySize", "podTemplate"}
+    for one in graph["spec"]["components"]:
+        assert one.keys() <= fields
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": one["name"]}}
+        kubernetes_validate.validate(pod | one["podTemplate"], "1.37", strict=True)
+        # The only one into which the operator puts what Dynamo needs.
+        assert [each["name"] for each in one["podTemplate"]["spec"]["containers"]] == ["main"]
+        claims = {each["metadata"]["name"] for each in others if "Claim" in each["kind"]}
+        volumes = one["podTemplate"]["spec"]["volumes"]
+        assert {each["persistentVolumeClaim"]["claimName"] for each in volumes} <= claims
+    # The labels are the operator's.
+    (engine,) = components("engine")
+    of_graph = {"nvidia.com/dynamo-graph-deployment-name": graph["metadata"]["name"]}
+    of_engine = of_graph | {"nvidia.com/dynamo-component": engine["name"]}
+    rules = {each["kind"]: each["spec"] for each in others if "Claim" not in each["kind"]}
+    assert rules["PodDisruptionBudget"]["selector"] == {"matchLabels": of_engine}
+    assert rules["NetworkPolicy"]["podSelector"] == {"matchLabels": of_graph}
+    clients, dynamo = rules["NetworkPolicy"]["ingress"]
+    (front_end,) = composed("frontend")
+    ports = {*all_of("engine")[-1].ports, *front_end.ports}
+    assert {port["port"] for port in clients["ports"]} == ports
+    assert dynamo == {"from": [{"podSelector": {"matchLabels": of_graph}}]}
 
 
 @pytest.mark.slow  # It imports torch.
@@ -158,24 +179,33 @@ def test_engines_start_with_these_arguments() -> None:
         assert engine.ports == {options["port"]}
         # Else it could not be reached from outside of its container, or scraped.
         assert options["host"] == "0.0.0.0" and options["enable_metrics"]
-        assert options["model_path"] and "FLASHMOA_API_KEY" in options["api_key"]
+        assert options["model_path"] and options["api_key"] is None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_router_starts_and_knows_every_engine(way: str) -> None:
-    (one,) = WAYS[way]("router")
-    options = parse_router(one)
-    assert one.ports == {options.port} and options.host == "0.0.0.0"
-    engines = list(WAYS[way]("engine"))
-    urls = {
-        f"http://{host}:{port}"
-        for engine in engines
-        for host in engine.hosts
-        for port in engine.ports
+def test_engines_are_workers_whose_address_clients_find() -> None:
+    for engine in all_of("engine"):
+        assert parse_engine(engine)[0].dynamo
+    (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
+    assert container["command"] == ["flashmoa", "serve"]
+    (address,) = [each for each in container["env"] if each["name"] == "DYN_TCP_RPC_HOST"]
+    assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+
+
+def test_the_front_end_finds_the_engines_and_moves_the_requests_of_those_that_die() -> None:
+    services = load("compose.yaml")["services"]
+    shared = [services[one.name] for one in (*composed("engine"), *composed("frontend"))]
+    for service in shared:
+        assert f"discovery:{service['environment']['DYN_FILE_KV']}" in service["volumes"]
+    (front_end,) = composed("frontend")
+    assert services[front_end.name]["entrypoint"] == ["python3", "-m", "dynamo.frontend"]
+    (port,) = front_end.ports
+    assert {"--discovery-backend=file", "--router-mode=kv", f"--http-port={port}"} <= {
+        *front_end.arguments
     }
-    assert set(options.engine) == urls
-    # It asks the engines with their key.
-    assert all(f"--api-key={options.api_key}" in engine.arguments for engine in engines)
+    (in_cluster,) = orchestrated("frontend")
+    assert in_cluster.environment["DYN_ROUTER_MODE"] == "kv"
+    limit = in_cluster.environment["DYN_MIGRATION_LIMIT"]
+    assert f"--migration-limit={limit}" in front_end.arguments
 
 
 def test_probes_ask_for_routes_that_there_are() -> None:
@@ -183,11 +213,8 @@ def test_probes_ask_for_routes_that_there_are() -> None:
     engine = MagicMock(max_queued_requests=None)
     Api(engine, MagicMock(), MagicMock()).add_to(app)
     of_engine = {cast("Route", route).path for route in app.routes} | {GENERATE}
-    of_router = {cast("Route", route).path for route in application(RouterOptions([])).routes}
-    for role, routes in (("engine", of_engine), ("router", of_router)):
-        for one in all_of(role):
-            assert set(one.probes.values()) <= routes
     for engine in all_of("engine"):
+        assert set(engine.probes.values()) <= of_engine
         # Only this one fails once the engine drains, and needs no key and no second.
         ready = {path for probe, path in engine.probes.items() if probe != "livenessProbe"}
         assert ready == {"/health/ready"}
@@ -197,25 +224,23 @@ def test_a_drain_ends_before_its_container_is_killed() -> None:
     drains = [parse_engine(engine)[0].drain_seconds for engine in all_of("engine")]
     for engine, seconds in zip(all_of("engine"), drains, strict=True):
         assert seconds < engine.grace_seconds
-    # The router relays what the engines finish.
-    for one in all_of("router"):
-        assert max(drains) < one.grace_seconds
+    # The front end relays what the engines finish.
+    for one in all_of("frontend"):
+        seconds = int(one.environment["DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"])
+        assert max(drains) <= seconds < one.grace_seconds
 
 
 def test_a_liveness_probe_waits_longer_than_sglang_does() -> None:
-    _, engines, _ = load_all("kubernetes/engines.yaml")
-    (container,) = engines["spec"]["template"]["spec"]["containers"]
+    (container,) = components("engine")[0]["podTemplate"]["spec"]["containers"]
     probe = container["livenessProbe"]
     assert probe["httpGet"]["path"] == GENERATE and probe["timeoutSeconds"] > GENERATE_SECONDS
 
 
-def test_prometheus_scrapes_the_engines_and_the_router_of_the_compose_file() -> None:
+def test_prometheus_scrapes_the_engines_and_the_front_end_of_the_compose_file() -> None:
     jobs = load("prometheus.yml")["scrape_configs"]
     targets = {target for job in jobs for one in job["static_configs"] for target in one["targets"]}
-    scraped = [*composed("engine"), *composed("router")]
-    assert targets == {
-        f"{host}:{port}" for one in scraped for host in one.hosts for port in one.ports
-    }
+    scraped = [*composed("engine"), *composed("frontend")]
+    assert targets == {f"{one.name}:{port}" for one in scraped for port in one.ports}
 
 
 def test_files_that_the_compose_file_mounts_are_there() -> None:
@@ -230,16 +255,17 @@ def test_files_that_the_compose_file_mounts_are_there() -> None:
     assert list(files[boards["options"]["path"]].glob("*.json"))
 
 
-def test_images_are_of_a_tested_release_and_listen_where_they_say() -> None:
+def test_the_image_is_of_a_release_that_works_with_dynamo_and_listens_where_it_says() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     (tag,) = re.findall(r"^ARG SGLANG_TAG=v(\S+)", dockerfile, re.MULTILINE)
-    assert tag in TESTED
-    stages = dict(re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S))
-    for role, command in (("engine", "serve"), ("router", "router")):
-        entry = json.loads(re.findall(r"^ENTRYPOINT (.*)", stages[role], re.MULTILINE)[0])
-        assert entry == ["flashmoa", command]
-        exposed = {int(port) for port in re.findall(r"^EXPOSE (\d+)", stages[role], re.MULTILINE)}
-        assert all(one.ports == exposed for one in all_of(role))
+    first, last = re.findall(
+        r"0\.\d+\.\d+", (ROOT / "requirements" / "dynamo.txt").read_text().partition("=")[0]
+    )
+    assert tag in TESTED and Version(first) <= Version(tag) <= Version(last)
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)", dockerfile, re.MULTILINE)
+    assert json.loads(entry) == ["flashmoa", "serve"]
+    exposed = {int(port) for port in re.findall(r"^EXPOSE (\d+)", dockerfile, re.MULTILINE)}
+    assert all(one.ports == exposed for one in all_of("engine"))
 
 
 def test_files_that_images_copy_are_there_and_are_sent_to_the_build() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +42,13 @@ class Dynamo:
         url: the front end's address.
         engines: the addresses of the workers' engines.
         workers: the workers' processes.
+        add_worker: starts one more on the next core, and returns when it is ready.
     """
 
     url: str
     engines: list[str]
     workers: list[Process]
+    add_worker: Callable[[], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -63,8 +65,6 @@ async def start_dynamo(
     """
     shared = {**os.environ, "DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
     shared |= {"DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": "tcp"}
-    ports = [free_port(4) for _ in range(workers)]
-    port = free_port()
     async with AsyncExitStack() as stack:
 
         async def start(name: str, command: list[str], **environment: str) -> Process:
@@ -75,22 +75,30 @@ async def start_dynamo(
             stack.push_async_callback(_stop, process)
             return process
 
-        front_end = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
-        front_end += ["--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3"]
-        processes = [await start("front-end", front_end)]
-        for core, its_port in enumerate(ports):
-            serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(its_port)]
+        async def add_worker() -> None:
+            core, port = len(dynamo.workers), free_port(4)
+            serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(port)]
             serve += ["--served-model-name", MODEL, *WITHOUT_OVERLAP, *arguments]
-            processes.append(await start(f"worker-{core}", [*_SERVE, *serve], **_one_core(core)))
-        url = f"http://127.0.0.1:{port}"
-        with anyio.fail_after(_START_SECONDS):
-            while await _count_workers(url) < workers:
-                if any(process.returncode is not None for process in processes):
-                    raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
-                await anyio.sleep(0.5)
-        engines = [f"http://127.0.0.1:{its_port}" for its_port in ports]
-        await wait_for_costs(engines)
-        yield Dynamo(url, engines, processes[1:])
+            worker = await start(f"worker-{core}", [*_SERVE, *serve], **_one_core(core))
+            engine = f"http://127.0.0.1:{port}"
+            dynamo.workers.append(worker)
+            dynamo.engines.append(engine)
+            with anyio.fail_after(_START_SECONDS):
+                while not await _is_listed(dynamo.url, port):
+                    if worker.returncode is not None or front_end.returncode is not None:
+                        raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
+                    await anyio.sleep(0.5)
+            await wait_for_costs([engine])
+
+        port = free_port()
+        command = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
+        command += ["--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3"]
+        front_end = await start("front-end", command)
+        dynamo = Dynamo(f"http://127.0.0.1:{port}", [], [], add_worker)
+        async with anyio.create_task_group() as group:
+            for _ in range(workers):
+                group.start_soon(add_worker)
+        yield dynamo
 
 
 def _one_core(core: int) -> dict[str, str]:
@@ -103,13 +111,14 @@ def _one_core(core: int) -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
 
 
-async def _count_workers(url: str) -> int:
+async def _is_listed(url: str, port: int) -> bool:
+    """Return whether a front end lists the worker whose engine has this port."""
     async with httpx.AsyncClient() as http:
         try:
             instances = (await http.get(f"{url}/health")).json()["instances"]
         except httpx.TransportError:
-            return 0
-    return sum(instance["endpoint"] == "generate" for instance in instances)
+            return False
+    return any(f":{port + 1}/" in str(each["transport"]) for each in instances)
 
 
 async def _stop(process: Process) -> None:

@@ -311,6 +311,13 @@ class EngineClient:
         body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
         return await self._ask_stream("POST", stream_id, "/append", body)
 
+    async def takes_requests(self, stream_id: str) -> bool:
+        """Return whether requests come to the engine of a stream; not once it drains, for example.
+
+        That is known of engines behind a front end.
+        """
+        return not is_behind(stream_id) or await self._front_end.lists(stream_id)
+
     async def keep_alive(self, stream_id: str) -> StreamState:
         """Extend the life of a prompt stream by its ``ttl_seconds``, as an append does.
 
@@ -350,6 +357,10 @@ class EngineClient:
         except errors.PluginMissing:
             if engine is not None or (engine := await place()) is None:
                 raise
+        except errors.EngineUnreachable:
+            if engine is None or not self._front_end.drop(engine):
+                raise
+            return await self._ask_engine(ask, place)
         return engine, await ask(engine)
 
     def _find_stream(self, stream_id: str) -> tuple[EngineClient, str]:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from random import choice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -105,6 +106,8 @@ class FrontEnd(Generic[E]):
         self._fresh_until = 0.0
         # Other workers, and until when they are not asked again.
         self._others: dict[int, float] = {}
+        # Those of them that could not be reached.
+        self._dead: set[int] = set()
         # By event loop: others who ask meanwhile wait for the answer.
         self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
 
@@ -149,6 +152,9 @@ class FrontEnd(Generic[E]):
         ids = placed.nvext.worker_id
         # Where prefill and decode are apart, the prompt's KV is made by the first.
         chosen = ids.decode_worker_id if ids.prefill_worker_id is None else ids.prefill_worker_id
+        if chosen in self._dead and workers:
+            # The request will be sent on from there, to where its KV is.
+            return self._engine(choice([*workers.values()]))
         if chosen not in workers:
             self._fresh_until = 0.0
             raise errors.EngineUnreachable(
@@ -156,6 +162,21 @@ class FrontEnd(Generic[E]):
                 "streams; start workers with `flashmoa serve --dynamo`"
             )
         return self._engine(workers[chosen])
+
+    async def lists(self, global_id: str) -> bool:
+        """Return whether the worker of a stream takes requests; it may have left, to drain."""
+        return global_id.partition(_SEPARATOR)[0] in (await self._find()).values()
+
+    def drop(self, engine: E) -> bool:
+        """Do not use a worker for some time that the front end lists, but cannot be reached.
+
+        Return whether there are others.
+        """
+        dropped = [id_ for id_, url in self._workers.items() if url == engine.url]
+        self._dead.update(dropped)
+        self._others |= dict.fromkeys(dropped, time.monotonic() + _RETRY_SECONDS)
+        self._workers = {id_: self._workers[id_] for id_ in self._workers.keys() - dropped}
+        return self.is_known
 
     async def close(self) -> None:
         """Close the connections to the engines."""
@@ -179,6 +200,7 @@ class FrontEnd(Generic[E]):
         found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
         now, others = time.monotonic(), self._others
         self._others = {id_: others[id_] for id_ in listed if others.get(id_, now) > now}
+        self._dead &= self._others.keys()
         async with anyio.create_task_group() as group:
             for id_ in listed.keys() - found.keys() - self._others.keys():
                 group.start_soon(self._add, found, id_, listed[id_])
@@ -196,10 +218,10 @@ class FrontEnd(Generic[E]):
             if models.owners & _ENGINES:
                 return {}
             health: _Health = await self._ask("GET", "/health", _Health, None)
-        except (errors.EngineUnreachable, errors.EngineTimeout):
-            return self._workers  # It may be restarting.
-        except errors.EngineError:
+        except errors.PluginMissing:  # This is another kind of server.
             return {}
+        except errors.EngineError:
+            return self._workers  # It may be restarting.
         urls = ((each.instance_id, _http_url(each)) for each in health.instances)
         return {id_: url for id_, url in urls if url is not None}
 

@@ -33,6 +33,7 @@ from flashmoa.engine.wire import PromptUsage, StreamFigures, StreamState
 from flashmoa.errors import (
     EngineError,
     EngineTimeout,
+    EngineUnreachable,
     PluginMissing,
     StreamGone,
     StreamUnknown,
@@ -310,9 +311,11 @@ class PromptFeed(Feed):
     ) -> StreamState:
         """Append a piece; behind a front end, do not wait long for a worker that hangs.
 
-        Raises: EngineTimeout if it does.
+        Raises: EngineTimeout if it does; EngineUnreachable if it has left its front end.
         """
         seconds = None if self.is_named else _WORKER_SECONDS
+        if not await self._engine.takes_requests(state.id):
+            raise EngineUnreachable(f"the worker of prompt stream {state.id} takes no requests")
         try:
             with anyio.fail_after(seconds):
                 return await self._engine.append(state.id, seq, **_fields(piece), end=end)

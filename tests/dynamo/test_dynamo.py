@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from dynamo_team import MODEL, Dynamo, start_dynamo
 
 pytestmark = pytest.mark.anyio
-PAGE = 16
+HANG_SECONDS = 4
 
 
 @pytest.fixture
@@ -81,12 +82,12 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
             assert await count_streams(dynamo) == 0
             again, _ = await write_and_check(client, f"pair {pair}", [], linked=False)
             assert texts == again
-        opened = [event.stream_id for event in events if isinstance(event, LinkOpened)]
-        assert len(opened) == 4
+        streams = [link.stream_id for link in opened(events)]
+        assert len(streams) == 4
         # Front ends tell nothing of streams; the engines do.
         assert [link_status(call) for call in calls(events)] == ["", "hit"] * 4
         # Dynamo divides the pairs among its workers.
-        assert len({stream_id.split()[0] for stream_id in opened}) == 2
+        assert len({stream_id.split()[0] for stream_id in streams}) == 2
 
     async with AsyncOpenAI(base_url=f"{dynamo.url}/v1", api_key="-") as openai:
         for number in range(2):
@@ -103,15 +104,19 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
     assert "used" in reasons, report
 
 
-def kill_machine(pid: int) -> None:
-    """Kill a worker as the end of its machine does.
+def processes_of(worker: psutil.Process) -> list[psutil.Process]:
+    """Return a worker's processes, Dynamo's sidecar first.
 
-    Dynamo's sidecar goes first: if it outlives its engine, it reports an error for each request
-    that runs, linked or not, and the front end does not move these.
+    If it outlives its engine, it reports an error for each request that runs, linked or not, and
+    the front end does not move these. The end of a machine is that of all its processes.
     """
-    worker = psutil.Process(pid)
     processes = [worker, *worker.children(recursive=True)]
     processes.sort(key=lambda each: "sidecar" not in " ".join([each.name(), *each.cmdline()]))
+    return processes
+
+
+async def die(worker: psutil.Process) -> None:
+    processes = processes_of(worker)
     for process in processes:
         process.suspend()
     for process in processes:
@@ -119,30 +124,64 @@ def kill_machine(pid: int) -> None:
             process.kill()
 
 
-async def test_a_worker_that_dies_changes_no_answer(dynamo: Dynamo) -> None:
-    """Its requests are moved by the front end, and links go on elsewhere within seconds."""
+async def hang(worker: psutil.Process) -> None:
+    processes = processes_of(worker)
+    for process in processes:
+        process.suspend()
+    await anyio.sleep(HANG_SECONDS)
+    for process in processes:
+        process.resume()
+
+
+async def drain(worker: psutil.Process) -> None:
+    worker.terminate()
+
+
+async def test_faults_of_workers_change_no_answer(dynamo: Dynamo) -> None:
+    """Requests are moved by the front end, and links by the client, also to workers that join."""
     async with EngineClient(dynamo.url, model=MODEL) as client:
-        expected = [
-            (await write_and_check(client, name, [], linked=False, tokens=300))[0]
-            for name in ("first", "second", "third")
-        ]
+
+        async def write(name: str, events: list[Event], *, linked: bool = True) -> list[str]:
+            return (await write_and_check(client, name, events, linked=linked, tokens=300))[0]
+
+        names = [f"{fault} {number}" for fault in ("hang", "drain", "die") for number in range(2)]
+        expected = {name: await write(name, [], linked=False) for name in [*names, "last"]}
+        print("\nfault of a worker     its links are open elsewhere after")
+        ended: set[str] = set()
+
+        async def endure(fault: Callable[[psutil.Process], Awaitable[None]]) -> None:
+            events: dict[str, list[Event]] = {f"{fault.__name__} {n}": [] for n in range(2)}
+            texts: dict[str, list[str]] = {}
+
+            async def write_one(name: str) -> None:
+                texts[name] = await write(name, events[name])
+
+            async with anyio.create_task_group() as group:
+                for name in events:
+                    group.start_soon(write_one, name)
+                with anyio.fail_after(60):
+                    while not all(map(opened, events.values())):  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                engine, _ = opened(events[name])[0].stream_id.split()
+                if fault is not hang:
+                    ended.add(engine)
+                at = time.time()
+                await fault(psutil.Process(dynamo.workers[dynamo.engines.index(engine)].pid))
+            assert texts == {name: expected[name] for name in texts}
+            links = opened(events[name])
+            after = [f"{link.at - at:.1f} s on {link.stream_id.split()[0]}" for link in links[1:]]
+            print(f"{fault.__name__:<20}  {', '.join(after)}")
+
+        async with anyio.create_task_group() as joining:
+            joining.start_soon(dynamo.add_worker)
+            await endure(hang)
+            await endure(drain)
+        await endure(die)
         events: list[Event] = []
-        results: dict[str, list[str]] = {}
+        assert await write("last", events) == expected["last"]
+        (last,) = opened(events)
+        assert last.stream_id.split()[0] in set(dynamo.engines) - ended
 
-        async def write(name: str) -> None:
-            results[name], _ = await write_and_check(client, name, events, tokens=300)
 
-        async with anyio.create_task_group() as group:
-            for name in ("first", "second"):
-                group.start_soon(write, name)
-            with anyio.fail_after(60):
-                while sum(isinstance(event, LinkOpened) for event in events) < 2:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
-            kill_machine(dynamo.workers[0].pid)
-        events.clear()
-        died = anyio.current_time()
-        await write("third")
-        assert [results[name] for name in ("first", "second", "third")] == expected
-        opened = [event for event in events if isinstance(event, LinkOpened)]
-        assert [event.stream_id.split()[0] for event in opened] == [dynamo.engines[1]]
-        print(f"linked again {anyio.current_time() - died:.1f} s after the worker's end")
+def opened(events: list[Event]) -> list[LinkOpened]:
+    return [event for event in events if isinstance(event, LinkOpened)]

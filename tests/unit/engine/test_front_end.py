@@ -119,6 +119,24 @@ async def test_workers_that_come_and_go_are_noticed() -> None:
         assert await found.any_engine() is None and not found.is_known
 
 
+async def test_a_worker_that_cannot_be_reached_is_left_out_while_it_is_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 0.0)
+    dynamo = Dynamo(instance(1, "a:1001"), instance(2, "b:1001"))
+    dynamo.places = {"decode_worker_id": 1}
+    async with behind(dynamo) as found:
+        first = await found.place("", "m")
+        assert first is not None and first is await found.any_engine()
+        assert found.drop(first)
+        second = await found.any_engine()
+        assert second is not None and second.url == "http://b:1000"
+        # The front end sends requests on from there.
+        assert await found.place("", "m") is second
+        assert not found.drop(second)
+        assert await found.place("", "m") is None
+
+
 async def test_workers_stay_known_while_their_front_end_restarts() -> None:
     class Restarting(Dynamo):
         is_down = False
@@ -226,13 +244,17 @@ async def test_keys_that_tls_keeps_secret_are_not_sent_to_workers_without(
 
 @asynccontextmanager
 async def front_end_of(
-    *workers: HungEngine, placed: dict[str, int] | None = None
+    *workers: HungEngine,
+    placed: dict[str, int] | None = None,
+    instances: list[dict[str, Any]] | None = None,
 ) -> AsyncGenerator[EngineClient]:
     """Serve a front end with workers, whose engines have all of the plugin's routes.
 
-    Args: placed: where prompts go, which may be changed: ``{"decode_worker_id": 0}``.
+    Args:
+        placed: where prompts go, which may be changed: ``{"decode_worker_id": 0}``.
+        instances: an empty list for what is listed, which may be changed, too.
     """
-    instances: list[dict[str, Any]] = []
+    instances = [] if instances is None else instances
     for number, worker in enumerate(workers):
         host, port = worker.url.removeprefix("http://").split(":")
         instances.append(instance(number, f"{host}:{int(port) + 1}"))
@@ -298,17 +320,19 @@ async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
         assert not link.is_unnamed
 
 
-@pytest.mark.parametrize("fault", ["ends its streams", "hangs"])
+@pytest.mark.parametrize("fault", ["ends its streams", "hangs", "leaves"])
 async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_feed, "_WORKER_SECONDS", 0.1)
+    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 0.0)
+    instances: list[dict[str, Any]] = []
     placed = {"decode_worker_id": 0}
     events: list[Event] = []
     async with (
         hung_engine() as first,
         hung_engine() as second,
-        front_end_of(first, second, placed=placed) as client,
+        front_end_of(first, second, placed=placed, instances=instances) as client,
     ):
         prompt = Prompt(["known", slot := Slot("writer"), "rest"])
         link = Link(client, prompt, agent="reader", listener=events.append)
@@ -319,6 +343,8 @@ async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
             assert link.stream_id is not None
             if fault == "hangs":
                 first.hangs.add("append")
+            elif fault == "leaves":
+                del instances[0]
             else:
                 first.gone.add(link.stream_id.split()[-1])
             link.feed("writer", "some ")

@@ -53,7 +53,7 @@ class Dynamo:
 
 @asynccontextmanager
 async def start_dynamo(
-    model: Path, folder: Path, *arguments: str, workers: int = 2
+    model: Path | str, folder: Path, *arguments: str, workers: int = 2
 ) -> AsyncGenerator[Dynamo]:
     """Start a front end and workers, one on each core, and wait until all of them are ready.
 
@@ -78,7 +78,7 @@ async def start_dynamo(
         async def add_worker() -> None:
             core, port = len(dynamo.workers), free_port(4)
             serve = ["serve", "--dynamo", "--model-path", str(model), "--port", str(port)]
-            serve += ["--served-model-name", MODEL, *WITHOUT_OVERLAP, *arguments]
+            serve += ["--served-model-name", MODEL, *arguments]
             worker = await start(f"worker-{core}", [*_SERVE, *serve], **_one_core(core))
             engine = f"http://127.0.0.1:{port}"
             dynamo.workers.append(worker)
@@ -153,7 +153,8 @@ async def main() -> None:
     model = await anyio.to_thread.run_sync(smollm2, Path(".cache/models"), print)
     print("Starting a front end of Dynamo and two workers on this CPU, in one to five minutes ...")
     with tempfile.TemporaryDirectory() as folder:
-        async with start_dynamo(model, Path(folder), "--max-total-tokens", "16384") as dynamo:
+        arguments = ["--max-total-tokens", "16384", *WITHOUT_OVERLAP]
+        async with start_dynamo(model, Path(folder), *arguments) as dynamo:
             print(f"Dynamo: {dynamo.url}, its workers' engines: {', '.join(dynamo.engines)}\n")
             client = FlashMoAChatCompletionClient(
                 model=MODEL,

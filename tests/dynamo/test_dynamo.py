@@ -14,7 +14,7 @@ import pytest
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import tiny_model
+from flashmoa.engine.local import WITHOUT_OVERLAP, tiny_model
 from flashmoa.observe import Event, LinkClosed, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
@@ -32,8 +32,8 @@ HANG_SECONDS = 4
 @pytest.fixture
 async def dynamo(tmp_path: Path) -> AsyncGenerator[Dynamo]:
     model = tiny_model("small", [GUIDE], ROOT / ".cache" / "models")
-    pool = ("--max-total-tokens", "12000", "--enable-cache-report")
-    async with start_dynamo(model, tmp_path, *pool) as running:
+    arguments = ["--max-total-tokens", "12000", "--enable-cache-report", *WITHOUT_OVERLAP]
+    async with start_dynamo(model, tmp_path, *arguments) as running:
         yield running
 
 

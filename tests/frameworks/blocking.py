@@ -10,7 +10,6 @@ from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.integration.openai.programs import statuses
 
-TASK = "Plan three days in Nepal for two people."
 TOKENS = 64
 
 

@@ -28,12 +28,11 @@ from flashmoa.observe import Event, LinkOpened, Listener
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.frameworks.conftest import URLS
-from tests.integration.openai.programs import Clients, closed, play_linked, statuses
+from tests.integration.openai.programs import TASK, Clients, closed, play_linked, statuses
 from tests.integration.scripted import call_until, script
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-TASK = "Plan three days in Nepal for two people."
 Models = tuple[FlashMoALlm, FlashMoALlm]
 Build = Callable[[Models, str], Any]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flashmoa.openai import instrument
-from tests.frameworks.blocking import TASK, TOKENS, check_linked
+from tests.frameworks.blocking import TOKENS, check_linked
 from tests.frameworks.conftest import URLS
+from tests.integration.openai.programs import TASK
 
 # Of its dependencies, and of how it loads parts of itself.
 pytestmark = [

@@ -16,9 +16,11 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from flashmoa.openai import instrument
+from tests.frameworks.conftest import MODEL
 from tests.integration.openai.programs import (
     BODY,
-    SETTINGS,
+    STOP,
+    TOKENS,
     Agent,
     Clients,
     Program,
@@ -29,11 +31,6 @@ from tests.integration.openai.programs import (
 )
 
 pytestmark = pytest.mark.anyio
-
-TASK = "Plan three days in Nepal for two people."
-TOKENS = SETTINGS["max_tokens"]
-# Each of a random model's answers has one of these before long.
-STOP = ["x", "z", "q", "j"]
 
 
 class State(TypedDict):
@@ -68,7 +65,7 @@ def langgraph_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
                 answers = [state["answers"][index] for index in sorted(state["answers"])]
                 messages = [
                     ("system", f"{guide}\n{agent.role}"),
-                    ("user", read(agent, answers, TASK)),
+                    ("user", read(agent, answers)),
                 ]
                 model = models[0 if agent.is_first else 1]
                 if agent.streams:
@@ -101,7 +98,7 @@ def agents_sdk_program(
     """Make a program of sequential code; an agent that streams hands over to another one."""
     agents.set_tracing_disabled(True)
     models: list[Any] = [
-        kind("tiny", client)  # type: ignore[call-arg]
+        kind(MODEL, client)  # type: ignore[call-arg]
         for client in (clients.first, clients.second)
     ]
     ends = ends or {"max_tokens": TOKENS, "extra_body": BODY}
@@ -123,7 +120,7 @@ def agents_sdk_program(
             )  # fmt: skip
         return str((await agents.Runner.run(actor, content)).final_output)
 
-    return partial(play, rounds, call, TASK)
+    return partial(play, rounds, call)
 
 
 def agents_sdk_responses_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
@@ -158,7 +155,7 @@ def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program
         )  # fmt: skip
         return str((await manager.run(content)).output)
 
-    return partial(play, rounds, call, TASK)
+    return partial(play, rounds, call)
 
 
 @pytest.mark.timeout(1200)

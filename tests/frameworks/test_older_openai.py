@@ -15,7 +15,7 @@ from llama_index.llms.openai_like import OpenAILike
 from flashmoa.openai import instrument
 from tests.integration.openai.programs import (
     BODY,
-    SETTINGS,
+    TOKENS,
     Agent,
     Clients,
     Program,
@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-TASK = "Plan three days in Nepal for two people."
-TOKENS = SETTINGS["max_tokens"]
 # Clients of CrewAI's models, which do not close them.
 _opened: list[openai.OpenAI] = []
 
@@ -70,7 +68,7 @@ def llama_index_program(rounds: Rounds, clients: Clients, guide: str) -> Program
         )
         return str(await AgentWorkflow(agents=[writer]).run(user_msg=content))
 
-    return partial(play, rounds, call, TASK)
+    return partial(play, rounds, call)
 
 
 def crewai_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
@@ -98,7 +96,7 @@ def crewai_program(rounds: Rounds, clients: Clients, guide: str) -> Program:
         task = crewai.Task(description=content, expected_output="A text.", agent=member)
         return (await crewai.Crew(agents=[member], tasks=[task]).akickoff()).raw
 
-    return partial(play, rounds, call, TASK)
+    return partial(play, rounds, call)
 
 
 @pytest.mark.parametrize("make", [llama_index_program, crewai_program])

@@ -20,15 +20,13 @@ from pydantic_ai.providers.openai import OpenAIProvider
 
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.openai import instrument
-from tests.integration.openai.programs import Clients, play_linked, statuses
+from tests.frameworks.conftest import MODEL
+from tests.integration.openai.programs import STOP, TASK, Clients, play_linked, statuses
 
 pytestmark = pytest.mark.anyio
 
-TASK = "Plan three days in Nepal for two people."
 # Enough for a call of a tool, which the engine's grammar ends.
 TOKENS = 100
-# A random model's text has one of these before long, and a call of the tool has none.
-STOP = ["x", "z", "q", "j"]
 
 Tool = Callable[[bool], Awaitable[str]]
 
@@ -82,7 +80,7 @@ async def agents_sdk_agent(
     actor: Any = agents.Agent(
         "looker",
         instructions=guide,
-        model=kind("tiny", client),  # type: ignore[call-arg]
+        model=kind(MODEL, client),  # type: ignore[call-arg]
         tools=[agents.function_tool(tool, name_override="look")],
         model_settings=settings,
     )

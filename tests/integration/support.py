@@ -101,7 +101,7 @@ async def wait_until_measured(engine: LocalEngine) -> None:
     differently if two tokens are almost equally likely.
     """
     async with EngineClient(engine.url, timeout=60) as client:
-        with anyio.fail_after(60):
+        with anyio.fail_after(180):
             while (await client.info()).costs is None:  # noqa: ASYNC110
                 await anyio.sleep(0.05)
 

@@ -21,7 +21,11 @@ from flashmoa.openai import AsyncOpenAI, run
 
 # How many random programs are run of each kind; 50 with ``make nightly``.
 PROGRAMS = int(os.environ.get("FLASHMOA_PROGRAMS", "4"))
-SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 48}
+TASK = "Plan three days in Nepal for two people."
+TOKENS = 48
+SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS}
+# Each of a random model's texts has one of these before long, and a call of a tool has none.
+STOP = ["x", "z", "q", "j"]
 BODY = {"ignore_eos": True}
 
 Program = Callable[[], Awaitable[list[str]]]
@@ -133,21 +137,21 @@ def random_program(seed: int) -> list[list[Agent]]:
     return rounds
 
 
-def read(agent: Agent, answers: Sequence[str], task: str) -> str:
+def read(agent: Agent, answers: Sequence[str]) -> str:
     """Return what an agent of a random program is asked, given the answers so far."""
     texts = [answers[source] for source in agent.sources]
     return "\n\n".join(
-        [task, *([text.strip() for text in texts] if agent.strips else texts), "Go on."]
+        [TASK, *([text.strip() for text in texts] if agent.strips else texts), "Go on."]
     )
 
 
 async def play(
-    rounds: Sequence[Sequence[Agent]], call: Callable[[Agent, str], Awaitable[str]], task: str
+    rounds: Sequence[Sequence[Agent]], call: Callable[[Agent, str], Awaitable[str]]
 ) -> list[str]:
     """Return the answers of a random program's agents, whose calls are made by ``call``."""
     answers: list[str] = []
     for agents in rounds:
-        calls = [partial(call, agent, read(agent, answers, task)) for agent in agents]
+        calls = [partial(call, agent, read(agent, answers)) for agent in agents]
         answers += await all_of(calls)
     return answers
 

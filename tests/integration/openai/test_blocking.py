@@ -22,12 +22,11 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.openai import OpenAI, agent, instrument, run
 from tests.conftest import ROOT
-from tests.integration.openai.programs import BODY, SETTINGS, Clients, closed, statuses
+from tests.integration.openai.programs import BODY, SETTINGS, TASK, Clients, closed, statuses
 from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("clients")]
 
-TASK = "Plan three days in Nepal for two people."
 Wait = Callable[..., None]
 
 

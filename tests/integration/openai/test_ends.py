@@ -19,6 +19,7 @@ from flashmoa.openai import run
 from tests.integration.openai.programs import (
     BODY,
     SETTINGS,
+    TASK,
     Clients,
     ask,
     chain,
@@ -28,8 +29,6 @@ from tests.integration.openai.programs import (
 from tests.integration.support import wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
-
-TASK = "Plan three days in Nepal for two people."
 
 
 async def test_calls_outside_of_runs_and_in_closed_ones_are_plain(

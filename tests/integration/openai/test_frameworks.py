@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashmoa.engine.local import LocalEngine
@@ -28,7 +30,7 @@ from tests.integration.frameworks import run_frameworks
     ],
 )
 async def test_the_newest_frameworks_answer_the_same_linked(
-    engine: LocalEngine, downstream: LocalEngine, venv: str, files: list[str]
+    engine: LocalEngine, downstream: LocalEngine, model: Path, venv: str, files: list[str]
 ) -> None:
-    urls = f"{engine.url} {downstream.url}"
-    await run_frameworks(*files, venv=venv, FLASHMOA_ENGINES=urls)
+    served = {"FLASHMOA_ENGINES": f"{engine.url} {downstream.url}", "FLASHMOA_MODEL": str(model)}
+    await run_frameworks(*files, venv=venv, **served)

@@ -16,11 +16,10 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.openai import OpenAI, run
-from tests.integration.openai.programs import Clients, links_opened, play_linked, statuses
+from tests.integration.openai.programs import TASK, Clients, links_opened, play_linked, statuses
 
 pytestmark = pytest.mark.anyio
 
-TASK = "Plan three days in Nepal for two people."
 REQUEST: dict[str, Any] = {"temperature": 0, "max_output_tokens": 48}
 
 

@@ -20,6 +20,7 @@ from tests.integration.openai.programs import (
     BODY,
     PROGRAMS,
     SETTINGS,
+    TASK,
     Agent,
     Clients,
     ask,
@@ -34,8 +35,6 @@ from tests.integration.openai.programs import (
 from tests.integration.support import slow_except
 
 pytestmark = pytest.mark.anyio
-
-TASK = "Plan three days in Nepal for two people."
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,7 +168,7 @@ async def test_random_programs_answer_the_same_linked(clients: Clients, guide: s
 
     reasons: list[str] = []
     for seed in range(PROGRAMS):
-        program = partial(play, random_program(seed), call, TASK)
+        program = partial(play, random_program(seed), call)
         unlinked = await program()
         await play_linked(f"random {seed}", program)
         events: list[Event] = []

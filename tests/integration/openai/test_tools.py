@@ -15,6 +15,7 @@ from flashmoa.linking import forecasts
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.integration.openai.programs import (
+    TASK,
     Clients,
     ask,
     play_linked,
@@ -33,7 +34,6 @@ from tests.integration.support import LAG, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
-TASK = "Plan three days in Nepal for two people."
 # How many tokens may be left for a request of which all but a short result was known.
 FEW = LAG + 64
 LOOK = ("look", {"place": "lake"})

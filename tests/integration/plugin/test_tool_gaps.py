@@ -38,11 +38,11 @@ WEATHER = {"name": "weather", "description": "Tells the weather."}
 
 @pytest.fixture(scope="module")
 async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine that holds prompts over tool calls, for 3 seconds each."""
+    """An engine that holds prompts over tool calls, for 10 seconds each."""
     async with start_special_engine(
         engines,
         model,
-        "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "3",
+        "--enable-cache-report", "--tool-call-parser", "glm", "--flashmoa-hold-tool-calls", "10",
         "--constrained-json-disable-any-whitespace", "--served-model-name", "m",
         "--preferred-sampling-params", json.dumps({"regex": CALL}),
         pool=POOL,
@@ -203,7 +203,7 @@ async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
     assert computed < 30
     await ask_chat(http, words(500, 6), {}, [])
     await wait_until_held(client)
-    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 3 s.
+    assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 10 s.
 
 
 async def test_a_request_of_another_tenant_does_not_use_what_is_held(

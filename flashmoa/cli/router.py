@@ -1,9 +1,8 @@
-"""``flashmoa router``: serve several engines at one address, or PD pairs at one address each.
+"""``flashmoa router``: serve several engines, or a PD pair, at one address.
 
 With --engine, each request goes to the engine that has its prefix cached. With --prefill and
 --pd-router, requests may read each other's answers, and their prompts are prefilled while those
-answers are written. Several pairs listen on --port and the ports that follow it, in the order in
-which they are given.
+answers are written; start a router for each pair.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.engine.connections import engine_url
 from flashmoa.router.cache_tables import SATURATION_MARGIN
-from flashmoa.router.dispatcher import MAX_WAITING
 from flashmoa.router.policy import PATIENCE, PrefixAware
 
 if TYPE_CHECKING:
@@ -33,21 +31,16 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until stopped. Return the exit status."""
     parser = _make_parser()
     parsed = parser.parse_args(arguments)
-    pairs = len(parsed.prefill)
-    if len(parsed.pd_router) != pairs or bool(parsed.engine) == bool(pairs):
-        parser.error("give either --engine, or --prefill and --pd-router, once for each pair")
-    ports = range(parsed.port, parsed.port + max(1, pairs))
-    if problem := port_problem(ports[0]):
+    pair = len(parsed.prefill) + len(parsed.pd_router)
+    if (pair, len(parsed.prefill)) not in ((0, 0), (2, 1)) or bool(parsed.engine) == bool(pair):
+        parser.error("give either --engine, or --prefill and --pd-router, each of these two once")
+    if problem := port_problem(parsed.port):
         parser.error(problem)
-    if port_problem(ports[-1]):
-        parser.error(f"{pairs} pairs listen at ports from --port {ports[0]} on; give a smaller one")
     try:
-        app, backends = _make_application(parsed)
-        with ExitStack() as stack:
-            sockets = [stack.enter_context(bind(parsed.host, port)) for port in ports]
-            for backend, port in zip(backends, ports, strict=True):
-                print(f"flashmoa: {backend} behind {api_url(parsed.host, port)}", flush=True)
-            _serve(app, sockets)
+        app, backend = _make_application(parsed)
+        with bind(parsed.host, parsed.port) as listening:
+            print(f"flashmoa: {backend} behind {api_url(parsed.host, parsed.port)}", flush=True)
+            _serve(app, [listening])
     except ModuleNotFoundError as error:
         print(f"flashmoa router: {error.name} is not installed; run {_INSTALL}", file=sys.stderr)
         return 1
@@ -57,27 +50,23 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]:
-    """Return what is served, and what is behind each port.
+def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, str]:
+    """Return what is served, and what is behind it.
 
     Raises: OSError or ValueError if an option is wrong; ModuleNotFoundError.
     """
     from flashmoa.router.application import application
     from flashmoa.router.engines import RouterOptions
-    from flashmoa.router.shell.application import ShellOptions, shells_application
+    from flashmoa.router.shell.application import ShellOptions, shell_application
 
     if parsed.prefill:
-        pairs = [
-            ShellOptions(
-                prefill=engine_url(prefill),
-                pd_router=engine_url(pd_router),
-                agent_seconds=parsed.agent_seconds,
-                max_body_bytes=parsed.max_body_bytes,
-            )
-            for prefill, pd_router in zip(parsed.prefill, parsed.pd_router, strict=True)
-        ]
-        app = shells_application(pairs, parsed.port)
-        return app, [f"the PD pair of {url}" for url in parsed.prefill]
+        options = ShellOptions(
+            prefill=engine_url(parsed.prefill[0]),
+            pd_router=engine_url(parsed.pd_router[0]),
+            agent_seconds=parsed.agent_seconds,
+            max_body_bytes=parsed.max_body_bytes,
+        )
+        return shell_application(options), f"the PD pair of {options.prefill}"
     engines = [engine_url(url) for url in parsed.engine]
     options = RouterOptions(
         engines,
@@ -86,10 +75,9 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, list[str]]
         model_config=_read_config(parsed.model_config) if parsed.model_config else None,
         saturation_margin=parsed.saturation,
         max_body_bytes=parsed.max_body_bytes,
-        max_waiting=parsed.max_waiting,
     )
     count = len(set(engines))
-    return application(options), [f"{count} engine{'s' if count > 1 else ''}"]
+    return application(options), f"{count} engine{'s' if count > 1 else ''}"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -119,9 +107,9 @@ def _make_parser() -> argparse.ArgumentParser:
     about = "the largest body of a request, in bytes (32 MiB)"
     add("--max-body-bytes", type=_number(int, positive=True), default=32 << 20, help=about)
     _add_engine_options(parser.add_argument_group("several engines behind one address"))
-    group = parser.add_argument_group("PD pairs behind one address each")
-    _add_urls(group, "--prefill", "the prefill engine of a PD pair; give it once for each pair")
-    _add_urls(group, "--pd-router", "the pair's own router; give it once for each pair")
+    group = parser.add_argument_group("a PD pair behind one address")
+    _add_urls(group, "--prefill", "the prefill engine of a PD pair")
+    _add_urls(group, "--pd-router", "the pair's own router")
     about = "the most seconds that a request waits for an answer that it reads (%(default)g)"
     group.add_argument(
         "--agent-seconds", type=_number(float, positive=True), default=600.0, help=about
@@ -148,12 +136,6 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         metavar="FORWARDS",
         help="an engine is full when it has tokens for so many of its largest forwards to compute "
         "(%(default)g); 0: no limit",
-    )
-    add(
-        "--max-waiting",
-        type=_number(int),
-        default=MAX_WAITING,
-        help="the most requests that wait for an engine (%(default)s); 0: none waits",
     )
 
 

@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
 
 from flashmoa.router.cache_tables import Blocks, EngineTraits
-from flashmoa.router.errors import NoEngine, QueueFull
+from flashmoa.router.forwarding import AnswerObserver, RouterError
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 
-# The most requests in the queue, by default.
-MAX_WAITING = 10_000
+
+class NoEngine(RouterError):
+    """Raised when no engine is left that could take the request."""
+
+    status = 503
+
+    def __init__(self) -> None:
+        again = "(the router asks the engines again every few seconds)"
+        super().__init__(f"no engine answers; send the request again later {again}")
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Assigns a request to an engine, until the request ends."""
+class Placement(AnswerObserver):
+    """Assigns a request to an engine, and learns from its answer that its prompt is computed.
 
-    request: str
-    engine: str
-    is_list: bool
-    _dispatcher: Dispatcher
+    The first piece of an answer shows that a prompt is computed; of a list of prompts, its end.
+    """
+
+    def __init__(self, request: str, engine: str, blocks: Blocks, dispatcher: Dispatcher) -> None:
+        self.engine = engine
+        self._request = request
+        self._blocks = blocks
+        self._dispatcher = dispatcher
+
+    def receive(self, content: bytes) -> None:
+        if not self._blocks.is_list:
+            self.finish_prefill()
+
+    def end(self, ending: str) -> None:
+        if ending == "answered":
+            self.finish_prefill()
 
     def finish_prefill(self) -> None:
-        """Report that the request's prompt is computed; harmless to repeat."""
         # Only the first piece of an answer is news; a round of routing would be lost on the others.
-        if self._dispatcher.policy.finish_prefill(self.request):
+        if self._dispatcher.policy.finish_prefill(self._request):
             self._dispatcher.reconsider()
 
 
@@ -43,18 +60,12 @@ class _QueueEntry:
 class Dispatcher:
     """Queues requests, and asks the policy for their engines whenever something has changed.
 
-    Args:
-        max_waiting: the most requests in the queue.
-
     Attributes:
         policy: call :meth:`reconsider` after telling it of a change.
-        engines: the engines that have joined.
     """
 
-    def __init__(self, policy: PrefixAware, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, policy: PrefixAware) -> None:
         self.policy = policy
-        self.engines: set[str] = set()
-        self._max_waiting = max_waiting
         self._queue: dict[str, _QueueEntry] = {}
         self._names = itertools.count()
 
@@ -64,72 +75,39 @@ class Dispatcher:
 
     def join(self, engine: str, traits: EngineTraits) -> None:
         self.policy.join(engine, traits)
-        self.engines.add(engine)
         self.reconsider()
 
     def leave(self, engine: str) -> None:
         """Remove an engine. If no engine is left, every request in the queue fails."""
         self.policy.leave(engine)
-        self.engines.discard(engine)
         self.reconsider()
 
     @asynccontextmanager
     async def place(self, blocks: Blocks) -> AsyncGenerator[Placement]:
         """Wait for an engine for a prompt. The request ends when the context is left.
 
-        Raises:
-            NoEngine: if no engine is left.
-            QueueFull: if it would have to wait, and ``max_waiting`` others do.
+        Raises: NoEngine if no engine is left.
         """
         request = str(next(self._names))
+        entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
         try:
-            engine = await self._wait(request, blocks)
-            yield Placement(request, engine, blocks.is_list, self)
+            self.reconsider()
+            await entry.decided.wait()
+            if entry.engine is None:
+                raise NoEngine
+            yield Placement(request, entry.engine, blocks, self)
         finally:
             self._queue.pop(request, None)
             self.policy.end(request)
             self.reconsider()
 
-    @contextmanager
-    def place_at(self, engine: str, blocks: Blocks) -> Generator[Placement]:
-        """Place a request without waiting on the engine that has computed its prompt already.
-
-        The request ends when the context is left.
-        """
-        request = str(next(self._names))
-        if engine in self.engines:
-            self.policy.admit(WaitingRequest(request, blocks), engine, cached=blocks.length)
-        try:
-            yield Placement(request, engine, blocks.is_list, self)
-        finally:
-            self.policy.end(request)
-            self.reconsider()
-
-    async def _wait(self, request: str, blocks: Blocks) -> str:
-        entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
-        # Even if all engines are full, one may take this request, but none of the others.
-        self.reconsider(None if self.policy.takes_requests() else entry)
-        if request in self._queue and len(self._queue) > self._max_waiting:
-            raise QueueFull(
-                f"{self._max_waiting} requests wait for an engine already, the most that the "
-                "router allows; try again later"
-            )
-        await entry.decided.wait()
-        if entry.engine is None:
-            raise NoEngine
-        return entry.engine
-
-    def reconsider(self, only: _QueueEntry | None = None) -> None:
-        """Wake the requests whose engine is decided, or all of them if no engine is left.
-
-        Args: only: the only request for which an engine may be found.
-        """
-        if not self._queue or (self.engines and not only and not self.policy.takes_requests()):
-            return
-        decided: Mapping[str, str | None] = dict.fromkeys(self._queue)
-        if self.engines:
-            entries = self._queue.values() if only is None else [only]
-            decided = self.policy.route([entry.waiting for entry in entries])
+    def reconsider(self) -> None:
+        """Wake the requests whose engine is decided, or all of them if no engine is left."""
+        decided: dict[str, str | None] = {}
+        if not self.policy.engines:
+            decided.update(dict.fromkeys(self._queue))
+        elif self._queue and self.policy.takes_requests():
+            decided.update(self.policy.route([one.waiting for one in self._queue.values()]))
         for request, engine in decided.items():
             entry = self._queue.pop(request)
             entry.engine = engine

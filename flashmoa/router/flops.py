@@ -27,42 +27,26 @@ class Measure:
     The vocabulary's matrix is left out, because prefill applies it to only one token of a prompt.
 
     Attributes:
-        linear: cost per token, in the matrices of all layers.
+        linear: cost per token, in the matrices of all layers, and in those that attend to a window
+            of the last tokens only: for the whole window, since long prompts are those that cost.
         pair: cost per pair in all layers that attend to the whole prompt.
-        window_pair: cost per pair in all layers that attend to the last ``window`` tokens only.
         unit: the name of the unit.
     """
 
     linear: int
     pair: int = 0
-    window_pair: int = 0
-    window: int = 0
     unit: str = "FLOPs"
 
     def work(self, start: int, end: int) -> int:
         """Return the cost of tokens ``start`` to ``end`` when the first ``start`` are cached."""
         if end <= start:
             return 0
-        work = self.linear * (end - start) + self.pair * (_pairs(end) - _pairs(start))
-        if self.window_pair:
-            near = _pairs_within(end, self.window) - _pairs_within(start, self.window)
-            work += self.window_pair * near
-        return work
+        pairs = end * (end + 1) // 2 - start * (start + 1) // 2
+        return self.linear * (end - start) + self.pair * pairs
 
 
 # For a model whose shape is unknown (MoE-Prefill §B.4).
 TOKENS = Measure(1, unit="tokens")
-
-
-def _pairs(length: int) -> int:
-    """Return the number of causal pairs of a query and a key in ``length`` tokens."""
-    return length * (length + 1) // 2
-
-
-def _pairs_within(length: int, window: int) -> int:
-    """Return the number of causal pairs whose key is among the query's last ``window`` tokens."""
-    near = min(length, window)
-    return _pairs(near) + (length - near) * window
 
 
 class UnknownShape(FlashMoAError, ValueError):
@@ -88,7 +72,7 @@ def true_flops(config: Mapping[str, Any]) -> Measure:
     parameters, pair = attention(fields)
     active = layers * parameters + sum(_mlp_parameters(fields, layer) for layer in range(layers))
     window = fields.number("sliding_window") if windowed else 0
-    return Measure(2 * active, full * pair, windowed * pair, window)
+    return Measure(2 * active + windowed * pair * window, full * pair)
 
 
 def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:

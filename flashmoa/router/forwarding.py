@@ -1,159 +1,191 @@
-"""Forward requests to engines (`Connections`, `forward`), and relay their answers."""
+"""Read clients' requests (`ForwardedRequest`), send them to engines, and relay the answers."""
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import quote
 
 import aiohttp
 import anyio
-from starlette.requests import Request
+from prometheus_client import CollectorRegistry, Counter
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Lifespan, Receive, Scope, Send
 from yarl import URL
 
 from flashmoa._starlette import while_connected
-from flashmoa.engine.connections import KEPT_SECONDS
-from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
-from flashmoa.router.errors import EngineLost
+from flashmoa.errors import FlashMoAError
 
-EVENT_END = b"\n\n"
-# An answer may take any time, because the router's clients decide how long they wait for it.
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+CHAT = "/v1/chat/completions"
+GENERATE = "/generate"
+STREAMS = "/prompt_streams"
+_EVENT_END = b"\n\n"
+_VISIBLE_ASCII = bytes(range(0x21, 0x7F))
+_UNFORWARDED_HEADERS = {
+    # These concern one connection.
+    *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
+    *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
+    "expect",  # The router has read the whole body before it forwards the request.
+    # The HTTP client and server write these themselves.
+    *("host", "content-length", "content-encoding", "accept-encoding", "date", "server"),
+}
 # TCP shows within half a minute that a host has vanished without closing its connections: probes,
 # while the router waits for a long answer, and a limit, while a request is not acknowledged.
 _PROBES = {
     "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000
 }  # fmt: skip
-# Headers that aiohttp would add to the client's.
-_ADDED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
-class Connections:
-    """Sends requests to engines with aiohttp; httpx would take most of the router's own time.
+class RouterError(FlashMoAError):
+    """Raised when a router cannot serve a request; the client gets the status and the message."""
 
-    Args:
-        kept: a session that keeps its connections for later requests.
-        fresh: a session that opens a new connection for each request.
+    status = 500
+
+
+class BadRequest(RouterError, ValueError):
+    """Raised when a request cannot be read, or asks for what the router does not do."""
+
+    status = 400
+
+
+class BodyTooLarge(RouterError):
+    """Raised when a request's body is longer than ``--max-body-bytes``."""
+
+    status = 413
+
+
+class EngineLost(RouterError):
+    """Raised when an engine fails before any of its answer was passed on to the client.
+
+    Attributes:
+        reached: whether the engine may have received the request, and may have crashed on it.
     """
 
-    def __init__(self, kept: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
-        self._kept = kept
-        self._fresh = fresh
+    status = 502
 
-    async def exchange(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, *, repeats: bool
-    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Send a request, and if its connection breaks once more, over a new one.
-
-        An engine may have closed a kept connection before the request arrived: SGLang does so
-        milliseconds after an answer with status 500, and does not say so in the answer.
-
-        Args:
-            repeats: whether the request may be sent twice. If not, it is sent once, over a new
-                connection.
-
-        Return the answer, which the caller closes, and its content. If the answer is a stream, the
-        content is ``None``, and the caller reads it.
-
-        Raises: EngineLost if there is no answer.
-        """
-        request = (method, url, headers, body)
-        if not repeats:
-            return await _send(self._fresh, *request)
-        try:
-            return await _send(self._kept, *request)
-        except EngineLost as lost:
-            if not lost.reached:
-                raise
-        try:
-            return await _send(self._fresh, *request)
-        except EngineLost as lost:
-            lost.reached = True  # The first attempt may have reached the engine.
-            raise
-
-    async def ask(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        seconds: float,
-    ) -> Response | None:
-        """Send a small request that can be repeated. Return ``None`` if no answer comes in time.
-
-        Raises: EngineLost as :meth:`exchange`.
-        """
-        with anyio.move_on_after(seconds):
-            answer, content = await self.exchange(method, url, headers, body, repeats=True)
-            answer.close()
-            return Response(content, answer.status, media_type=answer.content_type)
-        return None
+    def __init__(self, reason: str, *, reached: bool = True) -> None:
+        super().__init__(f"the engine is gone: {reason}; send the request again")
+        self.reached = reached
 
 
-async def _send(
-    http: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    headers: Mapping[str, str],
-    body: bytes,
-) -> tuple[aiohttp.ClientResponse, bytes | None]:
-    try:
-        answer = await http.request(
-            method,
-            URL(url, encoded=True),
-            headers=headers,
-            data=body or None,
-            allow_redirects=False,
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A client's request in the form in which the router forwards it to an engine.
+
+    Attributes:
+        path: decoded path.
+        target: the path and the query as the client sent them, in ASCII.
+        headers: those of the client that are forwarded; their names are in lower case.
+    """
+
+    method: str
+    path: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def api_key(self) -> dict[str, str]:
+        """The header with the client's API key, for the router's questions on its behalf."""
+        return {name: key for name, key in self.headers.items() if name == "authorization"}
+
+
+def select_forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that are forwarded, which include the API key."""
+    return {
+        name: value for name, value in headers.items() if name.lower() not in _UNFORWARDED_HEADERS
+    }
+
+
+Handler = Callable[[ForwardedRequest], Awaitable[Response]]
+
+
+def make_application(routes: Sequence[Route], lifespan: Lifespan[Starlette]) -> Starlette:
+    """Return a server that reports every error as JSON."""
+    # Anyone who knows the id of a prompt stream can use the stream.
+    for name in ("httpx", "uvicorn.access"):
+        logging.getLogger(name).addFilter(_has_no_stream_id)
+    errors = (HTTPException, RouterError, RecursionError, ClientDisconnect)
+    handlers = dict.fromkeys(errors, _answer_error)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+
+def _has_no_stream_id(record: logging.LogRecord) -> bool:
+    return f"{STREAMS}/" not in record.getMessage()
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RouterError):
+        return make_error_response(error.status, str(error))
+    if isinstance(error, HTTPException):
+        message = (
+            f"the router has no {request.method} {request.scope['path']}; ask an engine itself"
         )
-        if answer.content_type == "text/event-stream":
-            return answer, None
-        return answer, await answer.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        reached = not isinstance(error, _NOT_REACHED)
-        raise EngineLost(_describe_error(error), reached=reached) from error
+        return make_error_response(error.status_code, message)
+    if isinstance(error, RecursionError):
+        message = "the body nests lists and objects too deeply for the router; flatten it"
+        return make_error_response(400, message)
+    return Response(status_code=499)  # The client has disconnected and reads no answer.
 
 
-def _describe_error(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def make_endpoint(
+    handler: Handler, max_body_bytes: int
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint for Starlette that reads a request and lets ``handler`` answer it.
+
+    The handler is cancelled when the client disconnects.
+    """
+
+    async def endpoint(request: Request) -> Response:
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_body_bytes:
+                message = f"the body is larger than {max_body_bytes} bytes; send a smaller request"
+                raise BodyTooLarge(message)
+        # ``request.url`` would be wrong, because it contains the Host header that the client sent.
+        path, query = request.scope["raw_path"], request.scope["query_string"]
+        # Some web servers accept other bytes, but every engine accepts visible ASCII.
+        target = quote(path + b"?" + query if query else path, safe=_VISIBLE_ASCII)
+        headers = select_forwarded_headers(request.headers)
+        async with while_connected(request):
+            return await handler(
+                ForwardedRequest(
+                    request.method, request.scope["path"], target, headers, bytes(body)
+                )
+            )
+        return Response(status_code=499)
+
+    return endpoint
 
 
-@asynccontextmanager
-async def open_connections() -> AsyncGenerator[Connections]:
-    """Open the sessions, and close their connections when the context is left."""
-    # SGLang closes a connection that was idle for 5 s. A request that is sent just then would be
-    # lost, so the router closes its idle connections earlier.
-    kept = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=KEPT_SECONDS, socket_factory=_make_probed_socket
-    )
-    fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
-    async with _make_session(kept) as kept_session, _make_session(fresh) as fresh_session:
-        yield Connections(kept_session, fresh_session)
+def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
+    """Return the JSON object in ``text``, or an empty one if there is none.
+
+    A malformed body of a request is not an error here, because the engine that gets it reports it.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else bytes(text).decode())
+    except (ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _make_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=_TIMEOUT,
-        auto_decompress=False,
-        skip_auto_headers=_ADDED_HEADERS,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
-def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for aiohttp that probes its peer. ``address``: see ``getaddrinfo``."""
-    probed = socket.socket(*address[:3])
-    probed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        if (option := getattr(socket, name, None)) is not None:
-            probed.setsockopt(socket.IPPROTO_TCP, option, value)
-    return probed
+def make_error_response(status: int, message: str, code: str | None = None) -> Response:
+    """Return an error of the router in the format of the engines' errors."""
+    # In ASCII, so that any string can be encoded.
+    content = json.dumps({"error": {"message": message, "code": code or status}})
+    return Response(content, status, media_type="application/json")
 
 
 class AnswerObserver:
@@ -166,60 +198,136 @@ class AnswerObserver:
         """Process the end of the answer: ``answered``, ``refused``, ``left`` or ``lost``."""
 
 
-async def forward(
-    connections: Connections,
-    call: ForwardedRequest,
-    engine: str,
-    observer: AnswerObserver,
-    stack: AsyncExitStack,
-) -> Response:
-    """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
+class Connections:
+    """Sends requests to engines with aiohttp; httpx would take most of the router's own time.
 
-    A stream is not read ahead of its client, and if the client leaves, the engine's request is
-    aborted.
+    Each request has a connection of its own. SGLang closes one that is idle, or has answered with
+    status 500, without notice, and a request that is sent just then would be lost.
 
-    Args:
-        engine: URL of the engine.
-        stack: is closed by the caller. A stream takes over its contents, and closes them at its
-            end.
-
-    Raises: EngineLost if there is no answer.
+    Attributes:
+        counted: the metric of the forwarded requests.
     """
-    try:
-        answer, content = await connections.exchange(
-            call.method,
-            engine + call.target,
-            call.headers,
-            call.body,
-            repeats=call.is_repeatable,
-        )
-    except EngineLost as error:
-        observer.end("lost")
-        raise EngineLost(f"{engine}: {error}", reached=error.reached) from error
-    except anyio.get_cancelled_exc_class():
-        observer.end("left")
-        raise
-    stack.callback(answer.close)
-    if content is None:
-        return RelayedStream(answer, observer, stack.pop_all())
-    if answer.ok:
-        observer.receive(content)
-    observer.end("answered" if answer.ok else "refused")
-    return Response(content, answer.status, select_forwarded_headers(answer.headers))
+
+    def __init__(self, http: aiohttp.ClientSession) -> None:
+        self._http = http
+        self.counted = CollectorRegistry()
+        about, labels = "Requests by engine and ending", ["engine", "ending"]
+        self._endings = Counter("flashmoa_router_requests", about, labels, registry=self.counted)
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+        *,
+        seconds: float,
+    ) -> Response | None:
+        """Send a small request of the router's own. Return ``None`` if no answer comes in time.
+
+        Raises: EngineLost if there will be no answer.
+        """
+        with anyio.move_on_after(seconds):
+            answer, content = await self._send(method, url, headers, body)
+            answer.close()
+            return Response(content, answer.status)
+        return None
+
+    async def forward(
+        self, call: ForwardedRequest, engine: str, observer: AnswerObserver, stack: AsyncExitStack
+    ) -> Response:
+        """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
+
+        A stream is not read ahead of its client, and if the client leaves, the engine's request is
+        aborted.
+
+        Args:
+            stack: is closed by the caller. A stream takes over its contents, and closes them at its
+                end.
+
+        Raises: EngineLost if there is no answer.
+        """
+
+        def end(ending: str) -> None:
+            self._endings.labels(engine, ending).inc()
+            observer.end(ending)
+
+        try:
+            url = engine + call.target
+            answer, content = await self._send(call.method, url, call.headers, call.body)
+        except EngineLost:
+            end("lost")
+            raise
+        except anyio.get_cancelled_exc_class():
+            end("left")
+            raise
+        stack.callback(answer.close)
+        if content is None:
+            return _RelayedStream(answer, observer.receive, end, stack.pop_all())
+        if answer.ok:
+            observer.receive(content)
+        end("answered" if answer.ok else "refused")
+        return Response(content, answer.status, select_forwarded_headers(answer.headers))
+
+    async def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[aiohttp.ClientResponse, bytes | None]:
+        """Return an answer, which the caller closes, and its content; ``None`` for a stream's."""
+        target = URL(url, encoded=True)
+        try:
+            answer = await self._http.request(
+                method, target, headers=headers, data=body or None, allow_redirects=False
+            )
+            is_stream = answer.content_type == "text/event-stream"
+            return answer, None if is_stream else await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = f"{target.origin()}: {_describe_error(error)}"
+            raise EngineLost(reason, reached=not isinstance(error, _NOT_REACHED)) from error
 
 
-class RelayedStream(StreamingResponse):
+def _describe_error(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+@asynccontextmanager
+async def open_connections() -> AsyncGenerator[Connections]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, force_close=True, socket_factory=_make_probed_socket
+        ),
+        # An answer may take any time: the router's clients decide how long they wait for it.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+        auto_decompress=False,
+        # Only the client's own are sent.
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    ) as http:
+        yield Connections(http)
+
+
+def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for aiohttp that probes its peer. ``address``: see ``getaddrinfo``."""
+    probed = socket.socket(*address[:3])
+    probed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if (option := getattr(socket, name, None)) is not None:
+            probed.setsockopt(socket.IPPROTO_TCP, option, value)
+    return probed
+
+
+class _RelayedStream(StreamingResponse):
     """Relays a stream to the client, and releases everything even if the client never reads it."""
 
     def __init__(
         self,
         answer: aiohttp.ClientResponse,
-        observer: AnswerObserver,
+        receive: Callable[[bytes], None],
+        end: Callable[[str], None],
         stack: AsyncExitStack,
     ) -> None:
-        self._pieces = self._read(answer)
+        self._pieces = self._read(answer, receive)
         super().__init__(self._pieces, answer.status, select_forwarded_headers(answer.headers))
-        self._observer = observer
+        self._end = end
         self._stack = stack
         self._ending = "left"
 
@@ -228,37 +336,25 @@ class RelayedStream(StreamingResponse):
             async with while_connected(Request(scope, receive)):
                 await self.stream_response(send)
         finally:
-            await self._release()
+            with anyio.CancelScope(shield=True):
+                await self._pieces.aclose()
+                self._end(self._ending)
+                await self._stack.aclose()
 
-    async def drain(self) -> None:
-        """Read the stream to its end for its observer, instead of relaying it."""
-        try:
-            async for _ in self._pieces:
-                pass
-        finally:
-            await self._release()
-
-    async def _release(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._pieces.aclose()
-            self._observer.end(self._ending)
-            await self._stack.aclose()
-
-    async def _read(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-        piece = EVENT_END
+    async def _read(
+        self, answer: aiohttp.ClientResponse, receive: Callable[[bytes], None]
+    ) -> AsyncGenerator[bytes]:
+        piece = _EVENT_END
         try:
             async for piece in answer.content.iter_any():
-                self._observer.receive(piece)
+                receive(piece)
                 yield piece
             self._ending = "answered"
         except (aiohttp.ClientError, TimeoutError) as error:
             self._ending = "lost"
             # The engine may have sent only the beginning of an event.
-            if not piece.endswith(EVENT_END):
-                yield EVENT_END
-            yield _make_error_event(_describe_error(error))
-
-
-def _make_error_event(reason: str) -> bytes:
-    error = {"message": f"The engine is gone: {reason}; send the request again", "code": 502}
-    return f"data: {json.dumps({'error': error})}\n\n".encode()
+            if not piece.endswith(_EVENT_END):
+                yield _EVENT_END
+            message = str(EngineLost(_describe_error(error)))
+            event = json.dumps({"error": {"message": message, "code": 502}})
+            yield f"data: {event}\n\n".encode()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import anyio
 import httpx
@@ -16,68 +14,46 @@ import zmq
 import zmq.asyncio
 
 from flashmoa.router.cache_tables import BLOCK_TOKENS, first_hash, next_hash
-from flashmoa.router.client_requests import parse_object
 from flashmoa.router.dispatcher import Dispatcher
+from flashmoa.router.forwarding import parse_object
 
 logger = logging.getLogger(__name__)
 
-# The most seconds for a replay: a publisher looks for requests to replay ten times a second.
-_REPLAY_SECONDS = 5.0
-# The sequence number that ends a replay.
-_REPLAY_END = (1 << 64) - 1
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError)
 
 
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Gives the ZMQ addresses at which one data-parallel rank publishes its events.
-
-    Attributes:
-        address: where events are published.
-        replay: where missed events can be requested; ``None`` if they cannot.
-        topic: the topic that every message begins with.
-    """
+class EventSource(NamedTuple):
+    """Gives the ZMQ address at which an engine publishes, and the topic of its messages."""
 
     address: str
-    replay: str | None = None
     topic: str = ""
 
 
-def parse_event_sources(url: str, settings: Mapping[str, Any]) -> tuple[EventSource, ...]:
-    """Return one source for each rank of an engine, or none if the engine publishes no events.
+def parse_event_source(url: str, settings: Mapping[str, Any]) -> EventSource | None:
+    """Return where the engine at ``url`` publishes its events; ``None`` if it publishes none.
 
-    The ranks have consecutive ports. Raises: ValueError if it cannot be read where they publish.
+    Args: settings: the engine's ``/server_info``.
 
-    Args:
-        url: the engine's URL, which has the host.
-        settings: the engine's ``/server_info``.
+    Raises: ValueError if the events cannot be followed.
     """
     config = parse_object(str(settings.get("kv_events_config")))
     if config.get("publisher") != "zmq":
-        return ()
+        return None
+    if settings.get("dp_size", 1) != 1:
+        raise ValueError("each data-parallel rank has its own, and the engine chooses among them")
     try:
         host = httpx.URL(url).host
-        host = f"[{host}]" if ":" in host else host
-        topic, replay = str(config.get("topic") or ""), config.get("replay_endpoint")
-        ports = [_parse_port(config.get("endpoint", "tcp://*:5557"))]
-        ports += [_parse_port(replay)] if replay else []
-        return tuple(
-            EventSource(*(f"tcp://{host}:{port + rank}" for port in ports), topic=topic)
-            for rank in range(int(settings.get("dp_size") or 1))
-        )
-    except (ValueError, TypeError) as error:
+        port = int(str(config.get("endpoint", "tcp://*:5557")).rpartition(":")[2])
+    except ValueError as error:
         raise ValueError(
             f"they need a port, which {config!r} does not have; start the engine with "
             """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'"""
         ) from error
+    host = f"[{host}]" if ":" in host else host
+    return EventSource(f"tcp://{host}:{port}", str(config.get("topic") or ""))
 
 
-def _parse_port(endpoint: object) -> int:
-    return int(str(endpoint).rpartition(":")[2])
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
+class _Page(NamedTuple):
     """The state of a prompt at the end of one page.
 
     Attributes:
@@ -89,16 +65,6 @@ class _Page:
     block: int
     rest: tuple[int, ...] = ()
     completed: tuple[int, ...] = ()
-
-    def next_page(self, tokens: Sequence[int], block_size: int) -> _Page:
-        """Return the state at the end of the next page, which has these tokens."""
-        rest = (*self.rest, *tokens)
-        block, completed = self.block, list[int]()
-        while len(rest) >= block_size:
-            block = next_hash(block, array("I", rest[:block_size]).tobytes())
-            rest = rest[block_size:]
-            completed.append(block)
-        return _Page(block, rest, tuple(completed))
 
 
 class PageMirror:
@@ -132,88 +98,71 @@ class PageMirror:
             return []
         completed: list[int] = []
         for index, page in enumerate(pages):
-            last = last.next_page(tokens[index * page_size : (index + 1) * page_size], self._size)
+            last = self._next_page(last, tokens[index * page_size : (index + 1) * page_size])
             if page not in self._pages:
                 completed += last.completed
             self._pages[page] = last
         return completed
+
+    def _next_page(self, before: _Page, tokens: Sequence[int]) -> _Page:
+        block, rest, completed = before.block, (*before.rest, *tokens), list[int]()
+        while len(rest) >= self._size:
+            block = next_hash(block, array("I", rest[: self._size]).tobytes())
+            rest = rest[self._size :]
+            completed.append(block)
+        return _Page(block, rest, tuple(completed))
 
     def remove(self, pages: Sequence[int]) -> list[int]:
         """Forget pages, and return the blocks that ended in them."""
         removed = [self._pages.pop(page) for page in pages if page in self._pages]
         return [block for page in removed for block in page.completed]
 
-    def clear(self) -> None:
-        self._pages.clear()
+
+async def follow_events(
+    dispatcher: Dispatcher, engine: str, source: EventSource, scope: anyio.CancelScope
+) -> None:
+    """Apply an engine's events until ``scope`` is cancelled, or a message is not a KV event."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.SUB)
+    reader = KvEventReader(dispatcher, engine)
+    try:
+        with scope:
+            socket.setsockopt(zmq.IPV6, 1)  # IPv4 goes on working.
+            socket.subscribe(source.topic.encode())
+            socket.connect(source.address)
+            while True:
+                _, number, payload = (await socket.recv_multipart())[:3]
+                reader.receive(int.from_bytes(number, "big"), payload)
+    except (zmq.ZMQError, ValueError) as error:
+        text = (
+            "The router no longer follows the KV events of %s: %s. Check the "
+            "engine's --kv-events-config and restart the router"
+        )
+        logger.warning(text, engine, error)
+        reader.clear()  # The end of these blocks would not be noticed.
+    finally:
+        socket.close(linger=0)
+        context.term()
 
 
-class KvEventSubscriber:
-    """Follows the events of one engine, or of one of its ranks, and tells the policy of them.
+class KvEventReader:
+    """Tells the policy of the events of one engine.
 
-    It requests events that were published before the subscription or got lost, if the engine
-    replays events. Otherwise a gap in the events empties the table of the engine's blocks, because
-    they may have been evicted.
+    A gap in the events empties the table of the engine's blocks, because they may have been
+    evicted.
     """
 
-    def __init__(self, dispatcher: Dispatcher, engine: str, source: EventSource) -> None:
+    def __init__(self, dispatcher: Dispatcher, engine: str) -> None:
         self._dispatcher = dispatcher
         self._engine = engine
-        self._source = source
         self._mirror = PageMirror()
         # The expected sequence number; ``None`` before the first message.
         self._next: int | None = None
 
-    async def run(self) -> None:
-        """Apply events until cancelled, or until a message is not a KV event.
-
-        Then the blocks that it has told of are forgotten, since their end would not be noticed.
-        """
-        try:
-            async with _socket(zmq.SUB) as socket:
-                socket.subscribe(self._source.topic.encode())
-                socket.connect(self._source.address)
-                # The socket buffers events that are published during the replay.
-                await self._replay(0)
-                while True:
-                    _, number, payload = (await socket.recv_multipart())[:3]
-                    sequence = int.from_bytes(number, "big")
-                    if self._next is not None and sequence > self._next:
-                        await self._replay(self._next)
-                    self.receive(sequence, payload)
-        except (zmq.ZMQError, ValueError) as error:
-            text = (
-                "The router no longer follows the KV events of %s: %s. Check the "
-                "engine's --kv-events-config and restart the router"
-            )
-            logger.warning(text, self._engine, error)
-            self._clear()
-
-    async def _replay(self, first: int) -> None:
-        """Request and apply the messages that were published from number ``first`` on."""
-        if self._source.replay is None:
-            return
-        async with _socket(zmq.DEALER) as socket:
-            socket.connect(self._source.replay)
-            with anyio.move_on_after(_REPLAY_SECONDS):
-                await socket.send(b"", zmq.SNDMORE)
-                await socket.send(first.to_bytes(8, "big"))
-                while True:
-                    _, number, payload = (await socket.recv_multipart())[:3]
-                    if (sequence := int.from_bytes(number, "big")) == _REPLAY_END:
-                        return
-                    self.receive(sequence, payload)
-        text = (
-            "%s did not replay its KV events at %s within %g s, so some may be missing; check "
-            "replay_endpoint in its --kv-events-config"
-        )
-        logger.info(text, self._engine, self._source.replay, _REPLAY_SECONDS)
-
     def receive(self, sequence: int, payload: bytes) -> None:
-        """Apply the events of a message, in msgpack, unless it was received before."""
-        if self._next is not None and sequence != self._next:
-            if sequence < self._next:
-                return
-            self._clear()
+        """Apply the events of a message, in msgpack."""
+        if self._next not in (None, sequence):
+            self.clear()
         self._next = sequence + 1
         try:
             for event in msgspec.msgpack.decode(payload)[1]:
@@ -221,61 +170,26 @@ class KvEventSubscriber:
         except _UNREADABLE as error:
             text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
             logger.warning(text, self._engine, error)
-            self._clear()
+            self.clear()
         self._dispatcher.reconsider()
 
-    def _clear(self) -> None:
-        self._mirror.clear()
-        # This also removes blocks that were only guessed to be cached.
+    def clear(self) -> None:
+        """Forget the engine's blocks, with those that were only guessed to be cached."""
+        self._mirror = PageMirror()
         self._dispatcher.policy.clear_blocks(self._engine)
 
     def _apply(self, kind: str, *values: Any) -> None:
+        policy = self._dispatcher.policy
+        # The medium is the KV pool, unless an event says otherwise.
         if kind == "AllBlocksCleared":
-            self._clear()
-        elif kind == "BlockRemoved":
-            if _is_on_device(values, 1):
-                removed = self._mirror.remove(values[0])
-                self._dispatcher.policy.remove_blocks(self._engine, removed)
-        elif kind == "BlockStored" and _is_on_device(values, 5):
+            self.clear()
+        elif kind == "BlockRemoved" and {*values[1:2]} <= {None, "GPU"}:
+            policy.remove_blocks(self._engine, self._mirror.remove(values[0]))
+        elif kind == "BlockStored" and {*values[5:6]} <= {None, "GPU"}:
             pages, parent, tokens, size = values[:4]
             if tokens and not isinstance(tokens[0], int):
                 # With speculative decoding a page has pairs of each token and the next one.
                 tokens = [token for token, _ in tokens]
             salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
             added = self._mirror.add(pages, parent, tokens, size, salt)
-            self._dispatcher.policy.add_blocks(self._engine, added)
-
-
-async def follow_events(
-    dispatcher: Dispatcher,
-    places: Sequence[str],
-    sources: Sequence[EventSource],
-    scope: anyio.CancelScope,
-) -> None:
-    """Follow the KV events of an engine that has joined, until ``scope`` is cancelled.
-
-    Args:
-        places: the names of the engine's places, which it joined as.
-        sources: one for each place; none if the engine publishes no events.
-    """
-    with scope:
-        async with anyio.create_task_group() as group:
-            for place, source in zip(places, sources, strict=False):
-                group.start_soon(KvEventSubscriber(dispatcher, place, source).run)
-
-
-@asynccontextmanager
-async def _socket(kind: int) -> AsyncGenerator[zmq.asyncio.Socket]:
-    context = zmq.asyncio.Context()
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.IPV6, 1)  # IPv4 goes on working.
-    try:
-        yield socket
-    finally:
-        socket.close(linger=0)
-        context.term()
-
-
-def _is_on_device(values: Sequence[Any], index: int) -> bool:
-    """Return whether an event is about the KV pool, given the index of the field that says so."""
-    return len(values) <= index or values[index] in (None, "GPU")
+            policy.add_blocks(self._engine, added)

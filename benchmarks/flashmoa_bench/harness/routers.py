@@ -98,18 +98,18 @@ async def start_router(
             file = Path(folder) / "config.json"
             file.write_text(json.dumps(model_config))
             flags += ["--model-config", str(file)]
-        async with _start_flashmoa(flags, 1) as [url]:
+        async with _start_flashmoa(flags) as url:
             yield url
 
 
 @asynccontextmanager
-async def _start_flashmoa(flags: Sequence[str], count: int) -> AsyncGenerator[list[str]]:
-    """Start ``flashmoa router``, and yield the URLs of its ``count`` ports."""
-    port = free_port(count)
-    urls = [f"http://127.0.0.1:{port + number}" for number in range(count)]
+async def _start_flashmoa(flags: Sequence[str]) -> AsyncGenerator[str]:
+    """Start ``flashmoa router``, and yield its URL."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", _FLASHMOA, "router", *flags, "--port", str(port)]
-    async with _running(command, urls):
-        yield urls
+    async with _running(command, url):
+        yield url
 
 
 @asynccontextmanager
@@ -119,13 +119,13 @@ async def _start_rust_router(package: str, **arguments: Any) -> AsyncGenerator[s
     url = f"http://127.0.0.1:{port}"
     slowdown = str(clock.machine_seconds(1.0))
     texts = [json.dumps(given), json.dumps(_SECONDS), slowdown]
-    async with _running([sys.executable, "-c", _RUST_ROUTER, package, *texts], [url]):
+    async with _running([sys.executable, "-c", _RUST_ROUTER, package, *texts], url):
         yield url
 
 
 @asynccontextmanager
-async def _running(command: Sequence[str], urls: Sequence[str]) -> AsyncGenerator[None]:
-    """Run a router, from when it answers requests at all of these URLs."""
+async def _running(command: Sequence[str], url: str) -> AsyncGenerator[None]:
+    """Run a router, from when it answers requests."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-router-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
@@ -133,8 +133,7 @@ async def _running(command: Sequence[str], urls: Sequence[str]) -> AsyncGenerato
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         try:
-            for url in urls:
-                await _wait_until_ready(process, url, log)
+            await _wait_until_ready(process, url, log)
             yield
         finally:
             with anyio.CancelScope(shield=True):
@@ -195,7 +194,7 @@ class PdPair:
 
 @asynccontextmanager
 async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[str, PdPair]]:
-    """Start pairs, and yield them by name once they answer. Shell routers share agents' answers.
+    """Start pairs, and yield them by name once they answer.
 
     Leaving the context ends the routers; the engines end with their :class:`LocalEngines`.
 
@@ -211,22 +210,11 @@ async def start_pd_pairs(pairs: Mapping[str, PairStart]) -> AsyncGenerator[dict[
     async with AsyncExitStack() as stack:
         for name, pair in pairs.items():
             started[name] = await _start_pair(pair, stack)
-        shells = [name for name, pair in pairs.items() if pair.shell]
-        flags = [
-            part
-            for name in shells
-            for part in ("--prefill", started[name].prefill.url, "--pd-router", started[name].url)
-        ]
-        urls = []
-        if flags:
-            urls = await stack.enter_async_context(_start_flashmoa(flags, len(shells)))
-        for name, url in zip(shells, urls, strict=True):
-            started[name] = PdPair(url, started[name].prefill, started[name].decode)
         yield started
 
 
 async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
-    """Start a pair with the stock router in front of it."""
+    """Start a pair with the stock router in front of it, and its shell router if it has one."""
     bootstrap = free_port()
     transport = ("--disaggregation-transfer-backend", pair.transport)
     prefill = await pair.start_engine([*_PREFILL, str(bootstrap), *transport])
@@ -237,4 +225,8 @@ async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
         prefill_urls=[(prefill.url, bootstrap)],
         decode_urls=[decode.url],
     )
-    return PdPair(await stack.enter_async_context(router), prefill, decode)
+    url = await stack.enter_async_context(router)
+    if pair.shell:
+        flags = ("--prefill", prefill.url, "--pd-router", url)
+        url = await stack.enter_async_context(_start_flashmoa(flags))
+    return PdPair(url, prefill, decode)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from flashmoa.linking.streamed_text import Text, replace_marks
-from flashmoa.router.client_requests import CHAT
-from flashmoa.router.errors import BadRequest
+from flashmoa.router.forwarding import CHAT, BadRequest
 
 # Fields that prevent a request from sharing KV with other requests that have the same tokens.
 _NAMESPACE = ("cache_salt", "extra_key", "lora_path", "image_data", "audio_data", "video_data")

@@ -74,10 +74,7 @@ class PlannerAndReader:
         self._texts = [words(400, seed + 1), words(20, seed + 2)]
 
     async def run(
-        self,
-        planning: httpx.AsyncClient,
-        reading: httpx.AsyncClient,
-        is_read: Callable[[], Awaitable[None]],
+        self, shell: httpx.AsyncClient, is_read: Callable[[], Awaitable[None]]
     ) -> list[dict[str, Any]]:
         """Return the answers; the first request is sent once ``is_read`` has returned."""
         before, after = ({"type": "text", "text": text} for text in self._texts)
@@ -89,11 +86,15 @@ class PlannerAndReader:
 
         async def plan() -> dict[str, Any]:
             await is_read()
-            return await post_json(
-                planning, "/generate", self._plan | workflow | {"agent": "planner"}
-            )
+            body = self._plan | workflow | {"agent": "planner", "stream": True}
+            last: dict[str, Any] = {}
+            async with shell.stream("POST", "/generate", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        last = json.loads(line[6:])
+            return last
 
-        return await all_of([plan, lambda: post_json(reading, self._path, read | workflow)])
+        return await all_of([plan, lambda: post_json(shell, self._path, read | workflow)])
 
     async def compare(self, answers: list[dict[str, Any]], engine_url: str) -> list[dict[str, Any]]:
         """Check that an engine answers the same without agents. Return the usages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import anyio
 import uvicorn
@@ -16,25 +16,17 @@ from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 @asynccontextmanager
 async def serve(app: Starlette) -> AsyncGenerator[str]:
-    """Serve an application; yield its URL."""
-    async with serve_at(app, [0]) as [url]:
-        yield url
-
-
-@asynccontextmanager
-async def serve_at(app: Starlette, ports: Sequence[int]) -> AsyncGenerator[list[str]]:
-    """Serve an application at several ports; yield their URLs. For port 0, one is chosen."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(bind("127.0.0.1", port)) for port in ports]
+    """Serve an application at a free port; yield its URL."""
+    with bind("127.0.0.1", 0) as listening:
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none")
         server = uvicorn.Server(config)
         async with anyio.create_task_group() as group:
-            group.start_soon(server.serve, sockets)
+            group.start_soon(server.serve, [listening])
             try:
                 with anyio.fail_after(30):
                     while not server.started:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
-                yield [f"http://127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}"
             finally:
                 server.should_exit = True
 

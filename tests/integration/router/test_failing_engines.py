@@ -17,7 +17,7 @@ import pytest
 from flashmoa import EngineClient, Workflow
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.router.conftest import make_options, serve_router
-from tests.integration.router.http_calls import generated, metric, wait_for_metric
+from tests.integration.router.http_calls import generated, generation, metric, wait_for_metric
 from tests.integration.router.serving import InTurn
 from tests.integration.support import GREEDY, STRICT, wait_for_streams, wait_until_idle
 
@@ -116,7 +116,7 @@ async def restart(
 ) -> LocalEngine:
     """Drain an engine while it has prompt streams, and start another one on its port."""
     up = f'flashmoa_router_engine_up{{engine="{old.url}"}}'
-    sent = f'flashmoa_router_prompt_tokens_total{{engine="{old.url}"}}'
+    sent = f'flashmoa_router_requests_total{{ending="answered",engine="{old.url}"}}'
     async with EngineClient(old.url, timeout=60) as client:
         # The engine cannot end before this answer does.
         long = {**GREEDY, "max_new_tokens": 600}
@@ -168,20 +168,22 @@ async def test_other_engine_serves_when_one_dies(
     mortal = await engines.start(model, core=1, arguments=["--max-total-tokens", "12000"])
     try:
         async with serve_router(make_options(mortal, engine, policy=InTurn())) as router:
-            answers: list[dict[str, Any]] = []
+            answers: list[httpx.Response] = []
 
             async def ask(number: int) -> None:
-                answers.append(await generated(router, words(30, 1000 + number), tokens=200))
+                body = generation(words(30, 1000 + number), tokens=200)
+                answers.append(await router.post("/generate", json=body))
 
             async with anyio.create_task_group() as group:
                 for number in range(4):
                     group.start_soon(ask, number)
-                await wait_for_metric(
-                    router, f'flashmoa_router_prompt_tokens_total{{engine="{mortal.url}"'
-                )
+                load = f'flashmoa_router_engine_load{{engine="{mortal.url}"'
+                await wait_for_metric(router, load)
                 await mortal.stop()
-            # The requests that the engine had were sent to the other one.
-            assert len(answers) == 4
+            # The requests that the engine had end with an error that says so.
+            assert sorted(answer.status_code for answer in answers) == [200, 200, 502, 502]
+            lost = [answer.text for answer in answers if answer.status_code == 502]
+            assert all("the engine is gone" in text for text in lost)
             await generated(router, words(30, 1010))
             up = f'flashmoa_router_engine_up{{engine="{mortal.url}"}}'
             assert await metric(router, up) == 0

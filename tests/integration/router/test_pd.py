@@ -45,7 +45,7 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
 ) -> None:
     both, before = PlannerAndReader(form, words, seed), await pair.transferred_bytes()
     async with EngineClient(pair.prefill.url) as prefill:
-        answers = await both.run(pair.shell, pair.shell, lambda: wait_for_streams(prefill))
+        answers = await both.run(pair.shell, lambda: wait_for_streams(prefill))
     transferred = await pair.transferred_bytes() - before
     usages = await both.compare(answers, engine.url)
     prompts = [usage["prompt_tokens"] for usage in usages]

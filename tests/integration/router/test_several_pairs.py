@@ -17,7 +17,6 @@ from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Result
 from tests.conftest import GUIDE, ROOT
 from tests.integration.engine_costs import known_costs
 from tests.integration.moa.agents import QUESTION
-from tests.integration.router.http_calls import metric
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import STRICT, wait_until_idle, wait_until_measured
 
@@ -90,8 +89,7 @@ async def test_mixture_over_three_pairs_equals_one_over_plain_engines(
     pairs: dict[str, Pair], expected: Result
 ) -> None:
     """To a mixture, each shell router is an engine. It streams texts from one to the other itself,
-    as prompt streams on the prefill engines, and the shells keep no agent's answer."""
-    kept = await metric(pairs["small"].shell, "flashmoa_shell_agents")
+    as prompt streams on the prefill engines."""
     cached: dict[Ahead, int] = {}
     async with AsyncExitStack() as stack:
         clients = {
@@ -118,7 +116,6 @@ async def test_mixture_over_three_pairs_equals_one_over_plain_engines(
     # Each of three aggregators reads 300 tokens of answers, of which the last ones may come late.
     assert cached["text"] > cached["nothing"] + 3 * 100
     for pair in pairs.values():
-        assert await metric(pair.shell, "flashmoa_shell_agents") == kept
         async with EngineClient(pair.prefill.url) as prefill:
             await wait_until_idle(prefill)
 

@@ -12,18 +12,16 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, free_port
-from flashmoa.router.shell.application import ShellOptions, shells_application
+from flashmoa.engine.local import LocalEngine
+from flashmoa.router.shell.application import ShellOptions
 from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
     PlannerAndReader,
     chat,
     generation,
-    metric,
     post_json,
     streamed_text,
 )
-from tests.integration.router.serving import serve_at
 from tests.integration.support import GREEDY, wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
@@ -36,28 +34,16 @@ async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.mark.parametrize(("form", "seed", "at"), [("text", 0, 0), ("chat", 10, 0), ("text", 20, 1)])
-async def test_prompt_is_prefilled_while_its_agents_write_at_any_pair(
-    engine: LocalEngine, downstream: LocalEngine, words: Words, form: str, seed: int, at: int
-) -> None:
+@pytest.mark.parametrize(("form", "seed"), [("text", 0), ("chat", 10)])
+async def test_prompt_is_prefilled_while_its_agents_write(
+    shell: httpx.AsyncClient, engine: LocalEngine, client: EngineClient, words: Words, form: str,
+    seed: int,
+) -> None:  # fmt: skip
     both = PlannerAndReader(form, words, 2000 + seed)
-    port, reading = free_port(2), (engine, downstream)[at]
-    # Each engine stands for a pair.
-    app = shells_application([ShellOptions(one.url, one.url) for one in (engine, downstream)], port)
-    async with (
-        serve_at(app, [port, port + 1]) as urls,
-        httpx.AsyncClient(base_url=urls[0], timeout=60) as first,
-        httpx.AsyncClient(base_url=urls[at], timeout=60) as shell,
-        EngineClient(reading.url) as client,
-    ):
-        answers = await both.run(first, shell, lambda: wait_for_prefill(client))
-        _, usage = await both.compare(answers, reading.url)
-        # The tokens computed before the planner ended and those computed after it are the prompt.
-        ahead = await metric(shell, "flashmoa_shell_ahead_tokens_total")
-        late = await metric(shell, "flashmoa_shell_late_tokens_total")
-        assert ahead + late == usage["prompt_tokens"] and ahead >= 380
-        assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
-        await wait_until_idle(client)
+    answers = await both.run(shell, lambda: wait_for_prefill(client))
+    _, usage = await both.compare(answers, engine.url)
+    assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
+    await wait_until_idle(client)
 
 
 async def wait_for_prefill(client: EngineClient) -> None:

@@ -75,7 +75,8 @@ async def test_links_work_during_traffic_through_a_stock_router(
         EngineClient(str(stock.base_url), model=await served_model(stock)) as theirs,
     ):
         # What the router before this one has left in the cache would not be streamed.
-        await ours.flush_cache()
+        async with EngineClient(downstream.url) as direct:
+            await direct.flush_cache()
         async with anyio.create_task_group() as group:
             for text in texts:
                 group.start_soon(ordinary, text)

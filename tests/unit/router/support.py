@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 import anyio
@@ -13,15 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flashmoa.router.application import application
 from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
-from flashmoa.router.client_requests import STREAMS, make_json_response
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS, Measure
-from flashmoa.router.forwarding import Connections
+from flashmoa.router.forwarding import STREAMS, Connections
 from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 from flashmoa.router.shell.application import ShellOptions, shell_application
@@ -44,11 +43,9 @@ def prefixes(tokens: Sequence[int]) -> set[tuple[int, ...]]:
     return {tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
 
 
-def policy(
-    engines: int, measure: Measure, limit: int | None, patience: float = 0.0, short: int = 0
-) -> PrefixAware:
+def policy(engines: int, measure: Measure, limit: int | None, patience: float = 0.0) -> PrefixAware:
     """Return the paper's policy for engines ``e0``, ``e1``, ..., or one with some patience."""
-    routing = PrefixAware(block_tokens=SIZE, patience=patience, short=short)
+    routing = PrefixAware(block_tokens=SIZE, patience=patience)
     for number in range(engines):
         routing.join(f"e{number}", EngineTraits(measure, limit))
     return routing
@@ -72,6 +69,7 @@ class FakeConnections(Connections):
     """
 
     def __init__(self, answer: Callable[[str, str], object]) -> None:
+        super().__init__(cast("Any", None))
         self._answer = answer
         self.asked: list[Any] = []
 
@@ -105,33 +103,23 @@ class FakeEngine:
     Args:
         streams: the ids of its prompt streams.
         needs_key: whether it refuses requests without the right API key.
-        ranks: the number of data-parallel ranks that it tells.
 
     Attributes:
         requests: the requests that it accepted, except the router's own.
-        named_ranks: the rank that each of these requests named, if any.
-        ranks: the number of data-parallel ranks that it tells.
         refuses: methods and paths that it answers as while it drains.
     """
 
-    def __init__(self, *streams: str, needs_key: bool = True, ranks: int = 1) -> None:
+    def __init__(self, *streams: str, needs_key: bool = True) -> None:
         self._streams = streams
         self._needs_key = needs_key
-        self.ranks = ranks
         self._settings: dict[str, Any] = {}
         self.requests: list[str] = []
-        self.named_ranks: list[str | None] = []
         self.refuses: set[tuple[str, str]] = set()
 
     def advertise(self, source: EventSource) -> None:
-        """Tell routers where KV events are published; the ports of further ranks follow."""
+        """Tell routers where KV events are published."""
         self._settings["kv_events_config"] = json.dumps(
-            {
-                "publisher": "zmq",
-                "endpoint": source.address,
-                "replay_endpoint": source.replay,
-                "topic": source.topic,
-            }
+            {"publisher": "zmq", "endpoint": source.address, "topic": source.topic}
         )
 
     def app(self) -> Starlette:
@@ -142,24 +130,19 @@ class FakeEngine:
         path = request.url.path
         await request.body()
         if (request.method, path) in self.refuses:
-            return make_json_response({"error": {"code": "draining", "message": "No."}}, 503)
+            return JSONResponse({"error": {"code": "draining", "message": "No."}}, 503)
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
-            return make_json_response({"error": "Unauthorized"}, 401)
-        if path == "/flashmoa/info":
-            return make_json_response({"data_parallel_ranks": self.ranks})
+            return JSONResponse({"error": "Unauthorized"}, 401)
         if path == "/server_info":
-            return make_json_response({**self._settings, "dp_size": self.ranks})
-        if path != "/health/ready":
+            return JSONResponse(self._settings)
+        if path not in ("/health/ready", "/flashmoa/info", "/model_info"):
             self.requests.append(f"{request.method} {path}")
-            self.named_ranks.append(request.headers.get("x-data-parallel-rank"))
         if path == STREAMS:
             count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}
-            return make_json_response(count if request.method == "GET" else opened)
+            return JSONResponse(count if request.method == "GET" else opened)
         if path.startswith(f"{STREAMS}/") and path.split("/")[2] not in self._streams:
-            return make_json_response({"error": {"code": "unknown_stream"}}, 404)
-        return make_json_response(
-            {"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}}
-        )
+            return JSONResponse({"error": {"code": "unknown_stream"}}, 404)
+        return JSONResponse({"tokens": [1] * 40, "text": "yes", "output_ids": [1], "meta_info": {}})
 
 
 class RouterClient:

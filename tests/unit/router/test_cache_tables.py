@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from flashmoa.router.cache_tables import (
     BlockTable,
     PrefillLoad,
-    PrefixIndex,
     text_blocks,
     token_blocks,
 )
@@ -101,7 +100,7 @@ class Tables(RuleBasedStateMachine):
             naive += 1
         assert self.table.match(blocks(prompt).hashes) == naive
         committed = max((len(one) // SIZE for one in self.committed & prefixes(prompt)), default=0)
-        assert self.table.match_committed(blocks(prompt).hashes, naive) == committed
+        assert self.table.match_committed(blocks(prompt).hashes) == committed
 
     @invariant()
     def counts(self) -> None:
@@ -122,41 +121,6 @@ def test_bounded_table_forgets_ends_before_beginnings(
         table.commit(blocks(prompt).hashes)
         assert len(table) <= capacity
         assert table.match(blocks(prompt).hashes) == min(capacity, len(prompt) // SIZE)
-
-
-@given(
-    cached=st.lists(st.lists(PROMPTS, max_size=4), min_size=1, max_size=5),
-    left=st.sets(st.integers(0, 4)),
-    prompt=PROMPTS,
-)
-def test_each_engine_matches_its_own_longest_prefix(
-    cached: list[list[list[int]]], left: set[int], prompt: list[int]
-) -> None:
-    index = PrefixIndex()
-    tables = [BlockTable(None, index) for _ in cached]
-    for table, prompts in zip(tables, cached, strict=True):
-        for one in prompts:
-            table.promise(blocks(one).hashes)
-            table.commit(blocks(one).hashes)
-    for number in left & set(range(len(tables))):
-        tables[number].withdraw()
-    expected: dict[int, int] = {}
-    for number, prompts in enumerate(cached):
-        known = set().union(*map(prefixes, prompts)) if number not in left else set()
-        found = max((len(one) // SIZE for one in known & prefixes(prompt)), default=0)
-        if found:
-            expected[tables[number].engine] = found
-    assert index.match(blocks(prompt).hashes) == expected
-
-
-def test_bits_of_engines_that_left_are_used_again() -> None:
-    index = PrefixIndex()
-    first, second = BlockTable(None, index), BlockTable(None, index)
-    first.commit(blocks([1] * 8).hashes)
-    first.withdraw()
-    third = BlockTable(None, index)
-    assert (first.engine, second.engine, third.engine) == (1, 2, 1)
-    assert index.match(blocks([1] * 8).hashes) == {} and not index._holders
 
 
 class Loads(RuleBasedStateMachine):
@@ -180,14 +144,9 @@ class Loads(RuleBasedStateMachine):
         self.load.subtract_computed(tokens)
         self.left = self.left[tokens:]
 
-    @rule(name=st.integers(0, 20), position=st.integers(0, 60))
-    def advance(self, name: int, position: int) -> None:
-        self.load.advance(str(name), position)
-        self.left = [one for one in self.left if one[0] != str(name) or one[1] >= position]
-
     @rule(name=st.integers(0, 20))
     def end(self, name: int) -> None:
-        self.load.advance(str(name), 1 << 40)
+        self.load.finish(str(name))
         self.left = [one for one in self.left if one[0] != str(name)]
 
     @invariant()

@@ -8,10 +8,8 @@ import anyio
 import pytest
 
 from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
-from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.errors import NoEngine, QueueFull
+from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS
-from flashmoa.router.metrics import PlacementObserver, RouterMetrics
 from flashmoa.router.policy import PrefixAware
 from tests.unit.router.support import load
 
@@ -23,7 +21,7 @@ LIST = replace(PROMPT, length=128, is_list=True)
 
 
 async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
-    dispatcher = Dispatcher(PrefixAware(), max_waiting=2)
+    dispatcher = Dispatcher(PrefixAware())
     dispatcher.join("a", SMALL)
     served: list[int] = []
 
@@ -41,38 +39,7 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
         group.start_soon(ask, 3)
         await anyio.wait_all_tasks_blocked()
         assert served == [] and dispatcher.waiting == 2
-        with pytest.raises(QueueFull):
-            await ask(4)
     assert served == [2, 3] and dispatcher.waiting == 0
-
-
-async def test_queue_of_no_length_refuses_only_requests_that_would_wait() -> None:
-    dispatcher = Dispatcher(PrefixAware(), max_waiting=0)
-    dispatcher.join("a", SMALL)
-    async with dispatcher.place(PROMPT) as place:
-        assert place.engine == "a"
-        with pytest.raises(QueueFull):
-            async with dispatcher.place(token_blocks([2] * 32)):
-                pass
-    assert dispatcher.waiting == 0
-
-
-async def test_short_sibling_overtakes_the_queue_of_a_full_engine() -> None:
-    dispatcher = Dispatcher(PrefixAware())
-    dispatcher.join("a", SMALL)
-    async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
-
-        async def ask() -> None:
-            async with dispatcher.place(token_blocks([2] * 32)):
-                pass
-
-        group.start_soon(ask)
-        await anyio.wait_all_tasks_blocked()
-        assert dispatcher.waiting == 1
-        with anyio.fail_after(5):
-            async with dispatcher.place(token_blocks([1] * 33)) as place:
-                assert place.engine == "a" and dispatcher.waiting == 1
-        group.cancel_scope.cancel()
 
 
 async def test_waiting_request_fails_if_no_engine_is_left() -> None:
@@ -96,20 +63,6 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     assert outcomes == ["none", "b"]
 
 
-async def test_engine_that_has_the_prompt_takes_its_request_at_once() -> None:
-    policy = PrefixAware()
-    dispatcher = Dispatcher(policy)
-    dispatcher.join("a", SMALL)
-    async with dispatcher.place(PROMPT):
-        assert policy.engines["a"].is_saturated
-        with dispatcher.place_at("a", other := token_blocks([2] * 33)) as place:
-            assert place.engine == "a" and policy.engines["a"].load.total == 32
-            place.finish_prefill()
-    assert policy.matched_tokens("a", other) == 32
-    with dispatcher.place_at("gone", PROMPT) as place:
-        place.finish_prefill()
-
-
 @pytest.mark.parametrize(
     ("prompt", "ending", "after_a_piece", "after_all"),
     [(PROMPT, "lost", 0, 0), (LIST, "answered", 128, 0), (LIST, "refused", 128, 128)],
@@ -121,10 +74,9 @@ async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_a_list
     dispatcher = Dispatcher(policy)
     dispatcher.join("a", EngineTraits())
     async with dispatcher.place(prompt) as placement:
-        observer = PlacementObserver(RouterMetrics(dispatcher), "a", placement)
-        observer.receive(b'data: {"text": "a"}\n\n')
+        placement.receive(b'data: {"text": "a"}\n\n')
         assert load(policy, "a") == after_a_piece
-        observer.end(ending)
+        placement.end(ending)
         assert load(policy, "a") == after_all
     assert load(policy, "a") == 0
 

@@ -1,4 +1,4 @@
-"""Test how the router watches engines and their data-parallel ranks, and what it asks of all."""
+"""Test how the router watches engines, and which requests it sends to which of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from flashmoa.router.cache_tables import EngineTraits
 from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions, merge_info, split_place
-from flashmoa.router.errors import EngineLost
+from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.flops import TOKENS
+from flashmoa.router.forwarding import EngineLost
 from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policy import PrefixAware
 from tests.unit.router.support import KEY, FakeConnections, FakeEngine, routing
@@ -51,7 +50,6 @@ class Rig:
         self.settings: Mapping[str, Any] = settings
         self.plugin: object = {}
         self.failures: dict[str, object] = {}
-        self.probes = 0
         self.policy = RecordingPolicy()
         self.dispatcher = Dispatcher(self.policy)
         options = RouterOptions([f"http://{host}" for host in settings])
@@ -61,7 +59,6 @@ class Rig:
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
-        self.probes += path == "/health/ready"
         if path in self.failures:
             if isinstance(failure := self.failures[path], EngineLost):
                 raise failure
@@ -89,14 +86,6 @@ async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_pa
     for host in hosts:
         await rig.probe(host)
     assert rig.units() == ["FLOPs", "FLOPs"]
-    # If nothing is left to be compared with, the next one decides.
-    settings, rig.settings = rig.settings, {}
-    for host in hosts:
-        await rig.probe(host)
-    rig.settings = settings
-    for host in reversed(hosts):
-        await rig.probe(host)
-    assert rig.units() == ["tokens", "tokens"]
 
 
 @pytest.mark.parametrize("config", [[], 3, SHAPE | {"layer_types": [{}, []]}, None, ...])
@@ -114,58 +103,44 @@ async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
 async def test_engine_that_fails_to_tell_its_settings_is_asked_again(failure: object) -> None:
     rig = Rig(one={"chunked_prefill_size": 100, "kv_events_config": EVENTS})
     rig.failures["/server_info"] = failure
-    assert not (await rig.probe()).is_up and not rig.dispatcher.engines
-    rig.failures.clear()
-    engine = await rig.probe()
+    async with rig.pool.running():
+        assert not rig.policy.engines
+        rig.failures.clear()
+        engine = await rig.probe()
     assert engine.is_up and rig.policy.joined[URL].saturation == 120
-    assert engine.events == (EventSource("tcp://one:7"),)
+    assert engine.events == EventSource("tcp://one:7")
 
 
 async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(one={})
     rig.settings = {}
-    async with anyio.create_task_group() as group:
-        group.start_soon(rig.pool.watch, rig.engines["one"])
-        await anyio.wait_all_tasks_blocked()
+    async with rig.pool.running():
         for _ in range(3):
             await rig.probe()
-        group.cancel_scope.cancel()
     assert [record.getMessage() for record in caplog.records] == [
         "http://one is not ready; it gets no requests until it is"
     ]
 
 
-async def test_connections_that_break_together_cause_two_probes_at_most() -> None:
-    rig = Rig(one={})
-    engine = await rig.probe()
-    rig.probes = 0
-    async with anyio.create_task_group() as group:
-        for _ in range(20):
-            group.start_soon(rig.pool.recheck, engine)
-    assert engine.is_up and 1 <= rig.probes <= 2
-
-
 @pytest.mark.parametrize(
-    ("answer", "stays", "stays_after_a_loss"),
+    ("answer", "stays"),
     [
-        (None, True, False),
-        (EngineLost("closed"), True, False),
-        (EngineLost("refused", reached=False), False, False),
-        ((503, {}), False, False),
-        ((404, {}), True, True),  # A stock engine has no such route.
-        ({}, True, True),
+        (None, True),
+        (EngineLost("closed"), True),
+        (EngineLost("refused", reached=False), False),
+        ((503, {}), False),
+        ((404, {}), True),  # A stock engine has no such route.
+        ({}, True),
     ],
 )
-async def test_engine_that_drains_leaves_and_a_silent_one_if_it_also_lost_a_connection(
-    answer: object, stays: bool, stays_after_a_loss: bool
+async def test_engine_that_drains_or_is_gone_leaves_and_a_silent_one_stays(
+    answer: object, stays: bool
 ) -> None:
     rig = Rig(one={})
-    for check, expected in ((rig.pool.probe, stays), (rig.pool.recheck, stays_after_a_loss)):
-        rig.failures.clear()
-        engine = await rig.probe()
-        rig.failures["/health/ready"] = answer
-        await check(engine)
-        assert engine.is_up == bool(rig.dispatcher.engines) == expected
+    engine = await rig.probe()
+    rig.failures["/health/ready"] = answer
+    await rig.probe()
+    assert engine.is_up == bool(rig.policy.engines) == stays
 
 
 @pytest.mark.parametrize(
@@ -194,103 +169,27 @@ async def test_events_at_no_port_are_not_followed_and_the_log_says_why(
 ) -> None:
     published = {"publisher": "zmq", "endpoint": "ipc:///tmp/events"}
     engine = await Rig(one={"kv_events_config": json.dumps(published)}).probe()
-    assert engine.is_up and not engine.events
+    assert engine.is_up and engine.events is None
     assert "ipc:///tmp/events" in caplog.text and '"endpoint": "tcp://*:5557"' in caplog.text
 
 
-async def test_each_rank_joins_with_the_settings_of_one_and_leaves_with_its_engine() -> None:
-    rig = Rig(one=RANKS | {"kv_events_config": EVENTS})
-    rig.plugin = {"data_parallel_ranks": 2}
-    engine = await rig.probe()
-    traits = EngineTraits(TOKENS, 120, 100)
-    assert rig.policy.joined == {f"{URL}#0": traits, f"{URL}#1": traits}
-    assert [split_place(place) for place in engine.places] == [(URL, 0), (URL, 1)]
-    assert len(engine.events) == 2 == len(rig.dispatcher.engines)
-    rig.failures["/health/ready"] = (503, {})
-    await rig.probe()
-    assert not rig.dispatcher.engines
-
-
-@pytest.mark.parametrize("plugin", [(404, {}), {}, {"data_parallel_ranks": 3}])
-async def test_engine_whose_ranks_cannot_be_named_or_told_apart_joins_as_one(
-    plugin: Any, caplog: pytest.LogCaptureFixture
+async def test_an_engine_with_several_ranks_is_one_whose_events_are_not_followed(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The third one publishes the events of two ranks and has three."""
-    rig = Rig(one=RANKS | {"kv_events_config": EVENTS})
-    rig.plugin = plugin
-    assert not (await rig.probe()).events
-    assert list(rig.policy.joined) == [URL]
-    ranks = 3 if "data_parallel_ranks" in plugin else 2
-    messages = [record.message for record in caplog.records if "ranks" in record.message]
-    assert len(messages) == 1
-    assert messages[0].startswith(f"{URL} chooses itself among its {ranks} data-parallel ranks")
+    engine = await Rig(one=RANKS | {"kv_events_config": EVENTS}).probe()
+    assert engine.is_up and engine.events is None
+    assert "each data-parallel rank has its own" in caplog.text
 
 
-A, B = "a" * 400, "b" * 400
-SEARCH: dict[str, Any] = {"text": B, "prompt_stream_id": "s"}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "requests", "expected"),
-    [
-        # A stream and all about it name one rank, and another prefix names another one.
-        (
-            2,
-            [
-                ("/generate", {"text": A}),
-                ("/prompt_streams", {"text": B}),
-                ("/prompt_streams/s/append", {"text": "more"}),
-                ("/generate", SEARCH),
-            ],
-            ["0", "1", "1", "1"],
-        ),
-        # A router that has restarted knows the engine of a stream only, which knows the rank.
-        (2, [("/generate", SEARCH)], [None, None]),
-        # A client may name a rank of an engine that chooses itself.
-        (1, [("/generate", {"text": A})], ["7"]),
-    ],
-)
-async def test_requests_name_a_rank(
-    ranks: int, requests: list[tuple[str, dict[str, Any]]], expected: list[str | None]
-) -> None:
-    engine = FakeEngine("s", ranks=ranks)
-    headers = KEY | ({"X-Data-Parallel-Rank": "7"} if ranks == 1 else {})
-    async with routing(engine) as router:
-        for path, body in requests:
+async def test_a_stream_and_all_about_it_go_to_one_engine() -> None:
+    engines = [FakeEngine("s"), FakeEngine("s")]
+    async with routing(*engines) as router:
+        for path, body in (
+            ("/generate", {"text": "a" * 400}),
+            ("/prompt_streams", {"text": "b" * 400}),
+            ("/prompt_streams/s/append", {"text": "more"}),
+            ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
+        ):
             content = json.dumps(body).encode()
-            assert (await router("POST", path or "/generate", content, headers))[0] == 200
-    assert engine.named_ranks == expected
-
-
-class SilentConnections(FakeConnections):
-    """One engine has every stream, and the other one never answers."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _host, _path: {})
-
-    async def ask(self, method: str, url: str, *rest: Any, **more: Any) -> Any:
-        if url.startswith("http://silent"):
-            await anyio.sleep_forever()
-        return await super().ask(method, url, *rest, **more)
-
-
-async def test_a_silent_engine_does_not_delay_the_search_for_a_stream() -> None:
-    options = RouterOptions(["http://silent", URL])
-    pool = EnginePool(SilentConnections(), Dispatcher(PrefixAware()), options)
-    for engine in pool.engines.values():
-        engine.is_up = True
-    with anyio.fail_after(2):
-        assert await pool.place_of_stream("abc", {}) == URL
-        # A stream of a rank that is gone is looked for again.
-        pool.remember_stream("abc", f"{URL}#1")
-        assert await pool.place_of_stream("abc", {}) == URL
-
-
-def test_merged_info_has_the_abilities_of_all_engines() -> None:
-    one = {"capabilities": ["a", "b"], "context_length": 100, "prompt_streams": 1, "kv": [1]}
-    other = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 2, "kv": [2]}
-    expected = {"capabilities": ["b"], "context_length": 50, "prompt_streams": 3, "kv": [1, 2]}
-    assert merge_info([one, other]) == expected | {"data_parallel_ranks": 1}
-    # An engine without the plugin has no abilities, and others cannot lend it theirs.
-    assert merge_info([{}, one])["capabilities"] == []
-    assert merge_info([{}, one])["context_length"] == 100
+            assert (await router("POST", path, content, KEY))[0] == 200
+    assert [len(engine.requests) for engine in engines] == [1, 3]

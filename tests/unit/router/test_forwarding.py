@@ -9,14 +9,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
+from prometheus_client import generate_latest
 from starlette.requests import Request
+from starlette.responses import Response
 
-from flashmoa.router.client_requests import ForwardedRequest, select_forwarded_headers
-from flashmoa.router.dispatcher import Dispatcher
-from flashmoa.router.errors import EngineLost
-from flashmoa.router.forwarding import Connections, RelayedStream, forward, open_connections
-from flashmoa.router.metrics import PlacementObserver, RouterMetrics
-from flashmoa.router.policy import PrefixAware
+from flashmoa.router.forwarding import (
+    AnswerObserver,
+    Connections,
+    EngineLost,
+    ForwardedRequest,
+    make_endpoint,
+    open_connections,
+    select_forwarded_headers,
+)
 
 pytestmark = pytest.mark.anyio
 GOOD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -92,71 +97,28 @@ class Server:
                 await client.receive()
 
 
-async def send(http: Connections, url: str, *, repeats: bool = True) -> bytes | None:
-    answer, content = await http.exchange("POST", url, {}, b"body", repeats=repeats)
-    answer.close()
-    return content
-
-
-@pytest.mark.parametrize("script", [(CLOSE,), (HALF,), (GOOD, CLOSE), (GOOD, HALF), (BAD, CLOSE)])
-async def test_lost_request_that_may_be_repeated_is_sent_once_more_over_a_new_connection(
-    script: tuple[bytes, ...],
-) -> None:
-    """After a 500, SGLang closes the connection without saying so in the answer."""
-    server = Server(script, (GOOD,), (CLOSE,), (CLOSE,))
-    async with server.listening() as url, open_connections() as http:
-        for _ in script[1:]:
-            await send(http, url)  # Connections are kept.
-        assert await send(http, url) == b"ok"
-        with pytest.raises(EngineLost) as lost:
-            await send(http, url)
-    # No other request uses the connection of a repeated one.
-    assert lost.value.reached and server.seen == [*[0] * len(script), 1, 2, 3]
+async def ask(http: Connections, url: str) -> bytes:
+    answer = await http.ask("POST", url, {}, b"body", seconds=30)
+    assert answer is not None
+    return bytes(answer.body)
 
 
 @pytest.mark.parametrize("lost", [CLOSE, HALF])
-async def test_request_that_may_not_be_repeated_is_sent_once_over_a_new_connection(
-    lost: bytes,
-) -> None:
-    server = Server((BAD, CLOSE), (GOOD,), (lost,))
+async def test_each_request_is_sent_once_over_a_connection_of_its_own(lost: bytes) -> None:
+    """After a 500, SGLang closes a connection without saying so in the answer."""
+    server = Server((BAD,), (GOOD,), (lost,), (END,))
     async with server.listening() as url, open_connections() as http:
-        await send(http, url)
-        assert await send(http, url, repeats=False) == b"ok"
+        assert (await ask(http, url), await ask(http, url)) == (b"no", b"ok")
+        for _ in range(2):
+            with pytest.raises(EngineLost) as error:
+                await ask(http, url)
+            assert error.value.reached
         with pytest.raises(EngineLost) as error:
-            await send(http, url, repeats=False)
-    assert error.value.reached and server.seen == [0, 1, 2]
+            await ask(http, url)
+    assert not error.value.reached and server.seen == [0, 1, 2, 3]
 
 
-async def test_engine_that_dies_before_the_second_attempt_counts_as_reached() -> None:
-    server = Server((GOOD, END))
-    async with server.listening() as url, open_connections() as http:
-        await send(http, url)
-        with pytest.raises(EngineLost) as lost:
-            await send(http, url)
-        assert lost.value.reached and server.seen == [0, 0]
-        with pytest.raises(EngineLost) as lost:
-            await send(http, url)
-    assert not lost.value.reached
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "expected"),
-    [
-        ("POST", "/prompt_streams/1/append", True),
-        ("POST", "/prompt_streams/1/keep_alive", True),
-        ("DELETE", "/prompt_streams/1", True),
-        ("POST", "/prompt_streams", True),
-        ("POST", "/generate", True),
-        ("POST", "/render", True),
-        ("POST", "/update_weights_from_disk", False),
-        ("POST", "/prompt_streams/1/append/x", False),
-    ],
-)
-def test_requests_that_may_be_sent_twice(method: str, path: str, expected: bool) -> None:
-    assert ForwardedRequest(method, path, path, {}, b"").is_repeatable == expected
-
-
-def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
+async def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
     scope = {
         "type": "http",
         "method": "POST",
@@ -165,8 +127,19 @@ def test_forwarded_target_is_the_one_that_the_client_sent() -> None:
         "query_string": b"c=%2F",
         "headers": [(b"host", b"x/flush_cache?")],
     }
-    call = ForwardedRequest.from_client(Request(scope), b"")
-    assert (call.path, call.target) == ("/tokenize/a b", "/tokenize/a%20b%E9?c=%2F")
+    calls: list[ForwardedRequest] = []
+
+    async def answer(call: ForwardedRequest) -> Response:
+        calls.append(call)
+        return Response()
+
+    bodies = iter([{"type": "http.request", "body": b""}])
+
+    async def receive() -> dict[str, object]:
+        return next(bodies, None) or await anyio.sleep_forever()
+
+    await make_endpoint(answer, 10)(Request(scope, receive))
+    assert (calls[0].path, calls[0].target) == ("/tokenize/a b", "/tokenize/a%20b%E9?c=%2F")
 
 
 async def test_connection_is_probed_while_an_answer_takes_long() -> None:
@@ -184,7 +157,7 @@ async def test_connection_is_probed_while_an_answer_takes_long() -> None:
         async with open_connections() as sending, anyio.create_task_group() as group:
             group.start_soon(listener.serve, never_answer)
             with pytest.raises(EngineLost):
-                await send(sending, f"http://127.0.0.1:{port}/", repeats=False)
+                await ask(sending, f"http://127.0.0.1:{port}/")
             group.cancel_scope.cancel()
     # This is the kernel's name for a keep-alive timer (proc(5)).
     assert timers == ["02"]
@@ -195,27 +168,21 @@ def test_headers_of_one_connection_are_not_passed_on() -> None:
     assert select_forwarded_headers(headers) == {"Authorization": "Bearer k"}
 
 
-def make_metrics() -> RouterMetrics:
-    return RouterMetrics(Dispatcher(PrefixAware()))
-
-
-def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
-    """Return a counter's value; 0 if it was never raised."""
-    every = ",".join(f'{label}="{text}"' for label, text in sorted(labels.items()))
-    page, line = metrics.page({}).decode(), f"flashmoa_router_{name}_total{{{every}}} "
-    return float(page.partition(line)[2].partition("\n")[0] or 0)
+def count(connections: Connections, ending: str) -> float:
+    """Return the number of requests that have ended so."""
+    page = generate_latest(connections.counted).decode()
+    rows = [row for row in page.splitlines() if f'ending="{ending}"' in row and "_total" in row]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
 
 
 CALL = ForwardedRequest("POST", "/generate", "/generate", {}, b"body")
 
 
 async def test_request_whose_client_leaves_before_the_answer_is_counted() -> None:
-    metrics, server = make_metrics(), Server((SILENCE,))
+    server = Server((SILENCE,))
 
     async def send(connections: Connections, url: str) -> None:
-        await forward(
-            connections, CALL, url, PlacementObserver(metrics, "engine"), AsyncExitStack()
-        )
+        await connections.forward(CALL, url, AnswerObserver(), AsyncExitStack())
 
     async with (
         server.listening() as url,
@@ -225,12 +192,12 @@ async def test_request_whose_client_leaves_before_the_answer_is_counted() -> Non
         client.start_soon(send, connections, url)
         await server.is_asked.wait()
         client.cancel_scope.cancel()
-    assert value(metrics, "requests", engine="engine", ending="left") == 1
+    assert count(connections, "left") == 1
 
 
 @pytest.mark.parametrize("sent", [b'data: {"text": "a"}\n\n', b'data: {"text": "a"}\n\ndata: {"te'])
 async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> None:
-    metrics, relayed = make_metrics(), b""
+    relayed = b""
 
     async def send(message: dict[str, bytes]) -> None:
         nonlocal relayed
@@ -242,39 +209,9 @@ async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> Non
 
     server = Server((STREAM + sent,))
     async with server.listening() as url, open_connections() as connections:
-        observer = PlacementObserver(metrics, "engine")
-        answer = await forward(connections, CALL, url, observer, AsyncExitStack())
-        assert isinstance(answer, RelayedStream)
+        answer = await connections.forward(CALL, url, AnswerObserver(), AsyncExitStack())
         await answer({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert relayed.startswith(sent)
     before, error, rest = relayed.rsplit(b"\n\n", 2)
     assert error.startswith(b'data: {"error"') and rest == b"" and before == sent.rstrip(b"\n")
-    assert value(metrics, "requests", engine="engine", ending="lost") == 1
-
-
-OPENAI = b'{"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}}'
-NATIVE = (
-    b'{"text": "\\"cached_tokens\\": 7", "meta_info": {"prompt_tokens": 5, "cached_tokens": 2}}'
-)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "cached", "of"),
-    [
-        ([OPENAI], 4, 9),
-        ([b"[", NATIVE, b", ", NATIVE, b"]"], 4, 10),
-        ([b"data: " + NATIVE + b"\n\n"] * 3, 2, 5),
-        ([b'{"usage": {"prompt_tokens": 9}}'], 0, 0),
-    ],
-)
-def test_cached_tokens_are_counted_with_the_prompts_that_report_them(
-    pieces: list[bytes], cached: int, of: int
-) -> None:
-    metrics = make_metrics()
-    observer = PlacementObserver(metrics, "engine")
-    whole = not pieces[0].startswith(b"data")
-    for piece in [b"".join(pieces)] if whole else pieces:
-        observer.receive(piece)
-    observer.end("answered")
-    assert value(metrics, "cached_tokens", engine="engine") == cached
-    assert value(metrics, "cache_reported_tokens", engine="engine") == of
+    assert count(connections, "lost") == 1

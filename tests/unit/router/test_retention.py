@@ -32,6 +32,5 @@ async def test_a_router_keeps_nothing_of_requests_that_are_over() -> None:
             for path in (f"/prompt_streams/gone{number}", f"/nothing/{number}"):
                 assert (await client("GET", path))[0] == 404
             engine.requests.clear()
-            engine.named_ranks.clear()
 
         assert await kept_by(ask) < 3

@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flashmoa.router.dispatcher import Dispatcher, Placement
+from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.forwarding import (
     CHAT,
-    GENERATE,
     STREAMS,
     AnswerObserver,
     EngineLost,
@@ -33,7 +32,7 @@ from flashmoa.router.prompts import find_blocks
 
 # The policy decides to which engine these requests are sent, because they have a prompt.
 POLICY_ROUTES = (
-    *(CHAT, GENERATE, STREAMS, "/prefill_only", "/v1/completions", "/v1/embeddings"),
+    *(CHAT, "/generate", STREAMS, "/prefill_only", "/v1/completions", "/v1/embeddings"),
     *("/v1/classify", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 # Any engine can answer these requests.
@@ -69,11 +68,10 @@ class _Router:
         self._options = options
         self._dispatcher = Dispatcher(options.policy or PrefixAware())
         # The engines of prompt streams, by the streams' ids.
-        self._streams: OrderedDict[object, RoutedEngine] = OrderedDict()
+        self._streams: OrderedDict[str, RoutedEngine] = OrderedDict()
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
-        """Probe and follow the engines while the server runs."""
         async with open_connections() as self._connections:
             self._pool = EnginePool(self._connections, self._dispatcher, self._options)
             async with self._pool.running():
@@ -85,22 +83,24 @@ class _Router:
         Otherwise, or if that engine has left, the policy chooses the engine. A prompt stream is
         only a hint, because the request contains its whole prompt.
         """
-        body, answer = parse_object(call.body), None
-        stream = body.get("prompt_stream_id")
-        engine = self._streams.get(stream) if isinstance(stream, str) else None
-        if engine is not None and engine.is_up:
-            answer = await self._try(call, engine)
+        body = parse_object(call.body)
+        engine = self._streams.get(str(body.get("prompt_stream_id")))
+        answer = await self._try(call, engine) if engine is not None else None
         while answer is None:
             engine = self._pool.next_engine()
             # KV events contain tokens. To ask for these takes milliseconds for each prompt.
-            asked = engine.url if self._pool.has_events() else None
+            has_events = any(one.events for one in self._pool.engines.values())
+            asked = engine.url if has_events else None
             blocks = await find_blocks(body, self._connections, asked, call.api_key)
             async with AsyncExitStack() as stack:
                 placement = await stack.enter_async_context(self._dispatcher.place(blocks))
                 engine = self._pool.engines[placement.engine]
                 answer = await self._try(call, engine, placement, stack.pop_all())
         if call.path == STREAMS and engine is not None:
-            self._remember_stream(parse_object(answer.body).get("id"), engine)
+            if isinstance(stream := parse_object(answer.body).get("id"), str):
+                self._streams[stream] = engine
+            while len(self._streams) > _MAX_REMEMBERED_STREAMS:
+                self._streams.popitem(last=False)
         return answer
 
     async def send_to_any(self, call: ForwardedRequest) -> Response:
@@ -112,7 +112,7 @@ class _Router:
         """Send a request about a prompt stream to its engine, which checks the client's key."""
         stream = call.path.split("/")[2]
         engine = self._streams.get(stream)
-        answer = await self._try(call, engine) if engine is not None and engine.is_up else None
+        answer = await self._try(call, engine) if engine is not None else None
         if answer is None:
             message = f"no engine has a prompt stream {stream!r}; open a new one"
             return make_error_response(404, message, "unknown_stream")
@@ -120,29 +120,23 @@ class _Router:
             self._streams.pop(stream, None)
         return answer
 
-    def _remember_stream(self, stream: object, engine: RoutedEngine) -> None:
-        if isinstance(stream, str):
-            self._streams[stream] = engine
-        while len(self._streams) > _MAX_REMEMBERED_STREAMS:
-            self._streams.popitem(last=False)
-
     async def _try(
         self,
         call: ForwardedRequest,
         engine: RoutedEngine,
-        placement: Placement | None = None,
+        observer: AnswerObserver | None = None,
         stack: AsyncExitStack | None = None,
     ) -> Response | None:
         """Return an engine's answer, or ``None`` if the engine has left without taking the request.
 
-        Args: stack: is closed when the answer has ended.
-
         Raises: EngineLost if the engine does not answer and may have received the request. It is
             not sent to another engine, because one that crashes engines must not crash all of them.
         """
-        observer = placement or AnswerObserver()
         async with stack or AsyncExitStack() as stack:
+            if not engine.is_up:
+                return None
             try:
+                observer = observer or AnswerObserver()
                 answer = await self._connections.forward(call, engine.url, observer, stack)
             except EngineLost as lost:
                 await self._pool.probe(engine)

@@ -30,16 +30,14 @@ class Blocks:
 
     Attributes:
         hashes: one 64-bit hash for each whole block, over that block and all blocks before it.
-        is_list: whether it is a list of prompts, which are one request and begin alike.
     """
 
     hashes: tuple[int, ...]
     length: int
     size: int = BLOCK_TOKENS
-    is_list: bool = False
 
     def cached_tokens(self, matched: int) -> int:
-        """Return how many tokens need not be computed if the first ``matched`` blocks are cached."""
+        """Return how many tokens need not be computed if ``matched`` blocks are cached."""
         # Engines compute a prompt's last token again, because they sample from its output.
         return max(0, min(matched * self.size, self.length - 1))
 
@@ -86,11 +84,9 @@ class EngineTraits:
     """Describes an engine to the policy.
 
     Attributes:
-        measure: measures the engine's work.
         saturation: the threshold ``T``: from how many tokens on, which the engine has yet to
             compute, its forwards are full; ``None`` if it takes every request.
-        cache_blocks: the most blocks that the engine's cache holds; ``None`` if the engine reports
-            every eviction itself.
+        cache_blocks: the most blocks that the engine's cache holds; ``None``: any number.
     """
 
     measure: Measure = TOKENS
@@ -106,9 +102,7 @@ class BlockTable:
     (MoE-Prefill §B.2). An engine that has a block has all blocks before it, too, because engines
     evict a prompt's end before its beginning.
 
-    Args:
-        capacity: the most committed blocks; the least recently used ones are forgotten first.
-            ``None`` if the engine reports its evictions itself.
+    Args: capacity: the most committed blocks; the least recently used ones are forgotten first.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -126,7 +120,7 @@ class BlockTable:
 
     def promises(self, block: int) -> int:
         """Return the number of requests that will compute a block, or use it."""
-        return self._pending.get(block, 0)
+        return self._pending[block]
 
     def match(self, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are committed or pending."""
@@ -144,16 +138,13 @@ class BlockTable:
         """Withdraw one request's promise, whether it has computed the blocks or never will."""
         for block in hashes:
             self._pending[block] -= 1
-            if self._pending[block] <= 0:
+            if not self._pending[block]:
                 del self._pending[block]
 
     def commit(self, hashes: Sequence[int]) -> int:
-        """Add blocks to the cache as the most recently used ones.
-
-        A prompt's last blocks count as older than its first ones, because an engine evicts the end
-        of a prompt before its beginning. Return how many of the blocks were only pending before.
-        """
+        """Add blocks to the cache. Return how many of them were only pending before."""
         fulfilled = 0
+        # An engine evicts the end of a prompt first, so its beginning counts as used last.
         for block in reversed(hashes):
             known = self._committed.pop(block, block) is None
             fulfilled += not known and block in self._pending
@@ -162,13 +153,10 @@ class BlockTable:
             del self._committed[next(iter(self._committed))]
         return fulfilled
 
-    def evict(self, hashes: Iterable[int]) -> None:
-        for block in hashes:
+    def evict(self, hashes: Iterable[int] | None) -> None:
+        """Remove blocks from the cache, or all; pending blocks stay pending."""
+        for block in tuple(self._committed) if hashes is None else hashes:
             self._committed.pop(block, None)
-
-    def clear(self) -> None:
-        """Empty the cache; pending blocks stay pending."""
-        self._committed.clear()
 
 
 class PrefillLoad:
@@ -190,41 +178,32 @@ class PrefillLoad:
         """Add a request whose tokens ``start`` to ``end`` are to be computed."""
         if start < end:
             self._left[request] = (start, end)
-            self.total += self.measure.work(start, end)
-            self.tokens += end - start
+            self._change(start, end, 1)
 
     def subtract_computed(self, tokens: int) -> None:
         """Subtract prompt tokens that the engine has computed."""
         while tokens > 0 and self._left:
             request = next(iter(self._left))
             start, end = self._left[request]
-            computed = min(tokens, end - start)
-            tokens -= computed
-            self._advance(request, start + computed)
+            if tokens >= end - start:
+                self.finish(request)
+            else:
+                self._left[request] = (start + tokens, end)
+                self._change(start, start + tokens, -1)
+            tokens -= end - start
 
     def finish(self, request: str) -> None:
         """Subtract all that is left of a request; harmless to repeat."""
-        if request in self._left:
-            self._advance(request, self._left[request][1])
+        start, end = self._left.pop(request, (0, 0))
+        self._change(start, end, -1)
 
-    def _advance(self, request: str, position: int) -> None:
-        start, end = self._left[request]
-        self.total -= self.measure.work(start, position)
-        self.tokens -= position - start
-        if position < end:
-            self._left[request] = (position, end)
-        else:
-            del self._left[request]
+    def _change(self, start: int, end: int, sign: int) -> None:
+        self.total += sign * self.measure.work(start, end)
+        self.tokens += sign * (end - start)
 
 
 class EngineTables:
-    """Holds what is known of one engine.
-
-    Attributes:
-        blocks: the blocks that it has, or will have.
-        load: what it has not reported as computed, or answered.
-        requests: the names of the requests that it has.
-    """
+    """Holds one engine's blocks, load, and the names of its requests."""
 
     def __init__(self, traits: EngineTraits) -> None:
         self.traits = traits

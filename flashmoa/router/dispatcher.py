@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import anyio
 
-from flashmoa.router.cache_tables import Blocks, EngineTraits
+from flashmoa.router.cache_tables import Blocks
 from flashmoa.router.forwarding import AnswerObserver, RouterError
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 
@@ -25,62 +24,37 @@ class NoEngine(RouterError):
 
 
 class Placement(AnswerObserver):
-    """Assigns a request to an engine, and learns from its answer that its prompt is computed.
+    """Assigns a request to an ``engine``, which is empty until it is decided, or if none is left.
 
-    The first piece of an answer shows that a prompt is computed; of a list of prompts, its end.
+    The first piece of the answer shows that the prompt is computed.
     """
 
-    def __init__(self, request: str, engine: str, blocks: Blocks, dispatcher: Dispatcher) -> None:
-        self.engine = engine
-        self._request = request
-        self._blocks = blocks
+    def __init__(self, waiting: WaitingRequest, dispatcher: Dispatcher) -> None:
+        self.waiting = waiting
+        self.engine = ""
+        self.decided = anyio.Event()
         self._dispatcher = dispatcher
 
     def receive(self, content: bytes) -> None:
-        if not self._blocks.is_list:
-            self.finish_prefill()
-
-    def end(self, ending: str) -> None:
-        if ending == "answered":
-            self.finish_prefill()
-
-    def finish_prefill(self) -> None:
-        # Only the first piece of an answer is news; a round of routing would be lost on the others.
-        if self._dispatcher.policy.finish_prefill(self._request):
+        # Only the first piece is news; a round of routing would be lost on the others.
+        if self._dispatcher.policy.finish_prefill(self.waiting.request):
             self._dispatcher.reconsider()
-
-
-@dataclass(slots=True)
-class _QueueEntry:
-    waiting: WaitingRequest
-    decided: anyio.Event = field(default_factory=anyio.Event)
-    engine: str | None = None
 
 
 class Dispatcher:
     """Queues requests, and asks the policy for their engines whenever something has changed.
 
-    Attributes:
-        policy: call :meth:`reconsider` after telling it of a change.
+    Call :meth:`reconsider` after telling the policy of a change.
     """
 
     def __init__(self, policy: PrefixAware) -> None:
         self.policy = policy
-        self._queue: dict[str, _QueueEntry] = {}
+        self._queue: dict[str, Placement] = {}
         self._names = itertools.count()
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
-
-    def join(self, engine: str, traits: EngineTraits) -> None:
-        self.policy.join(engine, traits)
-        self.reconsider()
-
-    def leave(self, engine: str) -> None:
-        """Remove an engine. If no engine is left, every request in the queue fails."""
-        self.policy.leave(engine)
-        self.reconsider()
 
     @asynccontextmanager
     async def place(self, blocks: Blocks) -> AsyncGenerator[Placement]:
@@ -89,13 +63,13 @@ class Dispatcher:
         Raises: NoEngine if no engine is left.
         """
         request = str(next(self._names))
-        entry = self._queue[request] = _QueueEntry(WaitingRequest(request, blocks))
+        placement = self._queue[request] = Placement(WaitingRequest(request, blocks), self)
         try:
             self.reconsider()
-            await entry.decided.wait()
-            if entry.engine is None:
+            await placement.decided.wait()
+            if not placement.engine:
                 raise NoEngine
-            yield Placement(request, entry.engine, blocks, self)
+            yield placement
         finally:
             self._queue.pop(request, None)
             self.policy.end(request)
@@ -103,12 +77,12 @@ class Dispatcher:
 
     def reconsider(self) -> None:
         """Wake the requests whose engine is decided, or all of them if no engine is left."""
-        decided: dict[str, str | None] = {}
+        decided: dict[str, str] = {}
         if not self.policy.engines:
-            decided.update(dict.fromkeys(self._queue))
+            decided = dict.fromkeys(self._queue, "")
         elif self._queue and self.policy.takes_requests():
-            decided.update(self.policy.route([one.waiting for one in self._queue.values()]))
+            decided = self.policy.route([one.waiting for one in self._queue.values()])
         for request, engine in decided.items():
-            entry = self._queue.pop(request)
-            entry.engine = engine
-            entry.decided.set()
+            placement = self._queue.pop(request)
+            placement.engine = engine
+            placement.decided.set()

@@ -34,14 +34,12 @@ class RouterOptions:
 
     Attributes:
         engines: URLs of the engines.
-        policy: decides to which engine each request is sent; by default one with default settings.
-        api_key: for the router's own requests to the engines. A client's requests carry the
-            client's key.
+        policy: by default one with default settings.
+        api_key: for the router's own requests to the engines; a client's have the client's.
         model_config: the model's ``config.json``, if the router cannot read it at the path that the
             engines report.
         saturation_margin: how many forwards' tokens wait at an engine before others get requests;
             if it is 0, engines take every request.
-        max_body_bytes: the largest body of a request.
         watch_seconds: time between two probes of an engine.
     """
 
@@ -112,18 +110,16 @@ class EnginePool:
         A silent engine stays as it is: it may be busy. Whether it hangs, others find out.
         """
         async with engine.lock:
-            try:
-                # ``/health`` would not do, because SGLang generates a token to answer it. An engine
-                # without the plugin answers 404, and one that shuts down 503.
-                answer = await self._ask(engine, "/health/ready")
-                is_ready = None if answer is None else answer.status_code < 500
-            except EngineLost as lost:
-                # An engine that was not reached has ended, or its host has.
-                is_ready = None if lost.reached else False
+            # ``/health`` would not do, because SGLang generates a token to answer it. An engine
+            # without the plugin answers 404, and one that shuts down 503.
+            answer = await self._ask(engine, "/health/ready")
+            if answer is None:
+                return
+            is_ready = answer.status_code < 500
             if is_ready and not engine.is_up:
                 if (traits := await self._ask_traits(engine)) is not None:
                     self._let_in(engine, traits)
-            elif is_ready is False and engine.is_up:
+            elif not is_ready and engine.is_up:
                 self._leave(engine)
 
     def next_engine(self) -> RoutedEngine:
@@ -132,13 +128,10 @@ class EnginePool:
             raise NoEngine
         return up[next(self._turn) % len(up)]
 
-    def has_events(self) -> bool:
-        """Return whether an engine publishes KV events."""
-        return any(engine.events for engine in self.engines.values())
-
     def _let_in(self, engine: RoutedEngine, traits: EngineTraits) -> None:
         engine.is_up = True
-        self._dispatcher.join(engine.url, traits)
+        self._dispatcher.policy.join(engine.url, traits)
+        self._dispatcher.reconsider()
         logger.info("%s answers; its work is counted in %s", engine.url, traits.measure.unit)
         if engine.events is not None:
             scope = engine.following = anyio.CancelScope()
@@ -147,8 +140,7 @@ class EnginePool:
             )
             return
         text = (
-            "No KV events of %s are followed, so an answer without streaming counts as work until "
-            "it is complete; start the engine with --kv-events-config if such answers are long"
+            "Without KV events (--kv-events-config), %s's answers that are no streams count as work"
         )
         logger.warning(text, engine.url)
 
@@ -157,32 +149,35 @@ class EnginePool:
         engine.is_up = False
         # One that has restarted may publish elsewhere, and has another cache.
         engine.following.cancel()
-        self._dispatcher.leave(engine.url)
+        self._dispatcher.policy.leave(engine.url)
+        self._dispatcher.reconsider()  # If no engine is left, every request that waits fails.
         text = "%s is shutting down or does not answer; it gets no requests until it is ready again"
         logger.warning(text, engine.url)
 
     async def _ask(self, engine: RoutedEngine, path: str) -> Response | None:
+        """Return an engine's answer; ``None`` if it is silent, and 503 if it is not there."""
         url = engine.url + path
-        return await self._connections.ask("GET", url, self._headers, seconds=_PROBE_SECONDS)
+        try:
+            return await self._connections.ask(url, self._headers, seconds=_PROBE_SECONDS)
+        except EngineLost as lost:
+            return None if lost.reached else Response(status_code=503)
+
+    async def _ask_object(self, engine: RoutedEngine, path: str) -> dict[str, Any] | None:
+        """Return what an engine tells at a path; ``None`` if it should be asked again later."""
+        answer = await self._ask(engine, path)
+        if answer is None or answer.status_code >= 500:
+            return None
+        if answer.status_code in (401, 403):
+            text = "%s tells no %s without its API key (--api-key), so defaults are used"
+            logger.warning(text, engine.url, path)
+        return parse_object(answer.body) if answer.status_code == 200 else {}
 
     async def _ask_traits(self, engine: RoutedEngine) -> EngineTraits | None:
         """Ask an engine for its settings. Return ``None`` if it is too busy to report them."""
-        try:
-            answers = [await self._ask(engine, path) for path in ("/server_info", "/flashmoa/info")]
-        except EngineLost:
-            return None
-        if any(answer is None or answer.status_code >= 500 for answer in answers):
+        settings = await self._ask_object(engine, "/server_info")
+        plugin = await self._ask_object(engine, "/flashmoa/info")
+        if settings is None or plugin is None:
             return None  # Its forwards and its cache are not known yet.
-        if answers[0] and answers[0].status_code in (401, 403):
-            text = (
-                "%s does not tell its settings without its API key, so defaults are used; "
-                "start the router with --api-key KEY"
-            )
-            logger.warning(text, engine.url)
-        settings, plugin = (
-            parse_object(answer.body) if answer and answer.status_code == 200 else {}
-            for answer in answers
-        )
         try:
             engine.events = parse_event_source(engine.url, settings)
         except ValueError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from flashmoa.errors import FlashMoAError
 
@@ -60,10 +60,8 @@ def true_flops(config: Mapping[str, Any]) -> Measure:
     (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, if the config
     describes another model; ValueError if it is not an object.
     """
-    values: object = config
-    if _is_object(values):
-        values = values.get("text_config") or values
-    if not _is_object(values):
+    values = config.get("text_config") or config if isinstance(config, Mapping) else config
+    if not isinstance(values, Mapping):
         raise ValueError(f"a model's config must be an object, not {values!r}")
     fields = _Config(values)
     layers = fields.number("num_hidden_layers")
@@ -73,10 +71,6 @@ def true_flops(config: Mapping[str, Any]) -> Measure:
     active = layers * parameters + sum(_mlp_parameters(fields, layer) for layer in range(layers))
     window = fields.number("sliding_window") if windowed else 0
     return Measure(2 * active + windowed * pair * window, full * pair)
-
-
-def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(value, Mapping)
 
 
 class _Config:

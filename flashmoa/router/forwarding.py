@@ -26,7 +26,6 @@ from flashmoa._starlette import while_connected
 from flashmoa.errors import FlashMoAError
 
 CHAT = "/v1/chat/completions"
-GENERATE = "/generate"
 STREAMS = "/prompt_streams"
 _EVENT_END = b"\n\n"
 _VISIBLE_ASCII = bytes(range(0x21, 0x7F))
@@ -40,9 +39,7 @@ _UNFORWARDED_HEADERS = {
 }
 # TCP shows within half a minute that a host has vanished without closing its connections: probes,
 # while the router waits for a long answer, and a limit, while a request is not acknowledged.
-_PROBES = {
-    "TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000
-}  # fmt: skip
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -50,18 +47,6 @@ class RouterError(FlashMoAError):
     """Raised when a router cannot serve a request; the client gets the status and the message."""
 
     status = 500
-
-
-class BadRequest(RouterError, ValueError):
-    """Raised when a request cannot be read, or asks for what the router does not do."""
-
-    status = 400
-
-
-class BodyTooLarge(RouterError):
-    """Raised when a request's body is longer than ``--max-body-bytes``."""
-
-    status = 413
 
 
 class EngineLost(RouterError):
@@ -80,12 +65,11 @@ class EngineLost(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A client's request in the form in which the router forwards it to an engine.
+    """A client's request, with the headers that are forwarded, in lower case.
 
     Attributes:
         path: decoded path.
         target: the path and the query as the client sent them, in ASCII.
-        headers: those of the client that are forwarded; their names are in lower case.
     """
 
     method: str
@@ -128,9 +112,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RouterError):
         return make_error_response(error.status, str(error))
     if isinstance(error, HTTPException):
-        message = (
-            f"the router has no {request.method} {request.scope['path']}; ask an engine itself"
-        )
+        unknown = f"the router has no {request.method} {request.scope['path']}"
+        message = error.detail if error.status_code == 413 else f"{unknown}; ask an engine itself"
         return make_error_response(error.status_code, message)
     if isinstance(error, RecursionError):
         message = "the body nests lists and objects too deeply for the router; flatten it"
@@ -152,7 +135,7 @@ def make_endpoint(
             body += piece
             if len(body) > max_body_bytes:
                 message = f"the body is larger than {max_body_bytes} bytes; send a smaller request"
-                raise BodyTooLarge(message)
+                raise HTTPException(413, message)
         # ``request.url`` would be wrong, because it contains the Host header that the client sent.
         path, query = request.scope["raw_path"], request.scope["query_string"]
         # Some web servers accept other bytes, but every engine accepts visible ASCII.
@@ -215,20 +198,15 @@ class Connections:
         self._endings = Counter("flashmoa_router_requests", about, labels, registry=self.counted)
 
     async def ask(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        seconds: float,
+        self, url: str, headers: Mapping[str, str], body: bytes | None = None, *, seconds: float
     ) -> Response | None:
         """Send a small request of the router's own. Return ``None`` if no answer comes in time.
 
         Raises: EngineLost if there will be no answer.
         """
         with anyio.move_on_after(seconds):
-            answer, content = await self._send(method, url, headers, body)
+            method = "GET" if body is None else "POST"
+            answer, content = await self._send(method, url, headers, body or b"")
             answer.close()
             return Response(content, answer.status)
         return None
@@ -238,14 +216,8 @@ class Connections:
     ) -> Response:
         """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
 
-        A stream is not read ahead of its client, and if the client leaves, the engine's request is
-        aborted.
-
-        Args:
-            stack: is closed by the caller. A stream takes over its contents, and closes them at its
-                end.
-
-        Raises: EngineLost if there is no answer.
+        If the client leaves, the engine's request is aborted. The caller closes ``stack``, whose
+        contents a stream takes over until its end. Raises: EngineLost if there is no answer.
         """
 
         def end(ending: str) -> None:

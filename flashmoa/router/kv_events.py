@@ -54,16 +54,11 @@ def parse_event_source(url: str, settings: Mapping[str, Any]) -> EventSource | N
 
 
 class _Page(NamedTuple):
-    """The state of a prompt at the end of one page.
-
-    Attributes:
-        block: hash of the last whole block.
-        rest: tokens after that block.
-        completed: hashes of the blocks that end in this page.
-    """
+    """The state of a prompt at the end of one page: its last block, and the tokens after that."""
 
     block: int
     rest: tuple[int, ...] = ()
+    # The blocks that end in this page.
     completed: tuple[int, ...] = ()
 
 
@@ -71,10 +66,7 @@ class PageMirror:
     """Translates the pages in one engine's cache into the router's block hashes.
 
     An engine's KV events identify a page by a hash that only the engine can compute, and give its
-    tokens and the page before it. Pages may be shorter than the router's blocks, down to one token.
-
-    Args:
-        size: number of tokens in a block.
+    tokens and the page before it. Pages may be shorter than blocks (``size``), down to one token.
     """
 
     def __init__(self, size: int = BLOCK_TOKENS) -> None:
@@ -94,13 +86,12 @@ class PageMirror:
         Pages are ignored if their parent is unknown, because the event with the parent was lost.
         """
         last = _Page(first_hash(salt)) if parent is None else self._pages.get(parent)
-        if last is None:
-            return []
         completed: list[int] = []
+        if last is None:
+            return completed
         for index, page in enumerate(pages):
             last = self._next_page(last, tokens[index * page_size : (index + 1) * page_size])
-            if page not in self._pages:
-                completed += last.completed
+            completed += () if page in self._pages else last.completed
             self._pages[page] = last
         return completed
 
@@ -134,10 +125,7 @@ async def follow_events(
                 _, number, payload = (await socket.recv_multipart())[:3]
                 reader.receive(int.from_bytes(number, "big"), payload)
     except (zmq.ZMQError, ValueError) as error:
-        text = (
-            "The router no longer follows the KV events of %s: %s. Check the "
-            "engine's --kv-events-config and restart the router"
-        )
+        text = "KV events of %s are not followed any more (check its --kv-events-config): %s"
         logger.warning(text, engine, error)
         reader.clear()  # The end of these blocks would not be noticed.
     finally:
@@ -146,11 +134,7 @@ async def follow_events(
 
 
 class KvEventReader:
-    """Tells the policy of the events of one engine.
-
-    A gap in the events empties the table of the engine's blocks, because they may have been
-    evicted.
-    """
+    """Tells the policy of one engine's events. A gap in them empties the engine's table."""
 
     def __init__(self, dispatcher: Dispatcher, engine: str) -> None:
         self._dispatcher = dispatcher
@@ -176,7 +160,7 @@ class KvEventReader:
     def clear(self) -> None:
         """Forget the engine's blocks, with those that were only guessed to be cached."""
         self._mirror = PageMirror()
-        self._dispatcher.policy.clear_blocks(self._engine)
+        self._dispatcher.policy.remove_blocks(self._engine)
 
     def _apply(self, kind: str, *values: Any) -> None:
         policy = self._dispatcher.policy

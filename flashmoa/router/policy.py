@@ -6,7 +6,7 @@ After MoE-Prefill, §7, §B.2 and Algorithm 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoa.router.cache_tables import BLOCK_TOKENS, Blocks, EngineTables, EngineTraits
@@ -94,18 +94,14 @@ class _PlacedRequest:
 class PrefixAware:
     """Decides to which engine each request is sent; requests are identified by unique names.
 
-    It is the paper's cascade over tables of cached and promised blocks.
-
     A request raises its engine's load by its cost there, and the load falls as the engine computes.
     If ``m`` of its tokens match, the cost is ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and a
     suffix ``S`` (Eq. 2). Because work adds up, that is ``F(m, P + S)`` wherever a prefix ends. A
     wrong decision costs time; it never makes an answer wrong.
 
     Args:
-        patience: how much delay a request accepts for work that is saved, see
-            :func:`choose_engine`; 0 is the paper's rule.
-        block_tokens: number of tokens in a block of the prompts'
-            :class:`~flashmoa.router.cache_tables.Blocks`.
+        patience: how much delay a request accepts for work that is saved (:func:`choose_engine`).
+        block_tokens: number of tokens in a block of the prompts.
     """
 
     def __init__(self, *, patience: float = PATIENCE, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -115,7 +111,6 @@ class PrefixAware:
         self._placed: dict[str, _PlacedRequest] = {}
 
     def join(self, engine: str, traits: EngineTraits) -> None:
-        """Add an engine that has not joined, or has left."""
         self.engines[engine] = EngineTables(traits)
 
     def leave(self, engine: str) -> None:
@@ -133,13 +128,10 @@ class PrefixAware:
         return not all(engine.is_saturated for engine in self.engines.values())
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
-        """Return engines by request, for those requests in the queue that need not wait any longer.
+        """Return engines by request, for those of the queue that need not wait any longer.
 
-        A request that waits for a saturated engine is the first that gets it of all that want it,
-        so it does not wait for ever.
-
-        Args:
-            queue: waiting requests in order of arrival.
+        The queue is in order of arrival. Of the requests that want an engine that is saturated, the
+        first one gets it, so that none waits for ever.
         """
         placed: dict[str, str] = {}
         held = self._place_until_saturated(queue[:_WINDOW], placed)
@@ -170,7 +162,7 @@ class PrefixAware:
         return held
 
     def _place_on_idle_engine(self, held: Sequence[WaitingRequest], placed: dict[str, str]) -> bool:
-        """Place one held request that an idle engine would finish sooner. Return whether it did."""
+        """Place one request that an idle engine would finish sooner; return whether one was."""
         if all(engine.load.total for engine in self.engines.values()):
             return False
         for waiting in held:
@@ -231,18 +223,13 @@ class PrefixAware:
         placed.engine.load.finish(request)
         placed.engine.blocks.release(placed.blocks.hashes)
 
-    def add_blocks(self, engine: str, hashes: Collection[int]) -> None:
+    def add_blocks(self, engine: str, hashes: Sequence[int]) -> None:
         """Record that an engine has cached blocks, and so has computed those that were pending."""
         if (tables := self.engines.get(engine)) is not None:
-            fulfilled = tables.blocks.commit(tuple(hashes))
+            fulfilled = tables.blocks.commit(hashes)
             tables.load.subtract_computed(fulfilled * self._block_tokens)
 
-    def remove_blocks(self, engine: str, hashes: Collection[int]) -> None:
-        """Record that an engine has evicted blocks."""
+    def remove_blocks(self, engine: str, hashes: Iterable[int] | None = None) -> None:
+        """Record that an engine has evicted blocks; by default all."""
         if (tables := self.engines.get(engine)) is not None:
             tables.blocks.evict(hashes)
-
-    def clear_blocks(self, engine: str) -> None:
-        """Record that an engine's cache is empty."""
-        if (tables := self.engines.get(engine)) is not None:
-            tables.blocks.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeGuard, cast
 
@@ -38,7 +37,7 @@ async def find_blocks(
         headers = {**headers, "content-type": "application/json"}
         url = f"{engine}/v1/tokenize"
         with suppress(EngineLost):
-            answer = await connections.ask("POST", url, headers, content, seconds=_TOKENIZE_SECONDS)
+            answer = await connections.ask(url, headers, content, seconds=_TOKENIZE_SECONDS)
             if answer is not None and answer.status_code == 200:
                 tokens = parse_object(answer.body).get("tokens")
                 if _are_token_ids(tokens):
@@ -51,8 +50,8 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any] | None:
     if (messages := body.get("messages")) is not None:
         model = {"model": body["model"]} if "model" in body else {}
         return {"messages": messages, **prompt_fields(body), **model}
-    parts, is_list = _prompt_parts(body)
-    if is_list or len(parts) != 1 or not isinstance(parts[0], str):
+    parts = _prompt_parts(body)
+    if len(parts) != 1 or not isinstance(parts[0], str):
         return None
     special = body.get("add_special_tokens")
     return {"prompt": parts[0]} | (
@@ -69,27 +68,21 @@ def _guess_blocks(body: Mapping[str, Any], salt: str) -> Blocks:
     if (messages := body.get("messages")) is not None:
         # Chat templates render tools and messages roughly in this order.
         return text_blocks(json.dumps([body.get("tools"), messages]), salt=salt)
-    parts, is_list = _prompt_parts(body)
+    parts = _prompt_parts(body)
     if parts and all(map(_are_token_ids, parts)):
-        blocks = token_blocks(list(chain.from_iterable(parts)), salt=salt)
-    else:
-        texts = (part if isinstance(part, str) else json.dumps(part) for part in parts)
-        blocks = text_blocks("".join(texts), salt=salt)
-    return replace(blocks, is_list=is_list)
+        return token_blocks(list(chain.from_iterable(parts)), salt=salt)
+    texts = (part if isinstance(part, str) else json.dumps(part) for part in parts)
+    return text_blocks("".join(texts), salt=salt)
 
 
-def _prompt_parts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Return the parts of a prompt, or of a list of prompts, and whether it is a list.
-
-    A list's prompts begin with what they share, if anything: a query or labels.
-    """
+def _prompt_parts(body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompt, or what a list of prompts shares, a query or labels, and its items."""
     for name in ("input_ids", "text", "prompt", "input"):
         if (value := body.get(name)) is not None:
             shared = _as_list(body.get("labels")) if name == "input" else []
-            items = [value] if _are_token_ids(value) else _as_list(value)
-            return shared + items, len(items) > 1
-    items = _as_list(body.get("items", body.get("documents")))
-    return ([body["query"]] if "query" in body else []) + items, len(items) > 1
+            return shared + ([value] if _are_token_ids(value) else _as_list(value))
+    shared = [body["query"]] if "query" in body else []
+    return shared + _as_list(body.get("items", body.get("documents")))
 
 
 def _as_list(value: object) -> list[Any]:

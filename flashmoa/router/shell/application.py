@@ -12,9 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import anyio
-from prometheus_client import generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -26,7 +24,6 @@ from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import level_once
 from flashmoa.router.forwarding import (
     CHAT,
-    GENERATE,
     STREAMS,
     AnswerObserver,
     ForwardedRequest,
@@ -35,14 +32,15 @@ from flashmoa.router.forwarding import (
     open_connections,
     parse_object,
 )
-from flashmoa.router.shell.agent_answers import (
+from flashmoa.router.shell.agents import (
     AgentFailed,
     AgentKey,
     AgentPromptCache,
+    AgentRequest,
     AnswerRecorder,
     ReadableAnswer,
+    parse_request,
 )
-from flashmoa.router.shell.agent_requests import AgentRequest, parse_request
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +48,6 @@ logger = logging.getLogger(__name__)
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
 # An engine answers this at once to any client with the right API key.
 _KEY_CHECK = "/model_info"
-_METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,13 @@ class ShellOptions:
 
 
 def shell_application(options: ShellOptions) -> Starlette:
-    """Return a server of the PD router's routes, agents' requests, prompt streams and metrics."""
+    """Return a server of the PD router's routes, agents' chats, and prompt streams."""
     shell = _Shell(options)
-    answer = make_endpoint(shell.answer, options.max_body_bytes)
+    chat = make_endpoint(shell.chat, options.max_body_bytes)
     pass_on = make_endpoint(shell.pass_on, options.max_body_bytes)
     routes = [
-        Route(CHAT, answer, methods=["POST"]),
-        Route(GENERATE, answer, methods=["POST"]),
-        Route("/metrics", shell.metrics),
-        Route("/{path:path}", pass_on, methods=_METHODS),
+        Route(CHAT, chat, methods=["POST"]),
+        Route("/{path:path}", pass_on, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return make_application(routes, shell.lifespan)
 
@@ -94,63 +89,67 @@ class _Shell:
         async with open_connections() as self._connections:
             yield
 
-    async def metrics(self, _request: Request) -> Response:
-        page = generate_latest(self._connections.counted)
-        return Response(page, media_type="text/plain; version=0.0.4")
-
     async def pass_on(self, call: ForwardedRequest) -> Response:
         is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
-        target = self._options.prefill if is_for_prefill else self._options.pd_router
-        return await self._send(call, target, AnswerObserver())
+        return await self._send(
+            call, self._options.prefill if is_for_prefill else self._options.pd_router
+        )
 
-    async def answer(self, call: ForwardedRequest) -> Response:
-        """Answer a request with a prompt, which may read agents' answers or write one."""
-        request = parse_request(call.path, parse_object(call.body))
-        if request.is_ordinary:
+    async def chat(self, call: ForwardedRequest) -> Response:
+        """Answer a chat, which may read agents' answers or write one."""
+        request = parse_request(parse_object(call.body))
+        if request.agent is None and not request.marks:
             return await self.pass_on(call)
         # A client whose key the engine refuses must not wait here for answers.
         check = replace(call, method="GET", target=_KEY_CHECK, headers=call.api_key, body=b"")
-        checked = await self._send(check, self._options.prefill, AnswerObserver())
+        checked = await self._send(check, self._options.prefill)
         if checked.status_code in (401, 403):
             return checked
         client = call.api_key.get("authorization", "")
-        keys = {agent: AgentKey(client, request.workflow, agent) for agent in request.marks}
-        answers = {agent: self._cache.read(key) for agent, key in keys.items()}
+        answers = {
+            agent: self._cache.read(AgentKey(client, request.workflow, agent))
+            for agent in request.marks
+        }
         if request.agent is None:
-            await self._read(request, answers, call)
-            return await self._write(request, answers, AnswerObserver(), call)
-        own = self._cache.begin(AgentKey(client, request.workflow, request.agent), keys.values())
+            return await self._answer(request, answers, call)
+        own = self._cache.begin(AgentKey(client, request.workflow, request.agent))
+        recorder = AnswerRecorder(own, is_stream=bool(request.body.get("stream")))
         try:
-            await self._read(request, answers, call)
-            recorder = AnswerRecorder(own, is_stream=bool(request.body.get("stream")))
-            return await self._write(request, answers, recorder, call)
+            return await self._answer(request, answers, call, recorder)
         except BaseException as error:
             if not own.is_over:
                 own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
             raise
 
-    async def _read(
-        self, request: AgentRequest, answers: Mapping[str, ReadableAnswer], call: ForwardedRequest
-    ) -> None:
-        """Wait until all answers are complete, and prefill the prompt in the meantime.
+    async def _answer(
+        self,
+        request: AgentRequest,
+        answers: Mapping[str, ReadableAnswer],
+        call: ForwardedRequest,
+        observer: AnswerObserver | None = None,
+    ) -> Response:
+        """Send a request once the answers that it reads are complete; prefill it meanwhile.
 
         Raises: AgentFailed if an answer fails or does not arrive in time.
         """
         if all(answer.is_over for answer in answers.values()) or not request.can_prefill_early:
             await self._complete(answers)
-            return
-        async with EngineClient(
-            self._options.prefill,
-            headers=call.api_key,
-            engine_settings=EngineSettings(without_plugin="off"),
-        ) as engine:
-            early = EarlyPrefill(engine, request, answers)
+        else:
+            async with EngineClient(
+                self._options.prefill,
+                headers=call.api_key,
+                engine_settings=EngineSettings(without_plugin="off"),
+            ) as engine:
+                early = EarlyPrefill(engine, request, answers)
 
-            async def complete() -> None:
-                await self._complete(answers)
-                await early.finish()
+                async def complete() -> None:
+                    await self._complete(answers)
+                    await early.finish()
 
-            await all_of([early.run, complete])
+                await all_of([early.run, complete])
+        body = request.filled({agent: answer.written for agent, answer in answers.items()})
+        sent = replace(call, body=json.dumps(body).encode())
+        return await self._send(sent, self._options.pd_router, observer)
 
     async def _complete(self, answers: Mapping[str, ReadableAnswer]) -> None:
         with anyio.move_on_after(self._options.agent_seconds) as waiting:
@@ -163,33 +162,18 @@ class _Shell:
                 "it earlier, or start the router with a larger --agent-seconds"
             )
 
-    async def _write(
-        self,
-        request: AgentRequest,
-        answers: Mapping[str, ReadableAnswer],
-        observer: AnswerObserver,
-        call: ForwardedRequest,
-    ) -> Response:
-        """Send a request whose prompt is complete."""
-        body = request.filled({agent: answer.written for agent, answer in answers.items()})
-        sent = replace(call, body=json.dumps(body).encode())
-        return await self._send(sent, self._options.pd_router, observer)
-
     async def _send(
-        self, call: ForwardedRequest, target: str, observer: AnswerObserver
+        self, call: ForwardedRequest, target: str, observer: AnswerObserver | None = None
     ) -> Response:
         async with AsyncExitStack() as stack:
+            observer = observer or AnswerObserver()
             return await self._connections.forward(call, target, observer, stack)
 
 
 class EarlyPrefill:
-    """Links the prompt of one request to the answers that it reads.
+    """Links the prompt of one chat to the answers that it reads, which are given by agent.
 
     Its failures are logged and not raised, because the request still contains the whole prompt.
-
-    Args:
-        engine: the prefill engine.
-        answers: the answers that the request reads, by agent.
     """
 
     def __init__(
@@ -209,12 +193,7 @@ class EarlyPrefill:
             except (EngineError, UnicodeError) as error:  # JSON may have half a surrogate pair.
                 self._log_failure(error)
                 return
-            self._link = Link(
-                self._engine,
-                prompt,
-                agent=self._request.agent or "a reader",
-                add_special_tokens=not self._request.is_chat,
-            )
+            self._link = Link(self._engine, prompt, agent=self._request.agent or "a reader")
             for answer in self._answers.values():
                 answer._follow(self._link)
             await self._link.run()
@@ -229,9 +208,8 @@ class EarlyPrefill:
             return
         try:
             if whole := self._link.prompt.stable():
-                # The chat template has added special tokens to the text of a chat.
-                special = not self._request.is_chat
-                await self._engine.prefill_only(text=whole, add_special_tokens=special)
+                # The chat template has added special tokens.
+                await self._engine.prefill_only(text=whole, add_special_tokens=False)
         except (EngineError, UnicodeError) as error:
             self._log_failure(error)
         finally:
@@ -241,10 +219,7 @@ class EarlyPrefill:
         """Return the prompt with slots for the answers, which have agents' names."""
         placeholders = Placeholders(self._answers)
         body = self._request.filled({name: placeholders.padded(name) for name in self._answers})
-        if self._request.is_chat:
-            text = await self._engine.render(body["messages"], **prompt_fields(body))
-        else:
-            text = body["text"]
+        text = await self._engine.render(body["messages"], **prompt_fields(body))
         return placeholders.build_prompt(text)
 
     def _log_failure(self, error: Exception) -> None:

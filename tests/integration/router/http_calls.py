@@ -10,6 +10,7 @@ import anyio
 import httpx
 
 from flashmoa._concurrency import all_of
+from flashmoa.router.forwarding import CHAT
 from tests.integration.support import GREEDY
 
 
@@ -61,50 +62,43 @@ async def metric(client: httpx.AsyncClient, line: str) -> float:
     return sum(float(row.rsplit(" ", 1)[1]) for row in page.splitlines() if row.startswith(line))
 
 
+def read(agent: str) -> dict[str, Any]:
+    """Return the part of a message that stands for an agent's answer."""
+    return {"type": "agent", "agent": agent}
+
+
 class PlannerAndReader:
-    """Two requests, of which the second one reads the answer of the first one between two texts.
+    """Two chats, of which the second one reads the answer of the first one between two texts."""
 
-    Args: form: ``text`` or ``chat``, the form of the second request.
-    """
-
-    def __init__(self, form: str, words: Callable[[int, int], str], seed: int) -> None:
-        self._form = form
-        self._path = "/v1/chat/completions" if form == "chat" else "/generate"
-        self._plan = generation(words(200, seed), tokens=120)
+    def __init__(self, words: Callable[[int, int], str], seed: int) -> None:
+        self._plan = words(200, seed)
         self._texts = [words(400, seed + 1), words(20, seed + 2)]
 
     async def run(
         self, shell: httpx.AsyncClient, is_read: Callable[[], Awaitable[None]]
-    ) -> list[dict[str, Any]]:
-        """Return the answers; the first request is sent once ``is_read`` has returned."""
+    ) -> list[Any]:
+        """Return the planner's text, and the reader's answer.
+
+        The first request is sent once ``is_read`` has returned.
+        """
         before, after = ({"type": "text", "text": text} for text in self._texts)
-        parts = [before, {"type": "agent", "agent": "planner"}, after]
-        read = chat(parts) if self._form == "chat" else generation("", 8) | {"prompt": parts}
-        if self._form != "chat":
-            del read["text"]
-        workflow = {"workflow": self._form}
+        question = chat([before, read("planner"), after], workflow="w")
 
-        async def plan() -> dict[str, Any]:
+        async def plan() -> str:
             await is_read()
-            body = self._plan | workflow | {"agent": "planner", "stream": True}
-            last: dict[str, Any] = {}
-            async with shell.stream("POST", "/generate", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        last = json.loads(line[6:])
-            return last
+            body = chat(self._plan, max_tokens=120, stream=True, workflow="w", agent="planner")
+            async with shell.stream("POST", CHAT, json=body) as answer:
+                return await streamed_text(answer)
 
-        return await all_of([plan, lambda: post_json(shell, self._path, read | workflow)])
+        return await all_of([plan, lambda: post_json(shell, CHAT, question)])
 
-    async def compare(self, answers: list[dict[str, Any]], engine_url: str) -> list[dict[str, Any]]:
+    async def compare(self, answers: list[Any], engine_url: str) -> list[dict[str, Any]]:
         """Check that an engine answers the same without agents. Return the usages."""
+        plan, answer = answers
         async with httpx.AsyncClient(base_url=engine_url, timeout=60) as direct:
-            alone = await post_json(direct, "/generate", self._plan)
-            text = alone["text"].join(self._texts)
-            read = chat(text) if self._form == "chat" else generation(text, 8)
-            expected = await post_json(direct, self._path, read)
-        assert answers[0]["output_ids"] == alone["output_ids"]
-        written = "choices" if self._form == "chat" else "output_ids"
-        assert answers[1][written] == expected[written]
-        usage = answers[1].get("usage") or answers[1]["meta_info"]
-        return [answers[0]["meta_info"], usage | usage.get("prompt_tokens_details", {})]
+            alone = await post_json(direct, CHAT, chat(self._plan, max_tokens=120))
+            assert plan == alone["choices"][0]["message"]["content"]
+            expected = await post_json(direct, CHAT, chat(plan.join(self._texts)))
+        assert answer["choices"] == expected["choices"]
+        usage = answer["usage"]
+        return [alone["usage"], usage | usage["prompt_tokens_details"]]

@@ -39,11 +39,10 @@ async def pair(
         yield pairs["pair"]
 
 
-@pytest.mark.parametrize(("form", "seed"), [("text", 2100), ("chat", 2120)])
 async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
-    pair: Pair, engine: LocalEngine, words: Words, form: str, seed: int
+    pair: Pair, engine: LocalEngine, words: Words
 ) -> None:
-    both, before = PlannerAndReader(form, words, seed), await pair.transferred_bytes()
+    both, before = PlannerAndReader(words, 2100), await pair.transferred_bytes()
     async with EngineClient(pair.prefill.url) as prefill:
         answers = await both.run(pair.shell, lambda: wait_for_streams(prefill))
     transferred = await pair.transferred_bytes() - before

@@ -13,6 +13,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
+from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.application import ShellOptions
 from tests.integration.router.conftest import serve_router
 from tests.integration.router.http_calls import (
@@ -20,9 +21,10 @@ from tests.integration.router.http_calls import (
     chat,
     generation,
     post_json,
+    read,
     streamed_text,
 )
-from tests.integration.support import GREEDY, wait_for_streams, wait_until_idle
+from tests.integration.support import wait_for_streams, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
@@ -34,12 +36,10 @@ async def shell(engine: LocalEngine) -> AsyncGenerator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.mark.parametrize(("form", "seed"), [("text", 0), ("chat", 10)])
 async def test_prompt_is_prefilled_while_its_agents_write(
-    shell: httpx.AsyncClient, engine: LocalEngine, client: EngineClient, words: Words, form: str,
-    seed: int,
-) -> None:  # fmt: skip
-    both = PlannerAndReader(form, words, 2000 + seed)
+    shell: httpx.AsyncClient, engine: LocalEngine, client: EngineClient, words: Words
+) -> None:
+    both = PlannerAndReader(words, 2000)
     answers = await both.run(shell, lambda: wait_for_prefill(client))
     _, usage = await both.compare(answers, engine.url)
     assert usage["cached_tokens"] >= 0.99 * usage["prompt_tokens"]
@@ -65,7 +65,7 @@ async def test_agent_reads_several_answers_and_streams_its_own(
 
     def agent(name: str, *reads: str) -> dict[str, Any]:
         content = [{"type": "text", "text": words(30, 2050)}]
-        content += [{"type": "agent", "agent": one} for one in reads]
+        content += [read(one) for one in reads]
         return chat(content, agent=name, workflow="tree", stream=True)
 
     async with anyio.create_task_group() as group:
@@ -82,28 +82,28 @@ async def test_reader_of_a_failed_agent_gets_the_reason(
     engine: LocalEngine, client: EngineClient, words: Words
 ) -> None:
     options = ShellOptions(engine.url, engine.url, agent_seconds=0.2)
-    read = {"prompt": [{"text": "So: "}, {"agent": "a"}], "sampling_params": GREEDY}
+    question = chat([{"type": "text", "text": "So: "}, read("a")])
     async with serve_router(options) as shell:
-        answer = await shell.post("/generate", json=read)
+        answer = await shell.post(CHAT, json=question)
         assert answer.status_code == 424 and "in time" in answer.json()["error"]["message"]
     async with serve_router(ShellOptions(engine.url, engine.url)) as shell:
         # The writer's client disconnects in the middle of the answer.
         responses: list[httpx.Response] = []
 
         async def wait() -> None:
-            responses.append(await shell.post("/generate", json=read))
+            responses.append(await shell.post(CHAT, json=question))
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait)
             await wait_for_streams(client)
-            body = generation(words(20, 2020), tokens=4000) | {"agent": "a", "stream": True}
-            async with shell.stream("POST", "/generate", json=body) as writing:
+            body = chat(words(20, 2020), max_tokens=4000, agent="a", stream=True)
+            async with shell.stream("POST", CHAT, json=body) as writing:
                 async for _ in writing.aiter_lines():
                     break
         assert responses[0].status_code == 424 and "was left" in responses[0].text
-        refused = await shell.post("/generate", json={"agent": "a", "text": 3})
+        refused = await shell.post(CHAT, json=chat("x", agent="a", temperature=-1))
         assert refused.status_code == 400
-        answer = await shell.post("/generate", json=read)
+        answer = await shell.post(CHAT, json=question)
         assert answer.status_code == 424 and "was refused" in answer.text
     await wait_until_idle(client)
 
@@ -112,12 +112,12 @@ async def test_logs_never_contain_a_streams_id(
     engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    read = {"prompt": [{"text": words(400, 2080)}, {"agent": "absent"}], "sampling_params": GREEDY}
+    question = chat([{"type": "text", "text": words(400, 2080)}, read("absent")])
     async with (
         serve_router(ShellOptions(engine.url, engine.url)) as shell,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(partial(shell.post, "/generate", json=read))
+        group.start_soon(partial(shell.post, CHAT, json=question))
         await wait_for_prefill(client)
         # The stream is deleted when the client disconnects.
         group.cancel_scope.cancel()

@@ -30,7 +30,7 @@ SIZE = 4
 STEPS = settings(max_examples=50, stateful_step_count=30)
 # There are only two different tokens, so that prompts share prefixes.
 PROMPTS = st.lists(st.integers(0, 1), max_size=20)
-FLOPS = Measure(linear=7, pair=3, window_pair=2, window=5)
+FLOPS = Measure(linear=7, pair=3)
 MEASURES: st.SearchStrategy[Measure] = st.sampled_from([TOKENS, FLOPS])
 
 
@@ -74,13 +74,7 @@ class FakeConnections(Connections):
         self.asked: list[Any] = []
 
     async def ask(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes = b"",
-        *,
-        seconds: float,
+        self, url: str, headers: Mapping[str, str], body: bytes | None = None, *, seconds: float
     ) -> Response | None:
         await anyio.lowlevel.checkpoint()
         parts = urlsplit(url)

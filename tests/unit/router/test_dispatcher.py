@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import anyio
 import pytest
 
-from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
+from flashmoa.router.cache_tables import EngineTraits, token_blocks
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.policy import PrefixAware
@@ -16,19 +14,17 @@ from tests.unit.router.support import load
 pytestmark = pytest.mark.anyio
 SMALL = EngineTraits(TOKENS, saturation=20)
 PROMPT = token_blocks([1] * 32)
-# Several prompts: 32 tokens of the first one, and 96 of the others that are not shared.
-LIST = replace(PROMPT, length=128, is_list=True)
 
 
 async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
     dispatcher = Dispatcher(PrefixAware())
-    dispatcher.join("a", SMALL)
+    dispatcher.policy.join("a", SMALL)
     served: list[int] = []
 
     async def ask(number: int) -> None:
         async with dispatcher.place(token_blocks([number] * 32)) as place:
             served.append(number)
-            place.finish_prefill()
+            place.receive(b"")
 
     async with anyio.create_task_group() as group, dispatcher.place(PROMPT):
         group.start_soon(ask, 2)
@@ -44,7 +40,7 @@ async def test_requests_wait_in_order_and_a_leaving_one_makes_room() -> None:
 
 async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     dispatcher = Dispatcher(PrefixAware())
-    dispatcher.join("a", SMALL)
+    dispatcher.policy.join("a", SMALL)
     outcomes: list[str] = []
 
     async def ask() -> None:
@@ -57,37 +53,33 @@ async def test_waiting_request_fails_if_no_engine_is_left() -> None:
     async with dispatcher.place(PROMPT), anyio.create_task_group() as group:
         group.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
-        dispatcher.leave("a")
-    dispatcher.join("b", SMALL)
+        dispatcher.policy.leave("a")
+        dispatcher.reconsider()
+    dispatcher.policy.join("b", SMALL)
     await ask()
     assert outcomes == ["none", "b"]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "ending", "after_a_piece", "after_all"),
-    [(PROMPT, "lost", 0, 0), (LIST, "answered", 128, 0), (LIST, "refused", 128, 128)],
-)
-async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_a_lists(
-    prompt: Blocks, ending: str, after_a_piece: int, after_all: int
-) -> None:
+async def test_load_falls_with_the_first_piece_of_an_answer_or_the_end_of_the_request() -> None:
     policy = PrefixAware()
+    policy.join("a", EngineTraits())
     dispatcher = Dispatcher(policy)
-    dispatcher.join("a", EngineTraits())
-    async with dispatcher.place(prompt) as placement:
+    async with dispatcher.place(PROMPT) as placement:
+        assert load(policy, "a") == 32
         placement.receive(b'data: {"text": "a"}\n\n')
-        assert load(policy, "a") == after_a_piece
-        placement.end(ending)
-        assert load(policy, "a") == after_all
-    assert load(policy, "a") == 0
+        assert load(policy, "a") == 0 and policy.matched_tokens("a", PROMPT) == 31
+        async with dispatcher.place(token_blocks([2] * 32)):
+            assert load(policy, "a") == 32
+        assert load(policy, "a") == 0
 
 
 async def test_load_falls_with_the_blocks_that_prompts_have_announced() -> None:
     policy = PrefixAware()
+    policy.join("a", EngineTraits())
     dispatcher = Dispatcher(policy)
-    dispatcher.join("a", EngineTraits())
-    async with dispatcher.place(LIST), dispatcher.place(token_blocks([5] * 32)):
-        policy.add_blocks("a", LIST.hashes)
-        assert load(policy, "a") == 32 + 96
+    async with dispatcher.place(PROMPT), dispatcher.place(token_blocks([5] * 32)):
+        policy.add_blocks("a", PROMPT.hashes)
+        assert load(policy, "a") == 32
         # Further ones are answers, or prompts of others.
         policy.add_blocks("a", token_blocks([3] * 640).hashes)
-        assert load(policy, "a") == 32 + 96
+        assert load(policy, "a") == 32

@@ -98,7 +98,7 @@ class Server:
 
 
 async def ask(http: Connections, url: str) -> bytes:
-    answer = await http.ask("POST", url, {}, b"body", seconds=30)
+    answer = await http.ask(url, {}, b"body", seconds=30)
     assert answer is not None
     return bytes(answer.body)
 

@@ -102,9 +102,8 @@ def policy() -> PrefixAware:
 
 @pytest.fixture
 def dispatcher(policy: PrefixAware) -> Dispatcher:
-    dispatcher = Dispatcher(policy)
-    dispatcher.join("a", EngineTraits(TOKENS))
-    return dispatcher
+    policy.join("a", EngineTraits(TOKENS))
+    return Dispatcher(policy)
 
 
 def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_empties_it(

@@ -274,5 +274,5 @@ def test_failed_request_removes_its_promised_blocks_and_a_computed_one_does_not(
     assert (routing.matched_tokens("e0", prompt), load(routing, "e0")) == (16, 0)
     routing.remove_blocks("e0", prompt.hashes[2:])
     assert routing.matched_tokens("e0", prompt) == 8
-    routing.clear_blocks("e0")
+    routing.remove_blocks("e0")
     assert routing.matched_tokens("e0", prompt) == 0

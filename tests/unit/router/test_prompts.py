@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.unit.router.support import FakeConnections
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 QUERY, DOCUMENTS = "a" * 200, ["b" * 100, "c" * 100]
-ALL = replace(text_blocks(QUERY + "".join(DOCUMENTS)), is_list=True)
+ALL = text_blocks(QUERY + "".join(DOCUMENTS))
 
 
 async def found(body: dict[str, Any], answer: object = None) -> tuple[Blocks, list[Any]]:
@@ -57,20 +56,20 @@ async def test_prompt_that_no_engine_tokenises_has_the_blocks_of_its_text(answer
         ({"query": [1] * 32}, PROMPT),
         (
             {"query": [1] * 16, "items": [[1] * 16, [1] * 8]},
-            replace(token_blocks([1] * 40), is_list=True),
+            token_blocks([1] * 40),
         ),
         ({}, Blocks((), 0)),
         # The texts of embeddings share nothing.
         ({"input": QUERY}, text_blocks(QUERY)),
         ({"input": [1] * 32}, PROMPT),
-        ({"input": DOCUMENTS}, replace(text_blocks("".join(DOCUMENTS)), is_list=True)),
+        ({"input": DOCUMENTS}, text_blocks("".join(DOCUMENTS))),
         # A field that is null hides no prompt.
         ({"text": None, "prompt": QUERY}, text_blocks(QUERY)),
-        ({"prompt": [QUERY, QUERY]}, replace(text_blocks(QUERY * 2), is_list=True)),
+        ({"prompt": [QUERY, QUERY]}, text_blocks(QUERY * 2)),
         *(
             (
                 {name: [[1] * 32, [1] * 8, [2] * 4]},
-                replace(token_blocks([1] * 40 + [2] * 4), is_list=True),
+                token_blocks([1] * 40 + [2] * 4),
             )
             for name in ("input_ids", "prompt", "input")
         ),

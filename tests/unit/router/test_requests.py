@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.application import POLICY_ROUTES, application
 from flashmoa.router.engines import RouterOptions
-from flashmoa.router.forwarding import CHAT, GENERATE, STREAMS
+from flashmoa.router.forwarding import CHAT, STREAMS
 from flashmoa.router.kv_events import EventSource
 from tests.integration.router.serving import InTurn
 from tests.unit.router.support import (
@@ -28,6 +28,7 @@ from tests.unit.router.support import (
 )
 
 pytestmark = pytest.mark.anyio
+GENERATE = "/generate"
 
 
 async def test_requests_about_a_stream_go_to_its_engine() -> None:
@@ -96,14 +97,15 @@ async def test_every_route_refuses_a_wrong_api_key(headers: dict[str, str]) -> N
 
 
 async def test_shell_router_refuses_a_wrong_api_key_at_once() -> None:
-    engine, read = FakeEngine("a"), b'{"prompt": [{"agent": "absent"}]}'
+    engine, parts = FakeEngine("a"), [{"type": "agent", "agent": "absent"}]
+    messages = [{"role": "user", "content": parts}]
     async with pair(engine, 60) as client:
         for method, path in [*REFUSED, ("GET", "/anything")]:
             assert (await client(method, path))[0] == 401, path
         # It does not wait for an agent first.
         with anyio.fail_after(10):
-            assert (await client("POST", GENERATE, read))[0] == 401
-            assert (await client("POST", GENERATE, b'{"agent": "a", "text": "x"}'))[0] == 401
+            for body in ({"messages": messages}, {"agent": "a", "messages": []}):
+                assert (await client("POST", CHAT, json.dumps(body).encode()))[0] == 401
         assert engine.requests == []
 
 

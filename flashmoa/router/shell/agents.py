@@ -1,0 +1,183 @@
+"""Keep agents' answers (`AgentPromptCache`), and parse chats that read or write them.
+
+``workflow`` and ``agent`` in a chat's body name the agent that writes the answer. Among the parts
+of a message, ``{"type": "agent", "agent": NAME}`` stands for that agent's answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
+
+from flashmoa.linking.streamed_text import Text, replace_marks
+from flashmoa.router.forwarding import AnswerObserver, RouterError
+
+# Fields that prevent a request from sharing KV with other requests that have the same tokens.
+_NAMESPACE = ("cache_salt", "extra_key", "lora_path")
+
+
+class BadRequest(RouterError, ValueError):
+    """Raised when a request's fields that concern agents are malformed."""
+
+    status = 400
+
+
+class AgentFailed(RouterError):
+    """Raised when an agent's answer, which a request reads, will not be completed."""
+
+    status = 424
+
+
+class AgentKey(NamedTuple):
+    """Identifies an agent. ``client`` is the API key of the client whose workflow it is."""
+
+    client: str
+    workflow: str
+    agent: str
+
+
+class ReadableAnswer(Text):
+    """Holds one agent's answer, which a request writes, or will write."""
+
+    is_begun = False
+
+
+class AgentPromptCache:
+    """Holds the latest answer of each agent.
+
+    Args:
+        most: the most answers that are kept once no request writes or waits for them: those that
+            were begun last.
+    """
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._answers: WeakValueDictionary[AgentKey, ReadableAnswer] = WeakValueDictionary()
+        self._begun: deque[ReadableAnswer] = deque(maxlen=most)
+
+    def read(self, key: AgentKey) -> ReadableAnswer:
+        """Return an agent's latest answer, or the one that a later request will write."""
+        return self._answers.setdefault(key, ReadableAnswer(key.agent))
+
+    def begin(self, key: AgentKey) -> ReadableAnswer:
+        """Return the answer that a request will write.
+
+        An agent that is asked again writes another answer; readers of the previous one keep that.
+        """
+        answer = self.read(key)
+        if answer.is_begun:
+            answer = self._answers[key] = ReadableAnswer(key.agent)
+        answer.is_begun = True
+        self._begun.append(answer)
+        return answer
+
+
+class AnswerRecorder(AnswerObserver):
+    """Writes an engine's chat completion, which may be a stream, into an agent's answer."""
+
+    def __init__(self, answer: ReadableAnswer, is_stream: bool = False) -> None:
+        self._answer = answer
+        self._is_stream = is_stream
+        self._line = b""
+
+    def receive(self, content: bytes) -> None:
+        if not self._is_stream:
+            self._record(content)
+            return
+        *lines, self._line = (self._line + content).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                self._record(line.removeprefix(b"data: "))
+
+    def end(self, ending: str) -> None:
+        if ending == "answered" and not self._answer.is_over:
+            self._answer.close()
+        elif not self._answer.is_over:  # Its engine has refused it or is lost, or its client left.
+            self._fail(f"'s request was {ending}; send it again")
+
+    def _record(self, content: bytes) -> None:
+        try:
+            event: Any = json.loads(content)
+            if "error" in event:
+                self._fail(f": {event['error']}")
+                return
+            for choice in event["choices"][:1]:
+                message = choice.get("delta") or choice.get("message") or {}
+                self._answer.write(message.get("content") or "")
+                if choice.get("finish_reason") == "abort":
+                    self._fail("'s request was aborted; send it again")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._fail(f"'s answer cannot be read: {error!r}")
+
+    def _fail(self, reason: str) -> None:
+        self._answer.fail(AgentFailed(f"{self._answer.name}{reason}"))
+
+
+@dataclass(slots=True)
+class AgentRequest:
+    """A parsed request.
+
+    Attributes:
+        agent: the agent that writes the answer; ``None`` if no request can read the answer.
+        body: the body without the router's own fields, with :attr:`marks` in place of answers.
+        marks: by agent, the mark that stands for the agent's answer in the body.
+    """
+
+    workflow: str
+    agent: str | None
+    body: dict[str, Any]
+    marks: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def can_prefill_early(self) -> bool:
+        """Whether the prompt's KV can be computed before the request is sent."""
+        return not any(self.body.get(name) for name in _NAMESPACE)
+
+    def filled(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body with these texts, by agent, in place of the answers."""
+        return replace_marks(self.body, {self.marks[name]: text for name, text in texts.items()})
+
+
+def parse_request(body: Mapping[str, Any]) -> AgentRequest:
+    """Parse the body of a chat completion.
+
+    Raises: BadRequest if the fields or parts that concern agents are malformed.
+    """
+    rest = dict(body)
+    workflow, agent = rest.pop("workflow", ""), rest.pop("agent", None)
+    if not isinstance(workflow, str) or not (agent is None or isinstance(agent, str)):
+        raise BadRequest(f"workflow {workflow!r} and agent {agent!r} must be strings")
+    if agent is not None and (rest.get("n") or 1) != 1:
+        raise BadRequest(f"agent {agent!r} writes one answer; ask for n=1, or leave agent out")
+    request = AgentRequest(workflow, agent, rest)
+    if isinstance(messages := rest.get("messages"), list):
+        given = cast("list[Any]", messages)
+        rest["messages"] = [_mark_message(message, request.marks) for message in given]
+    return request
+
+
+def _mark_message(message: Any, marks: dict[str, str]) -> Any:
+    """Return a message with marks for agents, its content as one string if it is all text."""
+    content: Any = _get(message, "content")
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    if not any(_get(part, "type") == "agent" for part in parts):
+        return message
+    marked: list[Any] = []
+    for part in parts:
+        if _get(part, "type") != "agent":
+            marked.append(part)
+        elif isinstance(name := _get(part, "agent"), str):
+            marked.append({"type": "text", "text": marks.setdefault(name, f"{Text('agent')}")})
+        else:
+            raise BadRequest(f"a part of type agent has an agent's name; {part!r} has none")
+    texts = [_get(part, "text") for part in marked]
+    is_text = all(isinstance(text, str) for text in texts)
+    return {**message, "content": "".join(texts) if is_text else marked}
+
+
+def _get(value: Any, name: str) -> Any:
+    """Return a field of an object; ``None`` for any other value."""
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -85,7 +85,7 @@ class _Router:
         """
         body = parse_object(call.body)
         engine = self._streams.get(str(body.get("prompt_stream_id")))
-        answer = await self._try(call, engine) if engine is not None else None
+        answer = await self._try(call, engine) if engine and engine.is_up else None
         while answer is None:
             engine = self._pool.next_engine()
             # KV events contain tokens. To ask for these takes milliseconds for each prompt.
@@ -104,15 +104,14 @@ class _Router:
         return answer
 
     async def send_to_any(self, call: ForwardedRequest) -> Response:
-        while (answer := await self._try(call, self._pool.next_engine())) is None:
-            pass
-        return answer
+        answer = await self._try(call, self._pool.next_engine())
+        return answer or await self.send_to_any(call)
 
     async def send_to_stream(self, call: ForwardedRequest) -> Response:
         """Send a request about a prompt stream to its engine, which checks the client's key."""
         stream = call.path.split("/")[2]
         engine = self._streams.get(stream)
-        answer = await self._try(call, engine) if engine is not None else None
+        answer = await self._try(call, engine) if engine and engine.is_up else None
         if answer is None:
             message = f"no engine has a prompt stream {stream!r}; open a new one"
             return make_error_response(404, message, "unknown_stream")
@@ -132,17 +131,13 @@ class _Router:
         Raises: EngineLost if the engine does not answer and may have received the request. It is
             not sent to another engine, because one that crashes engines must not crash all of them.
         """
-        async with stack or AsyncExitStack() as stack:
-            if not engine.is_up:
-                return None
-            try:
-                observer = observer or AnswerObserver()
-                answer = await self._connections.forward(call, engine.url, observer, stack)
-            except EngineLost as lost:
-                await self._pool.probe(engine)
-                if lost.reached or engine.is_up:
-                    raise
-                return None
+        try:
+            answer = await self._connections.forward(call, engine.url, observer, stack)
+        except EngineLost as lost:
+            await self._pool.probe(engine)
+            if lost.reached or engine.is_up:
+                raise
+            return None
         # An engine that shuts down refuses some requests before the router has noticed.
         if answer.status_code == 503:
             await self._pool.probe(engine)
@@ -155,17 +150,16 @@ class _Router:
     async def metrics(self, _request: Request) -> Response:
         registry = CollectorRegistry()
 
-        def gauge(name: str, about: str, *labels: str) -> Gauge:
-            return Gauge(f"flashmoa_router_{name}", about, labels, registry=registry)
+        def gauge(name: str, about: str, values: Mapping[str, float]) -> None:
+            by_engine = Gauge(f"flashmoa_router_{name}", about, ["engine"], registry=registry)
+            for url, value in values.items():
+                by_engine.labels(url).set(value)
 
-        gauge("waiting", "Requests without an engine").set(self._dispatcher.waiting)
-        up = gauge("engine_up", "Whether requests are sent to it", "engine")
-        for url, engine in self._pool.engines.items():
-            up.labels(url).set(engine.is_up)
-        load = gauge("engine_load", "Outstanding prefill work, in its unit", "engine")
-        blocks = gauge("engine_blocks", "Blocks believed to be in its cache", "engine")
-        for url, tables in self._dispatcher.policy.engines.items():
-            load.labels(url).set(tables.load.total)
-            blocks.labels(url).set(len(tables.blocks))
+        waiting = Gauge("flashmoa_router_waiting", "Requests without an engine", registry=registry)
+        waiting.set(self._dispatcher.waiting)
+        known, engines = self._dispatcher.policy.engines.items(), self._pool.engines.items()
+        gauge("engine_up", "Whether it gets requests", {url: one.is_up for url, one in engines})
+        gauge("engine_load", "Prefill work left", {url: one.load.total for url, one in known})
+        gauge("engine_blocks", "Blocks in its cache", {url: len(one.blocks) for url, one in known})
         page = generate_latest(self._connections.counted) + generate_latest(registry)
         return Response(page, media_type="text/plain; version=0.0.4")

@@ -1,8 +1,5 @@
 """Represent prompts as hashes of their blocks (`Blocks`), and record what engines have cached and
-have yet to compute (`EngineTables`); pure.
-
-Two prompts share their first ``n`` blocks exactly if their first ``n`` hashes are equal, so looking
-up hashes shows how much of a prompt an engine has cached (MoE-Prefill §7.2).
+have yet to compute (`EngineTables`); pure. After MoE-Prefill, §7.2.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ SATURATION_MARGIN = 1.2
 class Blocks:
     """A prompt of ``length`` tokens, cut into blocks of ``size`` tokens.
 
-    Attributes:
-        hashes: one 64-bit hash for each whole block, over that block and all blocks before it.
+    There is one hash for each whole block, over that block and all blocks before it. So two prompts
+    share their first ``n`` blocks exactly if their first ``n`` hashes are equal.
     """
 
     hashes: tuple[int, ...]
@@ -81,28 +78,22 @@ def _blocks(encoded: bytes, width: int, length: int, size: int, salt: str) -> Bl
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """Describes an engine to the policy.
-
-    Attributes:
-        saturation: the threshold ``T``: from how many tokens on, which the engine has yet to
-            compute, its forwards are full; ``None`` if it takes every request.
-        cache_blocks: the most blocks that the engine's cache holds; ``None``: any number.
-    """
+    """Describes an engine to the policy."""
 
     measure: Measure = TOKENS
+    # The threshold T: with so many tokens to compute, its forwards are full. None: never.
     saturation: int | None = None
+    # The most blocks that its cache holds. None: any number.
     cache_blocks: int | None = None
 
 
 class BlockTable:
     """Records one engine's blocks, by hash.
 
-    *Committed* blocks are in the cache. *Pending* blocks will be computed by requests that were
-    sent to the engine. Because both count as a match, a burst of siblings goes to one engine
-    (MoE-Prefill §B.2). An engine that has a block has all blocks before it, too, because engines
-    evict a prompt's end before its beginning.
-
-    Args: capacity: the most committed blocks; the least recently used ones are forgotten first.
+    *Committed* blocks are in the cache; of more than ``capacity``, the least recently used ones are
+    forgotten. *Pending* ones will be computed by requests that were sent to the engine. As both
+    count as a match, a burst of siblings goes to one engine (MoE-Prefill §B.2). An engine that has
+    a block has all blocks before it, because engines evict a prompt's end before its beginning.
     """
 
     def __init__(self, capacity: int | None = None) -> None:

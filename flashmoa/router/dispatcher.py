@@ -19,8 +19,7 @@ class NoEngine(RouterError):
     status = 503
 
     def __init__(self) -> None:
-        again = "(the router asks the engines again every few seconds)"
-        super().__init__(f"no engine answers; send the request again later {again}")
+        super().__init__("no engine answers; send the request again in a few seconds")
 
 
 class Placement(AnswerObserver):
@@ -42,10 +41,7 @@ class Placement(AnswerObserver):
 
 
 class Dispatcher:
-    """Queues requests, and asks the policy for their engines whenever something has changed.
-
-    Call :meth:`reconsider` after telling the policy of a change.
-    """
+    """Queues requests; call :meth:`reconsider` after telling the policy of a change."""
 
     def __init__(self, policy: PrefixAware) -> None:
         self.policy = policy

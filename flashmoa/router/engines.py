@@ -18,7 +18,7 @@ from flashmoa.router.cache_tables import BLOCK_TOKENS, SATURATION_MARGIN, Engine
 from flashmoa.router.dispatcher import Dispatcher, NoEngine
 from flashmoa.router.flops import TOKENS, Measure, true_flops
 from flashmoa.router.forwarding import Connections, EngineLost, parse_object
-from flashmoa.router.kv_events import EventSource, follow_events, parse_event_source
+from flashmoa.router.kv_events import follow_events, parse_event_source
 from flashmoa.router.policy import PrefixAware
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,10 @@ class RouterOptions:
     """Configures a router.
 
     Attributes:
-        engines: URLs of the engines.
-        policy: by default one with default settings.
         api_key: for the router's own requests to the engines; a client's have the client's.
-        model_config: the model's ``config.json``, if the router cannot read it at the path that the
-            engines report.
+        model_config: the model's ``config.json``, if it is not at the path that the engines report.
         saturation_margin: how many forwards' tokens wait at an engine before others get requests;
             if it is 0, engines take every request.
-        watch_seconds: time between two probes of an engine.
     """
 
     engines: Sequence[str]
@@ -58,8 +54,8 @@ class RoutedEngine:
 
     url: str
     is_up: bool = False
-    events: EventSource | None = None
-    # In which its KV events are followed.
+    # Where it publishes KV events, and the scope in which these are followed.
+    events: str | None = None
     following: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     # Held during a probe: an engine joins once, and after that is asked again.
     lock: anyio.Lock = field(default_factory=anyio.Lock)
@@ -105,22 +101,17 @@ class EnginePool:
             await self.probe(engine)
 
     async def probe(self, engine: RoutedEngine) -> None:
-        """Ask once whether an engine takes requests, and let it join or leave.
-
-        A silent engine stays as it is: it may be busy. Whether it hangs, others find out.
-        """
+        """Ask whether an engine takes requests; a silent one may be busy, and stays as it is."""
         async with engine.lock:
             # ``/health`` would not do, because SGLang generates a token to answer it. An engine
             # without the plugin answers 404, and one that shuts down 503.
             answer = await self._ask(engine, "/health/ready")
             if answer is None:
                 return
-            is_ready = answer.status_code < 500
-            if is_ready and not engine.is_up:
-                if (traits := await self._ask_traits(engine)) is not None:
-                    self._let_in(engine, traits)
-            elif not is_ready and engine.is_up:
+            if answer.status_code >= 500:
                 self._leave(engine)
+            elif not engine.is_up and (traits := await self._ask_traits(engine)) is not None:
+                self._let_in(engine, traits)
 
     def next_engine(self) -> RoutedEngine:
         """Return an engine, each in turn. Raises: NoEngine if none is up."""
@@ -138,14 +129,11 @@ class EnginePool:
             self._tasks.start_soon(
                 follow_events, self._dispatcher, engine.url, engine.events, scope
             )
-            return
-        text = (
-            "Without KV events (--kv-events-config), %s's answers that are no streams count as work"
-        )
-        logger.warning(text, engine.url)
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
+        if not engine.is_up:
+            return
         engine.is_up = False
         # One that has restarted may publish elsewhere, and has another cache.
         engine.following.cancel()

@@ -25,12 +25,7 @@ class Measure:
     """Measures work by what each token costs, and each pair of a query and a key.
 
     The vocabulary's matrix is left out, because prefill applies it to only one token of a prompt.
-
-    Attributes:
-        linear: cost per token, in the matrices of all layers, and in those that attend to a window
-            of the last tokens only: for the whole window, since long prompts are those that cost.
-        pair: cost per pair in all layers that attend to the whole prompt.
-        unit: the name of the unit.
+    Layers that attend to a window only cost the whole window per token, in ``linear``.
     """
 
     linear: int
@@ -54,11 +49,10 @@ class UnknownShape(FlashMoAError, ValueError):
 
 
 def true_flops(config: Mapping[str, Any]) -> Measure:
-    """Return a model's FLOPs from its ``config.json``, in the format of Hugging Face.
+    """Return the FLOPs of a decoder, given its ``config.json`` in the format of Hugging Face.
 
-    Supports decoder-only transformers: dense or mixture of experts, with grouped-query or latent
-    (MLA) attention and sliding windows. Raises: UnknownShape, naming the field, if the config
-    describes another model; ValueError if it is not an object.
+    It may be a mixture of experts and have latent attention (MLA) and sliding windows. Raises:
+        UnknownShape, naming the field, for another model; ValueError if it is no object.
     """
     values = config.get("text_config") or config if isinstance(config, Mapping) else config
     if not isinstance(values, Mapping):
@@ -98,20 +92,15 @@ class _Config:
             f"{' or '.join(map(repr, given))}"
         )
 
-    def entries(self, name: str) -> list[Any]:
-        return self.values.get(name) or []
-
 
 def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
     """Return how many layers attend to the whole prompt, and how many to a window."""
-    if kinds := [str(kind) for kind in config.entries("layer_types")]:
+    if kinds := [str(kind) for kind in config.values.get("layer_types") or []]:
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
         if full + windowed != layers:
-            raise UnknownShape(
-                f"layer_types in the model's config must have a known kind of attention for each "
-                f"of {layers} layers, but has {full + windowed} of these among {len(kinds)}"
-            )
+            kinds = sorted({*kinds} - _FULL - _WINDOWED)
+            raise UnknownShape(f"layer_types must name the attention of {layers} layers: {kinds}")
         return full, windowed
     is_windowed = config.has("sliding_window") and config.values.get("use_sliding_window", True)
     return (0, layers) if is_windowed else (layers, 0)
@@ -152,7 +141,7 @@ def _mlp_parameters(config: _Config, layer: int) -> int:
     is_dense = (
         experts < 2
         or layer < config.number("first_k_dense_replace", default=0)
-        or layer in config.entries("mlp_only_layers")
+        or layer in (config.values.get("mlp_only_layers") or [])
         or (layer + 1) % max(1, config.number("decoder_sparse_step", default=1)) != 0
     )
     if is_dense:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -81,14 +80,12 @@ class ForwardedRequest:
     @property
     def api_key(self) -> dict[str, str]:
         """The header with the client's API key, for the router's questions on its behalf."""
-        return {name: key for name, key in self.headers.items() if name == "authorization"}
+        return {k: v for k, v in self.headers.items() if k == "authorization"}
 
 
 def select_forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that are forwarded, which include the API key."""
-    return {
-        name: value for name, value in headers.items() if name.lower() not in _UNFORWARDED_HEADERS
-    }
+    return {k: v for k, v in headers.items() if k.lower() not in _UNFORWARDED_HEADERS}
 
 
 Handler = Callable[[ForwardedRequest], Awaitable[Response]]
@@ -96,16 +93,9 @@ Handler = Callable[[ForwardedRequest], Awaitable[Response]]
 
 def make_application(routes: Sequence[Route], lifespan: Lifespan[Starlette]) -> Starlette:
     """Return a server that reports every error as JSON."""
-    # Anyone who knows the id of a prompt stream can use the stream.
-    for name in ("httpx", "uvicorn.access"):
-        logging.getLogger(name).addFilter(_has_no_stream_id)
     errors = (HTTPException, RouterError, RecursionError, ClientDisconnect)
     handlers = dict.fromkeys(errors, _answer_error)
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-
-
-def _has_no_stream_id(record: logging.LogRecord) -> bool:
-    return f"{STREAMS}/" not in record.getMessage()
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -124,10 +114,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 def make_endpoint(
     handler: Handler, max_body_bytes: int
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint for Starlette that reads a request and lets ``handler`` answer it.
-
-    The handler is cancelled when the client disconnects.
-    """
+    """Return an endpoint that lets ``handler`` answer a request while its client is connected."""
 
     async def endpoint(request: Request) -> Response:
         body = bytearray()
@@ -153,10 +140,7 @@ def make_endpoint(
 
 
 def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
-    """Return the JSON object in ``text``, or an empty one if there is none.
-
-    A malformed body of a request is not an error here, because the engine that gets it reports it.
-    """
+    """Return the JSON object in ``text``; an empty one if there is none, which engines report."""
     try:
         value = json.loads(text if isinstance(text, str) else bytes(text).decode())
     except (ValueError, RecursionError):
@@ -186,9 +170,6 @@ class Connections:
 
     Each request has a connection of its own. SGLang closes one that is idle, or has answered with
     status 500, without notice, and a request that is sent just then would be lost.
-
-    Attributes:
-        counted: the metric of the forwarded requests.
     """
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
@@ -212,34 +193,40 @@ class Connections:
         return None
 
     async def forward(
-        self, call: ForwardedRequest, engine: str, observer: AnswerObserver, stack: AsyncExitStack
+        self,
+        call: ForwardedRequest,
+        engine: str,
+        observer: AnswerObserver | None = None,
+        stack: AsyncExitStack | None = None,
     ) -> Response:
         """Return the engine's answer: a whole one, or a stream that is relayed as it is read.
 
-        If the client leaves, the engine's request is aborted. The caller closes ``stack``, whose
-        contents a stream takes over until its end. Raises: EngineLost if there is no answer.
+        If the client leaves, the engine's request is aborted. ``stack`` is closed when the answer
+        has ended. Raises: EngineLost if there is no answer.
         """
+        observer = observer or AnswerObserver()
 
         def end(ending: str) -> None:
             self._endings.labels(engine, ending).inc()
             observer.end(ending)
 
-        try:
-            url = engine + call.target
-            answer, content = await self._send(call.method, url, call.headers, call.body)
-        except EngineLost:
-            end("lost")
-            raise
-        except anyio.get_cancelled_exc_class():
-            end("left")
-            raise
-        stack.callback(answer.close)
-        if content is None:
-            return _RelayedStream(answer, observer.receive, end, stack.pop_all())
-        if answer.ok:
-            observer.receive(content)
-        end("answered" if answer.ok else "refused")
-        return Response(content, answer.status, select_forwarded_headers(answer.headers))
+        async with stack or AsyncExitStack() as stack:
+            try:
+                url = engine + call.target
+                answer, content = await self._send(call.method, url, call.headers, call.body)
+            except EngineLost:
+                end("lost")
+                raise
+            except anyio.get_cancelled_exc_class():
+                end("left")
+                raise
+            stack.callback(answer.close)
+            if content is None:
+                return _RelayedStream(answer, observer.receive, end, stack.pop_all())
+            if answer.ok:
+                observer.receive(content)
+            end("answered" if answer.ok else "refused")
+            return Response(content, answer.status, select_forwarded_headers(answer.headers))
 
     async def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes
@@ -253,12 +240,10 @@ class Connections:
             is_stream = answer.content_type == "text/event-stream"
             return answer, None if is_stream else await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            reason = f"{target.origin()}: {_describe_error(error)}"
-            raise EngineLost(reason, reached=not isinstance(error, _NOT_REACHED)) from error
-
-
-def _describe_error(error: Exception) -> str:
-    return str(error) or type(error).__name__
+            raise EngineLost(
+                f"{target.origin()}: {error or type(error).__name__}",
+                reached=not isinstance(error, _NOT_REACHED),
+            ) from error
 
 
 @asynccontextmanager
@@ -327,6 +312,6 @@ class _RelayedStream(StreamingResponse):
             # The engine may have sent only the beginning of an event.
             if not piece.endswith(_EVENT_END):
                 yield _EVENT_END
-            message = str(EngineLost(_describe_error(error)))
+            message = str(EngineLost(str(error) or type(error).__name__))
             event = json.dumps({"error": {"message": message, "code": 502}})
             yield f"data: {event}\n\n".encode()

@@ -22,15 +22,8 @@ logger = logging.getLogger(__name__)
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError)
 
 
-class EventSource(NamedTuple):
-    """Gives the ZMQ address at which an engine publishes, and the topic of its messages."""
-
-    address: str
-    topic: str = ""
-
-
-def parse_event_source(url: str, settings: Mapping[str, Any]) -> EventSource | None:
-    """Return where the engine at ``url`` publishes its events; ``None`` if it publishes none.
+def parse_event_source(url: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the ZMQ address at which the engine at ``url`` publishes; ``None`` if it does not.
 
     Args: settings: the engine's ``/server_info``.
 
@@ -50,7 +43,7 @@ def parse_event_source(url: str, settings: Mapping[str, Any]) -> EventSource | N
             """--kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'"""
         ) from error
     host = f"[{host}]" if ":" in host else host
-    return EventSource(f"tcp://{host}:{port}", str(config.get("topic") or ""))
+    return f"tcp://{host}:{port}"
 
 
 class _Page(NamedTuple):
@@ -110,7 +103,7 @@ class PageMirror:
 
 
 async def follow_events(
-    dispatcher: Dispatcher, engine: str, source: EventSource, scope: anyio.CancelScope
+    dispatcher: Dispatcher, engine: str, address: str, scope: anyio.CancelScope
 ) -> None:
     """Apply an engine's events until ``scope`` is cancelled, or a message is not a KV event."""
     context = zmq.asyncio.Context()
@@ -119,8 +112,8 @@ async def follow_events(
     try:
         with scope:
             socket.setsockopt(zmq.IPV6, 1)  # IPv4 goes on working.
-            socket.subscribe(source.topic.encode())
-            socket.connect(source.address)
+            socket.subscribe(b"")
+            socket.connect(address)
             while True:
                 _, number, payload = (await socket.recv_multipart())[:3]
                 reader.receive(int.from_bytes(number, "big"), payload)

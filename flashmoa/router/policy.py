@@ -13,14 +13,13 @@ from flashmoa.router.cache_tables import BLOCK_TOKENS, Blocks, EngineTables, Eng
 
 # How much delay a request accepts for work that is saved, by default.
 PATIENCE = 8.0
-# Of a longer queue, each round considers only so many requests at its head, so that the queue does
-# not take the router's time.
+# Each round considers only so many requests at the head of the queue, since rounds are frequent.
 _WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request that has no engine yet. ``request`` is a unique name for it."""
+    """A request, by a unique name, that has no engine yet."""
 
     request: str
     blocks: Blocks
@@ -32,7 +31,7 @@ class EngineCandidate:
 
     Attributes:
         matched: number of the request's tokens that the engine need not compute.
-        cost: work to compute the rest of the request on the engine.
+        cost: work to compute the others.
         delay: work that precedes the request, with that of requests that wait for the engine
             already and without that which computes the matched tokens.
         load: the engine's outstanding work ``W``, the number of its requests, and of blocks in its
@@ -57,15 +56,12 @@ def choose_engine(
 
     So a match is worth a longer queue as long as the work that it saves, times ``patience``, is
     more than the additional delay. Return ``None`` if the request should wait: either every engine
-    is saturated, or a saturated one has a longer match that is worth it. Of equal engines, the one
-    with the longest match is chosen, then the one with the least load.
-
-    A popular prefix is worth no patience: another engine that computes it once more relieves the
-    first one of more work than that. So such a request goes where it is finished first.
+    is saturated, or a saturated one has a longer match that is worth it. A popular prefix is worth
+    no patience: another engine that computes it once more relieves the first one of more work.
 
     With ``patience`` 0 this is the paper's rule: the longest match of those that are not saturated,
     and of equal matches the least load. If requests queue, that scatters every prefix, because the
-    first engine with room takes the head of the queue; so a patience greater than 1 pays.
+    first engine with room takes the head of the queue.
     """
     ordered = sorted(candidates, key=lambda one: (-one.matched, one.saturated, one.load))
     free = [candidate for candidate in ordered if not candidate.saturated]
@@ -98,10 +94,6 @@ class PrefixAware:
     If ``m`` of its tokens match, the cost is ``c = F(m, P) + F(P, P + S)`` for a prefix ``P`` and a
     suffix ``S`` (Eq. 2). Because work adds up, that is ``F(m, P + S)`` wherever a prefix ends. A
     wrong decision costs time; it never makes an answer wrong.
-
-    Args:
-        patience: how much delay a request accepts for work that is saved (:func:`choose_engine`).
-        block_tokens: number of tokens in a block of the prompts.
     """
 
     def __init__(self, *, patience: float = PATIENCE, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -120,7 +112,7 @@ class PrefixAware:
                 del self._placed[request]
 
     def matched_tokens(self, engine: str, blocks: Blocks) -> int:
-        """Return the number of a prompt's tokens that an engine need not compute."""
+        """Return how many of a prompt's tokens an engine need not compute."""
         return blocks.cached_tokens(self.engines[engine].blocks.match(blocks.hashes))
 
     def takes_requests(self) -> bool:

@@ -12,8 +12,6 @@ from flashmoa.engine import prompt_fields
 from flashmoa.router.cache_tables import Blocks, text_blocks, token_blocks
 from flashmoa.router.forwarding import Connections, EngineLost, parse_object
 
-_TOKENIZE_SECONDS = 5.0
-
 
 async def find_blocks(
     body: Mapping[str, Any],
@@ -23,12 +21,10 @@ async def find_blocks(
 ) -> Blocks:
     """Return the blocks of the prompt in a request's body, or of its list of prompts.
 
-    If no engine tokenises it in time, or it is more than one text, the blocks are those of its
-    text, so that requests with the same beginning still match.
+    They are those of its tokens if an engine that is asked, if any, tells them in time, and else
+    those of its text, so that requests with the same beginning still match.
 
-    Args:
-        engine: URL of the engine that is asked to tokenise the prompt; ``None`` if none is.
-        headers: the client's API key.
+    Args: headers: the client's API key.
     """
     salt: Any = body.get("cache_salt", body.get("extra_key"))
     salt = salt if isinstance(salt, str) else ""
@@ -37,7 +33,7 @@ async def find_blocks(
         headers = {**headers, "content-type": "application/json"}
         url = f"{engine}/v1/tokenize"
         with suppress(EngineLost):
-            answer = await connections.ask(url, headers, content, seconds=_TOKENIZE_SECONDS)
+            answer = await connections.ask(url, headers, content, seconds=5.0)
             if answer is not None and answer.status_code == 200:
                 tokens = parse_object(answer.body).get("tokens")
                 if _are_token_ids(tokens):
@@ -60,11 +56,7 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _guess_blocks(body: Mapping[str, Any], salt: str) -> Blocks:
-    """Return the blocks of the tokens in a body, or else of its text.
-
-    An engine computes what the items of a list share only once, so a list is about as much work as
-    one prompt with all items.
-    """
+    """Return the blocks of the tokens in a body, or else of its text; of a list, of all items."""
     if (messages := body.get("messages")) is not None:
         # Chat templates render tools and messages roughly in this order.
         return text_blocks(json.dumps([body.get("tools"), messages]), salt=salt)

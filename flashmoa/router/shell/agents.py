@@ -10,14 +10,11 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from flashmoa.linking.streamed_text import Text, replace_marks
 from flashmoa.router.forwarding import AnswerObserver, RouterError
-
-# Fields that prevent a request from sharing KV with other requests that have the same tokens.
-_NAMESPACE = ("cache_salt", "extra_key", "lora_path")
 
 
 class BadRequest(RouterError, ValueError):
@@ -32,12 +29,8 @@ class AgentFailed(RouterError):
     status = 424
 
 
-class AgentKey(NamedTuple):
-    """Identifies an agent. ``client`` is the API key of the client whose workflow it is."""
-
-    client: str
-    workflow: str
-    agent: str
+# The API key of the client whose workflow it is, the workflow, and the agent's name.
+AgentKey = tuple[str, str, str]
 
 
 class ReadableAnswer(Text):
@@ -47,12 +40,7 @@ class ReadableAnswer(Text):
 
 
 class AgentPromptCache:
-    """Holds the latest answer of each agent.
-
-    Args:
-        most: the most answers that are kept once no request writes or waits for them: those that
-            were begun last.
-    """
+    """Holds each agent's latest answer while it is used, and the ``most`` that were begun last."""
 
     def __init__(self, most: int = 10_000) -> None:
         self._answers: WeakValueDictionary[AgentKey, ReadableAnswer] = WeakValueDictionary()
@@ -60,7 +48,7 @@ class AgentPromptCache:
 
     def read(self, key: AgentKey) -> ReadableAnswer:
         """Return an agent's latest answer, or the one that a later request will write."""
-        return self._answers.setdefault(key, ReadableAnswer(key.agent))
+        return self._answers.setdefault(key, ReadableAnswer(key[2]))
 
     def begin(self, key: AgentKey) -> ReadableAnswer:
         """Return the answer that a request will write.
@@ -69,7 +57,7 @@ class AgentPromptCache:
         """
         answer = self.read(key)
         if answer.is_begun:
-            answer = self._answers[key] = ReadableAnswer(key.agent)
+            answer = self._answers[key] = ReadableAnswer(key[2])
         answer.is_begun = True
         self._begun.append(answer)
         return answer
@@ -130,11 +118,6 @@ class AgentRequest:
     agent: str | None
     body: dict[str, Any]
     marks: dict[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def can_prefill_early(self) -> bool:
-        """Whether the prompt's KV can be computed before the request is sent."""
-        return not any(self.body.get(name) for name in _NAMESPACE)
 
     def filled(self, texts: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with these texts, by agent, in place of the answers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import anyio
@@ -34,7 +34,6 @@ from flashmoa.router.forwarding import (
 )
 from flashmoa.router.shell.agents import (
     AgentFailed,
-    AgentKey,
     AgentPromptCache,
     AgentRequest,
     AnswerRecorder,
@@ -46,23 +45,19 @@ logger = logging.getLogger(__name__)
 
 # The prefill engine answers these, so that FlashMoA's clients can use a PD pair like one engine.
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
+# Fields that prevent a request from sharing KV with other requests that have the same tokens.
+_NAMESPACE = ("cache_salt", "extra_key", "lora_path")
 # An engine answers this at once to any client with the right API key.
 _KEY_CHECK = "/model_info"
 
 
 @dataclass(frozen=True, slots=True)
 class ShellOptions:
-    """Configures the shell router of one pair.
-
-    Attributes:
-        prefill: URL of the prefill engine, which has the plugin.
-        pd_router: URL of the pair's own router.
-        agent_seconds: how long a request waits for an answer that it reads.
-        max_body_bytes: the largest body of a request.
-    """
+    """Configures a shell router: the URLs of a prefill engine and of the pair's own router."""
 
     prefill: str
     pd_router: str
+    # How long a request waits for an answer that it reads.
     agent_seconds: float = 600.0
     max_body_bytes: int = 32 << 20
 
@@ -91,7 +86,7 @@ class _Shell:
 
     async def pass_on(self, call: ForwardedRequest) -> Response:
         is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
-        return await self._send(
+        return await self._connections.forward(
             call, self._options.prefill if is_for_prefill else self._options.pd_router
         )
 
@@ -102,17 +97,16 @@ class _Shell:
             return await self.pass_on(call)
         # A client whose key the engine refuses must not wait here for answers.
         check = replace(call, method="GET", target=_KEY_CHECK, headers=call.api_key, body=b"")
-        checked = await self._send(check, self._options.prefill)
+        checked = await self._connections.forward(check, self._options.prefill)
         if checked.status_code in (401, 403):
             return checked
         client = call.api_key.get("authorization", "")
         answers = {
-            agent: self._cache.read(AgentKey(client, request.workflow, agent))
-            for agent in request.marks
+            agent: self._cache.read((client, request.workflow, agent)) for agent in request.marks
         }
         if request.agent is None:
             return await self._answer(request, answers, call)
-        own = self._cache.begin(AgentKey(client, request.workflow, request.agent))
+        own = self._cache.begin((client, request.workflow, request.agent))
         recorder = AnswerRecorder(own, is_stream=bool(request.body.get("stream")))
         try:
             return await self._answer(request, answers, call, recorder)
@@ -132,7 +126,8 @@ class _Shell:
 
         Raises: AgentFailed if an answer fails or does not arrive in time.
         """
-        if all(answer.is_over for answer in answers.values()) or not request.can_prefill_early:
+        is_alone = any(request.body.get(name) for name in _NAMESPACE)
+        if is_alone or all(answer.is_over for answer in answers.values()):
             await self._complete(answers)
         else:
             async with EngineClient(
@@ -149,7 +144,7 @@ class _Shell:
                 await all_of([early.run, complete])
         body = request.filled({agent: answer.written for agent, answer in answers.items()})
         sent = replace(call, body=json.dumps(body).encode())
-        return await self._send(sent, self._options.pd_router, observer)
+        return await self._connections.forward(sent, self._options.pd_router, observer)
 
     async def _complete(self, answers: Mapping[str, ReadableAnswer]) -> None:
         with anyio.move_on_after(self._options.agent_seconds) as waiting:
@@ -161,13 +156,6 @@ class _Shell:
                 f"{late} did not write an answer in time ({self._options.agent_seconds:g} s); ask "
                 "it earlier, or start the router with a larger --agent-seconds"
             )
-
-    async def _send(
-        self, call: ForwardedRequest, target: str, observer: AnswerObserver | None = None
-    ) -> Response:
-        async with AsyncExitStack() as stack:
-            observer = observer or AnswerObserver()
-            return await self._connections.forward(call, target, observer, stack)
 
 
 class EarlyPrefill:
@@ -199,10 +187,7 @@ class EarlyPrefill:
             await self._link.run()
 
     async def finish(self) -> None:
-        """Prefill the rest of the prompt after all answers are complete, and release the stream.
-
-        Its KV stays in the engine's cache like that of any request.
-        """
+        """Prefill the rest of the prompt after all answers are complete, and release the stream."""
         if self._link is None:
             self._scope.cancel()
             return

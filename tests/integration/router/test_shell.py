@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from typing import Any
 
 import anyio
@@ -106,23 +104,6 @@ async def test_reader_of_a_failed_agent_gets_the_reason(
         answer = await shell.post(CHAT, json=question)
         assert answer.status_code == 424 and "was refused" in answer.text
     await wait_until_idle(client)
-
-
-async def test_logs_never_contain_a_streams_id(
-    engine: LocalEngine, client: EngineClient, words: Words, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    question = chat([{"type": "text", "text": words(400, 2080)}, read("absent")])
-    async with (
-        serve_router(ShellOptions(engine.url, engine.url)) as shell,
-        anyio.create_task_group() as group,
-    ):
-        group.start_soon(partial(shell.post, CHAT, json=question))
-        await wait_for_prefill(client)
-        # The stream is deleted when the client disconnects.
-        group.cancel_scope.cancel()
-    await wait_until_idle(client)
-    assert "/prompt_streams" in caplog.text and "/prompt_streams/" not in caplog.text
 
 
 async def test_shell_router_looks_like_one_engine_to_clients(

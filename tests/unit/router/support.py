@@ -21,7 +21,6 @@ from flashmoa.router.cache_tables import Blocks, EngineTraits, token_blocks
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS, Measure
 from flashmoa.router.forwarding import STREAMS, Connections
-from flashmoa.router.kv_events import EventSource
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.router.serving import serve
@@ -110,11 +109,9 @@ class FakeEngine:
         self.requests: list[str] = []
         self.refuses: set[tuple[str, str]] = set()
 
-    def advertise(self, source: EventSource) -> None:
+    def advertise(self, address: str) -> None:
         """Tell routers where KV events are published."""
-        self._settings["kv_events_config"] = json.dumps(
-            {"publisher": "zmq", "endpoint": source.address, "topic": source.topic}
-        )
+        self._settings["kv_events_config"] = json.dumps({"publisher": "zmq", "endpoint": address})
 
     def app(self) -> Starlette:
         methods = ["GET", "POST", "PUT", "DELETE"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from flashmoa.router.forwarding import (
-    AnswerObserver,
     Connections,
     EngineLost,
     ForwardedRequest,
@@ -182,7 +181,7 @@ async def test_request_whose_client_leaves_before_the_answer_is_counted() -> Non
     server = Server((SILENCE,))
 
     async def send(connections: Connections, url: str) -> None:
-        await connections.forward(CALL, url, AnswerObserver(), AsyncExitStack())
+        await connections.forward(CALL, url)
 
     async with (
         server.listening() as url,
@@ -209,7 +208,7 @@ async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> Non
 
     server = Server((STREAM + sent,))
     async with server.listening() as url, open_connections() as connections:
-        answer = await connections.forward(CALL, url, AnswerObserver(), AsyncExitStack())
+        answer = await connections.forward(CALL, url)
         await answer({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert relayed.startswith(sent)
     before, error, rest = relayed.rsplit(b"\n\n", 2)

@@ -24,7 +24,6 @@ from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.flops import TOKENS
 from flashmoa.router.kv_events import (
-    EventSource,
     KvEventReader,
     PageMirror,
     follow_events,
@@ -37,7 +36,7 @@ from tests.unit.router.support import PROMPTS, SIZE, FakeEngine, blocks, running
 pytestmark = pytest.mark.anyio
 PROMPT = token_blocks([1] * 32)
 PUBLISHES = {"publisher": "zmq", "endpoint": "tcp://*:7000"}
-CONFIG = json.dumps({**PUBLISHES, "topic": "kv"})
+CONFIG = json.dumps(PUBLISHES)
 
 
 def stored(first: int, blocks: int) -> list[object]:
@@ -133,13 +132,11 @@ def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_emptie
         ("host", {"kv_events_config": None}, None),
         ("host", {"kv_events_config": "no JSON"}, None),
         ("host", {"kv_events_config": json.dumps({"publisher": "null"})}, None),
-        ("host", {"kv_events_config": json.dumps({"publisher": "zmq"})}, ("tcp://host:5557", "")),
-        ("[::1]", {"kv_events_config": CONFIG}, ("tcp://[::1]:7000", "kv")),
+        ("host", {"kv_events_config": json.dumps({"publisher": "zmq"})}, "tcp://host:5557"),
+        ("[::1]", {"kv_events_config": CONFIG}, "tcp://[::1]:7000"),
     ],
 )
-def test_event_source_of_server_info(
-    url: str, info: dict[str, Any], expected: tuple[str, str] | None
-) -> None:
+def test_event_source_of_server_info(url: str, info: dict[str, Any], expected: str | None) -> None:
     assert parse_event_source(f"http://{url}:30000", info) == expected
 
 
@@ -161,12 +158,12 @@ class Publisher:
 
 
 @asynccontextmanager
-async def publishing() -> AsyncGenerator[tuple[Publisher, EventSource]]:
+async def publishing() -> AsyncGenerator[tuple[Publisher, str]]:
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PUB)
     try:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        yield Publisher(socket), EventSource(f"tcp://127.0.0.1:{port}", topic="kv")
+        yield Publisher(socket), f"tcp://127.0.0.1:{port}"
     finally:
         socket.close(linger=0)
         context.term()

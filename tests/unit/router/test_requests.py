@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from flashmoa.router.application import POLICY_ROUTES, application
 from flashmoa.router.engines import RouterOptions
 from flashmoa.router.forwarding import CHAT, STREAMS
-from flashmoa.router.kv_events import EventSource
 from tests.integration.router.serving import InTurn
 from tests.unit.router.support import (
     DRAINING,
@@ -189,7 +188,7 @@ async def any_router(request: pytest.FixtureRequest) -> AsyncGenerator[RouterCli
             yield client
     else:
         if request.param == "tokenizing":
-            engine.advertise(EventSource("tcp://127.0.0.1:9"))
+            engine.advertise("tcp://127.0.0.1:9")
         async with routing(engine) as client:
             yield client
 

@@ -15,7 +15,6 @@ from flashmoa.engine import EngineClient
 from flashmoa.router.forwarding import CHAT
 from flashmoa.router.shell.agents import (
     AgentFailed,
-    AgentKey,
     AgentPromptCache,
     AgentRequest,
     AnswerRecorder,
@@ -31,8 +30,8 @@ from tests.unit.router.test_forwarding import STREAM, Server
 pytestmark = pytest.mark.anyio
 
 
-def key_of(agent: str, client: str = "", workflow: str = "w") -> AgentKey:
-    return AgentKey(client, workflow, agent)
+def key_of(agent: str, client: str = "", workflow: str = "w") -> tuple[str, str, str]:
+    return client, workflow, agent
 
 
 def reading(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -85,11 +84,6 @@ def test_request_without_agents_is_unchanged(body: dict[str, Any]) -> None:
 def test_malformed_request_is_refused_with_the_reason(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_request(body)
-
-
-def test_salted_prompt_is_not_prefilled_early() -> None:
-    assert parse_request(reading("[a]")).can_prefill_early
-    assert not parse_request(reading("[a]", cache_salt="s")).can_prefill_early
 
 
 def test_agents_differ_between_workflows_and_clients() -> None:

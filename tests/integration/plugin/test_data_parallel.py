@@ -1,27 +1,34 @@
-"""Prompt streams on an engine with two data-parallel ranks, each with its own KV."""
+"""Prompt streams and scores on an engine with two data-parallel ranks, each with its own KV."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines
+from tests.integration.router.http_calls import generation
 from tests.integration.support import TWO_REPLICAS, complete_stream, generate, start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
+Words = Callable[[int, int], str]
+
+
+@pytest.fixture(scope="module")
+async def parallel(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
+    arguments = ("--dp-size", "2")
+    async with start_special_engine(engines, model, *arguments, environment=TWO_REPLICAS) as engine:
+        yield engine
 
 
 async def test_siblings_share_a_rank_and_other_streams_are_spread(
-    engines: LocalEngines, model: Path, words: Callable[[int, int], str]
+    parallel: LocalEngine, words: Words
 ) -> None:
     shared = words(600, 700)
-    async with (
-        start_special_engine(engines, model, "--dp-size", "2", environment=TWO_REPLICAS) as engine,
-        EngineClient(engine.url, timeout=60) as client,
-    ):
+    async with EngineClient(parallel.url, timeout=60) as client:
         texts = [shared + words(50, 710 + number)[3:] for number in range(4)]
         streams = [await client.open_stream(text=text) for text in texts]
         states = [await complete_stream(client, stream.id) for stream in streams]
@@ -35,3 +42,27 @@ async def test_siblings_share_a_rank_and_other_streams_are_spread(
             _, usage = await generate(client, text + " of", 2, stream.id)
             assert usage.late_tokens is not None and usage.late_tokens < 20
         await client.delete_stream(stranger.id)
+
+
+async def test_scores_name_a_rank_and_unknown_ranks_are_refused(
+    parallel: LocalEngine, words: Words
+) -> None:
+    document = words(300, 1150)
+    body = {"query": document, "items": [" a"], "label_token_ids": [5, 9]}
+    async with httpx.AsyncClient(base_url=parallel.url, timeout=60) as direct:
+        cached: list[int] = []
+        for rank in "00110":
+            named = {"X-Data-Parallel-Rank": rank}
+            answer = await direct.post("/v1/score", json=body, headers=named)
+            assert answer.status_code == 200, answer.text
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert [tokens >= 280 for tokens in cached] == [False, True, False, True, True]
+        for rank in ("2", "-1", "one"):
+            named = {"X-Data-Parallel-Rank": rank}
+            for path, body in (
+                ("/generate", generation(document)),
+                ("/prompt_streams", {"text": document}),
+                ("/prefill_only", {"text": document}),
+            ):
+                answer = await direct.post(path, json=body, headers=named)
+                assert answer.status_code == 400 and "number of data-parallel ranks" in answer.text

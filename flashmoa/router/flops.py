@@ -54,10 +54,10 @@ def true_flops(config: Mapping[str, Any]) -> Measure:
     It may be a mixture of experts and have latent attention (MLA) and sliding windows. Raises:
         UnknownShape, naming the field, for another model; ValueError if it is no object.
     """
-    values = config.get("text_config") or config if isinstance(config, Mapping) else config
-    if not isinstance(values, Mapping):
-        raise ValueError(f"a model's config must be an object, not {values!r}")
-    fields = _Config(values)
+    try:
+        fields = _Config({**(config.get("text_config") or config)})
+    except (AttributeError, TypeError):
+        raise ValueError(f"a model's config must be an object, not {config!r}") from None
     layers = fields.number("num_hidden_layers")
     full, windowed = _attention_layers(fields, layers)
     attention = _latent_attention if fields.has("kv_lora_rank") else _grouped_attention
@@ -95,7 +95,7 @@ class _Config:
 
 def _attention_layers(config: _Config, layers: int) -> tuple[int, int]:
     """Return how many layers attend to the whole prompt, and how many to a window."""
-    if kinds := [str(kind) for kind in config.values.get("layer_types") or []]:
+    if kinds := list(map(str, config.values.get("layer_types") or ())):
         full = sum(kind in _FULL for kind in kinds)
         windowed = sum(kind in _WINDOWED for kind in kinds)
         if full + windowed != layers:

@@ -93,8 +93,8 @@ class AnswerRecorder(AnswerObserver):
                 self._fail(f": {event['error']}")
                 return
             for choice in event["choices"][:1]:
-                message = choice.get("delta") or choice.get("message") or {}
-                self._answer.write(message.get("content") or "")
+                message = choice.get("delta") or choice.get("message")
+                self._answer.write(_get(message, "content") or "")
                 if choice.get("finish_reason") == "abort":
                     self._fail("'s request was aborted; send it again")
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -5,7 +5,8 @@ Requests of clients come first, and increments of streams get what these leave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # The share of the KV pool that increments leave free for requests to come, unless there is only one
 # stream and no request.
 _HEADROOM = 1 / 16
+# A request whose prompt gave way waits while the engine does so many times the work of the prompt.
+_PATIENCE = 32
 # Matching a prompt with the radix tree takes time. After this many requests of the queue, the last
 # known number of uncached tokens is good enough.
 _MATCHED_JOBS = 128
@@ -113,6 +116,63 @@ def allocatable_requests(
     return original(scheduler, *args, **kwargs)
 
 
+@contextmanager
+def held_back(scheduler: Any, running: Any) -> Generator[None]:
+    """Take requests out of the queue for which prompts of others would have to give way.
+
+    These are requests whose own prompts gave way. If agents need more room than there is, each
+    that took it from another would only take it in turn: all of them would compute their whole
+    prompts again and again, as on stock SGLang. So they wait while others run, until there is room
+    or the others' requests are overdue, but for at most :data:`_PATIENCE` times the work that they
+    are themselves. Requests without a stream never wait.
+    """
+    queue, back = scheduler.waiting_queue, _to_hold_back(scheduler, running)
+    if not back:
+        yield
+        return
+    hidden = {id(req) for req in back}
+    scheduler.waiting_queue = [req for req in queue if id(req) not in hidden]
+    places = {id(req): place for place, req in enumerate(queue)}
+    try:
+        yield
+    finally:
+        left = [*scheduler.waiting_queue, *back]
+        scheduler.waiting_queue = sorted(left, key=lambda req: places.get(id(req), len(places)))
+
+
+def _to_hold_back(scheduler: Any, running: Any) -> list[Any]:
+    state: SchedulerState = scheduler.flashmoa
+    lost = [req for req in scheduler.waiting_queue if _has_lost(state, req)]
+    if not lost or scheduler.enable_priority_scheduling:
+        return []
+
+    def room() -> int:
+        return unpromised(scheduler, running) - state.streams.returning_tokens()
+
+    back: list[Any] = []
+    taken = 0
+    for req in lost:
+        need = _need(scheduler, req)
+        while need > room() - taken and state.pins.give_way(state.streams.is_overdue):
+            pass
+        if need > room() - taken:
+            back.append(req)
+        else:
+            taken += need
+    others = running.reqs or scheduler.chunked_req is not None
+    return back if others or len(back) < len(scheduler.waiting_queue) else []
+
+
+def _has_lost(state: SchedulerState, req: Any) -> bool:
+    """Return whether a request's stream has given way, and the request has patience left."""
+    mine = state_of(req)
+    if mine.mark is None or not mine.mark.final or mine.stream in state.pins or req.output_ids:
+        return False
+    if mine.queued_at is None:
+        mine.queued_at = state.work
+    return state.work - mine.queued_at < _PATIENCE * total_tokens(req)
+
+
 def make_room(scheduler: Any, running: Any) -> None:
     """Unpin streams until there is room for what SGLang takes without asking for it.
 
@@ -131,9 +191,14 @@ def make_room(scheduler: Any, running: Any) -> None:
         scheduler.flashmoa.pins.make_room(max(needs) + _promised(scheduler, running))
 
 
+def unpromised(scheduler: Any, running: Any) -> int:
+    """Return the KV slots that running requests leave, in tokens."""
+    return available_tokens(scheduler.tree_cache) - _promised(scheduler, running)
+
+
 def room_for_streams(scheduler: Any, running: Any) -> int:
     """Return the KV slots that requests leave for increments of streams, in tokens."""
-    room = available_tokens(scheduler.tree_cache) - _promised(scheduler, running)
+    room = unpromised(scheduler, running)
     room -= sum(_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req))
     if running.reqs or len(scheduler.flashmoa.streams) > 1:
         room -= int(scheduler.max_total_num_tokens * _HEADROOM)

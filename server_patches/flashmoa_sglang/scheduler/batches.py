@@ -39,7 +39,13 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.admission import has_room_to_ride, make_room, room_for_streams
+from flashmoa_sglang.scheduler.admission import (
+    has_room_to_ride,
+    held_back,
+    make_room,
+    room_for_streams,
+    unpromised,
+)
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.request import (
     expected_output_left,
@@ -106,18 +112,19 @@ def next_prefill_batch(
         running.batch_is_full = state.increments_ended = False
     make_room(scheduler, running)
     try:
-        state.streams.keep_cached(lambda: room_for_streams(scheduler, running))
-        step = _plan(scheduler, running)
-        if step is None:
-            _keep_grammars_going(scheduler)
-            return RELEASE.no_batch(running)
-        with _prepared(scheduler, running, step):
-            state.start_sharing(scheduler)
-            result = original(scheduler, *args, **kwargs)
-            batch, running = RELEASE.split_batches(scheduler, result)
-            if batch is not None:
-                _settle(scheduler, batch, step)
-        return result
+        with held_back(scheduler, running):
+            state.streams.keep_cached(lambda: unpromised(scheduler, running))
+            step = _plan(scheduler, running)
+            if step is None:
+                _keep_grammars_going(scheduler)
+                return RELEASE.no_batch(running)
+            with _prepared(scheduler, running, step):
+                state.start_sharing(scheduler)
+                result = original(scheduler, *args, **kwargs)
+                batch, running = RELEASE.split_batches(scheduler, result)
+                if batch is not None:
+                    _settle(scheduler, batch, step)
+            return result
     finally:
         state.shared = None
         state.report_counts(scheduler)

@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from flashmoa_sglang.releases import RELEASE
@@ -13,6 +14,18 @@ from flashmoa_sglang.releases import RELEASE
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_RELEASES = 4096
+
+
+class Stage(IntEnum):
+    """How soon the request of a prompt stream comes; the latest first.
+
+    ``KNOWN``: the agent before has not begun to write. ``HELD``: nothing but the results of tools
+    is missing. ``NEXT``: the agent before writes, or the request has come.
+    """
+
+    KNOWN = 0
+    HELD = 1
+    NEXT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +74,14 @@ class StreamPins:
     """Locks the KV of prompt streams while there is room for it.
 
     When a request needs the room, pins are given up. The streams' KV is then ordinary cache that
-    can be evicted. Streams that do not grow give way first, because their requests come later than
-    those of the others, and the newest before the others: if there is not room for all, those that
-    stay are still there when their requests come.
+    can be evicted. The streams give way first whose requests come last, by their :class:`Stage`,
+    and of one stage the newest: if there is not room for all, those that stay are still there when
+    their requests come. Of prompts that are held over tool calls the oldest gives way: most tools
+    end soon, and one that has not is likely to run on.
 
     Args:
         on_give_way: called with the id of a stream whose pin is given up.
-        grows: returns whether the stream with an id grows.
+        stage: returns the stage of the stream with an id.
 
     Attributes:
         gave_way: how many pins were given up because room was needed.
@@ -77,11 +91,11 @@ class StreamPins:
         self,
         tree_cache: Any,
         on_give_way: Callable[[str], None],
-        grows: Callable[[str], bool],
+        stage: Callable[[str], Stage],
     ) -> None:
         self._tree_cache = tree_cache
         self._on_give_way = on_give_way
-        self._grows = grows
+        self._stage = stage
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._released: OrderedDict[str, None] = OrderedDict()
         self.gave_way = 0
@@ -117,12 +131,17 @@ class StreamPins:
         if old is not None:
             self.unlock(old)
 
-    def give_way(self) -> bool:
-        """Give up one pin, and return whether there was one."""
-        if not self._pins:
+    def give_way(self, may: Callable[[str], bool] | None = None) -> bool:
+        """Give up one pin, and return whether there was one.
+
+        Args: may: returns whether the stream with an id may give way; by default all may.
+        """
+        pins = [stream for stream in self._pins if may is None or may(stream)]
+        if not pins:
             return False
-        resting = (stream for stream in reversed(self._pins) if not self._grows(stream))
-        stream = next(resting, next(reversed(self._pins)))
+        stage = min(map(self._stage, pins))
+        of_stage = [stream for stream in pins if self._stage(stream) == stage]
+        stream = of_stage[0 if stage is Stage.HELD else -1]
         self.unlock(self._pins.pop(stream))
         self.gave_way += 1
         self._on_give_way(stream)

@@ -67,6 +67,10 @@ def stream_output(
         original(streamer, reqs, return_logprob, skip_req)
         return
     times = state.timer.stop(reqs)
+    for req in reqs:
+        mark = state_of(req).mark
+        if mark is not None and mark.final and req.finished():
+            state.streams.note_end(req)
     increments = [req for req in reqs if is_increment(req)]
     for req in increments:
         stream = state_of(req).increment_of

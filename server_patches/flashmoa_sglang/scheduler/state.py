@@ -60,7 +60,7 @@ class SchedulerState:
         self.pins = StreamPins(
             scheduler.tree_cache,
             lambda stream: self.streams.lose(stream),
-            lambda stream: self.streams.grows(stream),
+            lambda stream: self.streams.stage(stream),
         )
         self.streams = SchedulerStreams(scheduler, self.pins)
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.pins import can_pin, match_and_pin
+from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
 from flashmoa_sglang.scheduler.request import state_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ _LEAST_INCREMENT = 16
 # In so many steps an idle engine waits for the request of a stream: it may never come. On a CPU,
 # such a step lasts until a message comes, for at most a second.
 _MOST_AWAITED = 4
+# While the engine does as much work as computing a prompt so many times takes, requests that have
+# lost their own prompts leave it pinned. To give way sooner costs more than it saves: most tools
+# end within a second, in which an engine computes a prompt once.
+_HELD_FOR = 4
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
@@ -51,6 +55,7 @@ class SchedulerStream:
         opener: that request. It is ended without being computed, because SGLang would wait for its
             end before changes of the engine, and has the namespace of the stream's KV.
         output: number of tokens that are expected in the answer to its final request; 0 if unknown.
+        opened_at: the work that the engine had done when the stream was opened, in prefill tokens.
         prefilled: number of tokens at the beginning that have KV, or get it in a running forward.
         grows: whether the agent before writes already, so that the stream's request may come soon.
         ended: whether no more tokens come.
@@ -66,6 +71,7 @@ class SchedulerStream:
     message: Any = None
     opener: Any = None
     output: int = 0
+    opened_at: float = 0.0
     prefilled: int = 0
     grows: bool = False
     ended: bool = False
@@ -85,6 +91,22 @@ class SchedulerStream:
         return self.opener is not None and not self.claimed and self.increment is None
 
 
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """A request that has ended, whose agent is likely to return with the results of tools.
+
+    Attributes:
+        tokens: number of its tokens, with its answer.
+        prompt: number of its prompt's tokens, and ``last`` the last of these.
+        ended_at: the work that the engine had done when it ended, in prefill tokens.
+    """
+
+    tokens: int
+    prompt: int
+    last: int
+    ended_at: float
+
+
 class SchedulerStreams:
     """The open prompt streams of a scheduler.
 
@@ -100,6 +122,7 @@ class SchedulerStreams:
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._returning: list[Returning] = []
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
         self._progress: list[tuple[str, int, int, float]] = []
@@ -189,13 +212,31 @@ class SchedulerStreams:
         if id_ not in self._ended:  # The stream may have been closed before this request came.
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
+            stream.opened_at = self._scheduler.flashmoa.work
             self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
         return self._open.setdefault(id_, SchedulerStream(id_))
 
-    def grows(self, id_: str) -> bool:
-        return id_ in self._open and self._open[id_].grows
+    def stage(self, id_: str) -> Stage:
+        """Return how soon the request of a stream comes."""
+        stream = self._open.get(id_)
+        if stream is None:
+            return Stage.KNOWN
+        if stream.grows or stream.claimed:
+            return Stage.NEXT
+        return Stage.HELD if stream.ended else Stage.KNOWN
+
+    def is_overdue(self, id_: str) -> bool:
+        """Return whether a stream's request is so late that its KV is better used otherwise.
+
+        That is when the engine could have computed its prompt several times since it was opened.
+        """
+        stream = self._open.get(id_)
+        if stream is None:
+            return True
+        waited = self._scheduler.flashmoa.work - stream.opened_at
+        return self.stage(id_) is not Stage.NEXT and waited >= _HELD_FOR * stream.prefilled
 
     def claim(self, id_: str, *, claimed: bool = True) -> None:
         """Make no more increments of a stream whose final request has come and is not refused."""
@@ -216,6 +257,28 @@ class SchedulerStreams:
                 stream.prefilled = 0
                 self._progress.append((stream.id, 0, 0, 0.0))
 
+    def note_end(self, req: Any) -> None:
+        """Note that the request of a stream has ended, and may leave a stream of the next one."""
+        tokens, prompt = len(req.origin_input_ids) + len(req.output_ids), len(req.origin_input_ids)
+        now = self._scheduler.flashmoa.work
+        self._returning.append(Returning(tokens, prompt, req.origin_input_ids[-1], now))
+
+    def returning_tokens(self) -> int:
+        """Return how many tokens the requests have that have just ended, until they are pinned.
+
+        Before the HTTP process has rendered their agents' next prompts, nothing pins their KV.
+        """
+        now = self._scheduler.flashmoa.work
+        self._returning = [r for r in self._returning if now - r.ended_at < r.tokens]
+        return sum(returning.tokens for returning in self._returning)
+
+    def _has_returned(self, stream: SchedulerStream) -> None:
+        tokens = stream.tokens
+        for place, returning in enumerate(self._returning):
+            if returning.prompt <= len(tokens) and tokens[returning.prompt - 1] == returning.last:
+                del self._returning[place]
+                return
+
     def keep_cached(self, room: Callable[[], int]) -> None:
         """Pin what other requests have computed of the streams that were just opened.
 
@@ -232,7 +295,8 @@ class SchedulerStreams:
             if self._growth(stream) and not lack_room:
                 free = room()
                 lack_room = free < _WORTH_MATCHING
-                self._match(stream, free)
+                if self._match(stream, free):
+                    self._has_returned(stream)
             if not stream.tokens or (lack_room and not stream.claimed):
                 waiting.append(stream)
         self._new = waiting

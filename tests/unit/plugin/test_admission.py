@@ -13,7 +13,7 @@ from flashmoa_sglang.releases import RELEASE, TESTED, Release, Release0521, clas
 from flashmoa_sglang.scheduler import admission, streams
 from flashmoa_sglang.scheduler.admission import Job, shortest_first
 from flashmoa_sglang.scheduler.batches import next_prefill_batch
-from flashmoa_sglang.scheduler.pins import Pin, StreamPins
+from flashmoa_sglang.scheduler.pins import Pin, Stage, StreamPins
 from flashmoa_sglang.scheduler.state import SchedulerState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,7 +66,7 @@ def gave_way() -> list[str]:
 def adder(gave_way: list[str]) -> Adder:
     """An adder for a pool in which 1,000 tokens are free and eight streams hold 1,000 each."""
     tree: Any = Tree(1000)
-    pins = StreamPins(tree, gave_way.append, lambda _: True)
+    pins = StreamPins(tree, gave_way.append, lambda _: Stage.NEXT)
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
     tree.flashmoa = SimpleNamespace(pins=pins, shared=None, needs_pages=False)
@@ -126,16 +126,112 @@ def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
     assert req.skip_radix_cache_insert == final
 
 
-def test_streams_that_do_not_grow_give_way_first_the_newest_before_the_others() -> None:
+def test_streams_give_way_in_the_order_in_which_their_requests_come() -> None:
     tree: Any = Tree(0)
     gave_way = list[str]()
-    pins = StreamPins(tree, gave_way.append, "bdf".__contains__)
-    for stream in "abcdefg":
+    stages = dict.fromkeys("ace", Stage.KNOWN) | dict.fromkeys("bfh", Stage.HELD)
+    pins = StreamPins(tree, gave_way.append, lambda stream: stages.get(stream, Stage.NEXT))
+    for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
     pins.replace("b", Pin(None, None))
     while pins.give_way():
         pass
-    assert gave_way == [*"geca", *"fdb"] and not pins
+    assert gave_way == [*"eca", *"bfh", *"gd"] and not pins
+
+
+@pytest.fixture
+def lost() -> Any:
+    """A request whose stream has given way."""
+    return request(1500, 100, stream="z", final=True)
+
+
+@pytest.fixture
+def busy(lost: Any) -> FakeScheduler:
+    """A scheduler with a running request, in which two prompts are held that fill the pool."""
+    scheduler = FakeScheduler(1000, running=[request(100, 10)])
+    for stream in "ab":
+        scheduler.open_stream(stream, 1000, grows=False, ended=True)
+        scheduler.flashmoa.pins.replace(stream, Pin(None, None))
+        scheduler.flashmoa.streams._open[stream].prefilled = 1000
+    scheduler.waiting_queue = [lost, request(500, 100)]
+    return scheduler
+
+
+def queued(scheduler: FakeScheduler) -> list[int]:
+    """Return the prompts' lengths of the requests that may join a batch."""
+    with admission.held_back(scheduler, scheduler.running):
+        return [len(req.origin_input_ids) for req in scheduler.waiting_queue]
+
+
+def test_a_request_that_lost_its_prompt_leaves_the_prompts_of_others_alone(
+    busy: FakeScheduler, lost: Any
+) -> None:
+    """A request without a stream does not wait."""
+    new = request(200, 0)
+    with admission.held_back(busy, busy.running):
+        assert [len(req.origin_input_ids) for req in busy.waiting_queue] == [500]
+        busy.waiting_queue = [new]
+    assert busy.waiting_queue == [lost, new] and len(busy.flashmoa.pins) == 2
+
+
+def test_a_request_that_lost_its_prompt_goes_where_there_is_room(busy: FakeScheduler) -> None:
+    busy.tree_cache.free = 2000
+    assert queued(busy) == [1500, 500]
+
+
+def test_a_request_that_lost_its_prompt_gets_the_room_of_one_that_does_not_return(
+    busy: FakeScheduler,
+) -> None:
+    busy.flashmoa.work = 4000
+    busy.open_stream("c", 1000, grows=False, ended=True)
+    assert queued(busy) == [1500, 500]
+    assert "a" not in busy.flashmoa.pins and "b" in busy.flashmoa.pins
+
+
+def test_a_request_waits_for_no_prompt_of_others_when_nothing_else_runs(
+    busy: FakeScheduler, lost: Any
+) -> None:
+    busy.running.reqs, busy.waiting_queue = [], [lost]
+    assert queued(busy) == [1500]
+
+
+def test_the_patience_of_a_request_that_lost_its_prompt_ends(busy: FakeScheduler) -> None:
+    # Their own requests have come, so that they are not overdue.
+    for stream in "ab":
+        busy.flashmoa.streams.claim(stream)
+    assert queued(busy) == [500]
+    busy.flashmoa.work = 32 * 1500 - 1
+    assert queued(busy) == [500]
+    busy.flashmoa.work = 32 * 1500
+    assert queued(busy) == [1500, 500]
+    assert len(busy.flashmoa.pins) == 2
+
+
+def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinned(
+    busy: FakeScheduler,
+) -> None:
+    busy.tree_cache.free = 2500
+    streams = busy.flashmoa.streams
+    assert queued(busy) == [1500, 500]
+    ended = request(1000, 300, 300, stream="y", final=True)
+    ended.origin_input_ids = [*range(1000)]
+    streams.note_end(ended)
+    assert queued(busy) == [500]
+    busy.open_stream("other", 900, grows=False, ended=True)
+    busy.open_stream("next", 1350, grows=False, ended=True)
+    busy.tree_cache.cached = [[*range(1300)]]
+    streams.keep_cached(lambda: 3000)
+    assert streams.returning_tokens() == 0
+    streams.note_end(ended)
+    busy.flashmoa.work = 1299
+    assert streams.returning_tokens() == 1300
+    busy.flashmoa.work = 1300
+    assert streams.returning_tokens() == 0
+
+
+def test_requests_with_priorities_are_not_held_back(busy: FakeScheduler) -> None:
+    busy.enable_priority_scheduling = True
+    assert queued(busy) == [1500, 500]
 
 
 @pytest.mark.parametrize("before", ["a preemption", "the rest of a prompt", "a retraction"])

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
-from flashmoa_sglang import __version__, kv_free, releases
+from flashmoa_sglang import __version__, releases
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.bodies import PromptReader
@@ -134,11 +134,11 @@ class Api:
     def _capabilities(self) -> list[str]:
         prefills = self._engine.role != "decode"
         scores = prefills and self._scores and not self._engine.packs_items
-        keeps_kv = prefills and self._why_no_kv() is None
+        keeps_kv = prefills and self._engine.why_no_kv() is None
         return ["render", *(["scoring"] if scores else ()), *(_OF_KV if keeps_kv else ())]
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
-        self._require_kv()
+        self._engine.require_kv()
         prompt = await bodies.parse(request, bodies.Prompt)
         ids = self._reader.tokenize(prompt)
         if not ids:
@@ -174,7 +174,7 @@ class Api:
         return {"text": (await self._renderer.render_response(body)).text}
 
     async def open(self, request: Request) -> dict[str, Any]:
-        self._require_kv()
+        self._engine.require_kv()
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
         rank = self._named_rank(request)
@@ -238,26 +238,6 @@ class Api:
             return self._table.named_rank(request)
         except ValueError as error:
             raise MalformedRequest(str(error)) from error
-
-    def _why_no_kv(self) -> str | None:
-        """Return why this engine keeps no KV of prompts; ``None`` if it does."""
-        if kv_free.is_on():
-            return kv_free.KEEPS_NONE
-        if not self._engine.has_radix_cache:
-            return "This engine keeps no KV of prompts (--disable-radix-cache)"
-        # SGLang's loop lets the stages agree on the requests that may start, and increments have no
-        # part in that.
-        if self._engine.role == "prefill" and self._engine.pipeline_stages > 1:
-            return "This engine prefills for a PD pair in stages (--pp-size)"
-        return None
-
-    def _require_kv(self) -> None:
-        """Refuse the request if this engine keeps no KV of prompts."""
-        self._engine.require_prefills()
-        if (reason := self._why_no_kv()) is not None:
-            raise MalformedRequest(
-                f"{reason}, so nothing can be prefilled ahead; send the whole request instead."
-            )
 
 
 def _names_no_stream(record: logging.LogRecord) -> bool:

@@ -14,11 +14,13 @@ a front end that drops the hint, is known by its prompt (:func:`find_by_prompt`)
 from __future__ import annotations
 
 import json
+import logging
+import re
 from array import array
 from collections.abc import Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from fastapi import HTTPException
 
 from flashmoa_sglang import kv_free
 from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.engine import NO_GRAMMAR
 from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
@@ -35,19 +38,37 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
 
+logger = logging.getLogger(__name__)
+
 STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
 # Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
 LARGEST_NUMBER = 2**31 - 1
+_TTL = re.compile(r"([0-9]{1,6})([smh])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 # The statuses with which SGLang refuses a request, and has no room for one in its queue.
 _REFUSALS = (400, 503)
 
 
-def read_hints(http_request: Any) -> tuple[str | None, int | None]:
-    """Read the hints in an HTTP request's body.
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client says of a request beside SGLang's fields; each is ``None`` if it is not given.
 
-    Return the id of the prompt stream that has the beginning of the prompt, and the number of
-    tokens that the client expects in the answer, each if it is given.
+    Attributes:
+        stream: the id of the prompt stream that has the beginning of the prompt.
+        expected_output: the number of tokens that the client expects in the answer.
+        priority: a larger one is more urgent.
+        prewarm: for how many seconds the prompt's KV is to be kept, without an answer.
+    """
+
+    stream: str | None = None
+    expected_output: int | None = None
+    priority: int | None = None
+    prewarm: float | None = None
+
+
+def read_hints(http_request: Any) -> Hints:
+    """Read the hints in an HTTP request's body: the plugin's own, Dynamo's and OpenAI's.
 
     Raises:
         ValueError: if a hint has a wrong type or value (SGLang answers 400).
@@ -55,19 +76,54 @@ def read_hints(http_request: Any) -> tuple[str | None, int | None]:
     # SGLang has already parsed the body, and Starlette keeps the result.
     body = getattr(http_request, "_json", None)
     if not isinstance(body, dict):
-        return None, None
-    stream_id, expected = body.get(STREAM), body.get(EXPECTED_OUTPUT)
+        return Hints()
+    stream_id = body.get(STREAM)
     if stream_id is not None and not isinstance(stream_id, str):
         raise ValueError(
             f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
         )
+    dynamo = _object(_object(body, "nvext"), "agent_hints", "nvext.")
+    expected = _whole_number(body, EXPECTED_OUTPUT, 0)
+    if expected is None:
+        expected = _whole_number(dynamo, "osl", 0, "nvext.agent_hints.")
+    priority = _whole_number(dynamo, "priority", -LARGEST_NUMBER, "nvext.agent_hints.")
+    return Hints(stream_id, expected, priority, _read_prewarm(body))
+
+
+def _object(body: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
+    """Return the object of this name; an empty one if there is none."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{where}{name} must be an object, not {str(value)[:40]!r}.")
+    return value or {}
+
+
+def _whole_number(body: dict[str, Any], name: str, least: int, where: str = "") -> int | None:
+    value = body.get(name)
     # In Python a bool is an int; in JSON it is not a number.
-    if expected is not None and not (type(expected) is int and 0 <= expected <= LARGEST_NUMBER):
+    if value is not None and not (type(value) is int and least <= value <= LARGEST_NUMBER):
         raise ValueError(
-            f"{EXPECTED_OUTPUT} must be an integer from 0 to {LARGEST_NUMBER}, not "
-            f"{str(expected)[:40]}."
+            f"{where}{name} must be an integer from {least} to {LARGEST_NUMBER}, not "
+            f"{str(value)[:40]}."
         )
-    return stream_id, expected
+    return value
+
+
+def _read_prewarm(body: dict[str, Any]) -> float | None:
+    """Return for how long OpenAI's ``prompt_cache_options`` ask for a prompt without an answer."""
+    if "messages" not in body and "input" not in body:
+        return None  # It is no chat.
+    options = _object(body, "prompt_cache_options")
+    prewarm, ttl = options.get("prewarm"), options.get("ttl", "30m")
+    if prewarm is not None and not isinstance(prewarm, bool):
+        raise ValueError(f"prompt_cache_options.prewarm must be true or false, not {prewarm!r}.")
+    match = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+    if match is None:
+        raise ValueError(
+            "prompt_cache_options.ttl must be a number of seconds, minutes or hours, such as '30m',"
+            f" not {str(ttl)[:40]!r}."
+        )
+    return float(match[1]) * _SECONDS[match[2]] if prewarm else None
 
 
 def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
@@ -304,7 +360,7 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
 
     Raises: ValueError if a hint is malformed (SGLang answers 400).
     """
-    stream_id, _ = read_hints(http_request)
+    stream_id = read_hints(http_request).stream
     if stream_id is None:
         return None
     request = StreamRequest(table, stream_id)
@@ -338,7 +394,12 @@ def generate_request(
     rank = manager.flashmoa_table.named_rank(http_request)
     if rank is not None:
         obj.routed_dp_rank = rank
-    _, expected_output = read_hints(http_request)
+    hints = read_hints(http_request)
+    expected_output = hints.expected_output
+    if hints.priority is not None and obj.priority is None:
+        obj.priority = manager.flashmoa_table.engine.own_priority(hints.priority)
+    if hints.prewarm is not None:
+        return prewarm(original, manager, obj, http_request, hints.prewarm)
     request = current() or bind(manager.flashmoa_table, http_request)
     by_prompt = find_by_prompt(manager.flashmoa_table, obj)
     if request is None:
@@ -351,6 +412,36 @@ def generate_request(
     outputs = original(manager, obj, http_request)
     prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
     return run_with_stream(outputs, request, prepare, http_request)
+
+
+async def prewarm(
+    original: Callable[..., Any], manager: Any, obj: Any, http_request: Any, seconds: float
+) -> AsyncGenerator[Any]:
+    """Compute a chat's prompt only, yield SGLang's answer of no tokens, and keep the prompt's KV.
+
+    Args: seconds: for how long it is kept at most.
+    Raises: ValueError if the engine keeps no KV or is one of a PD pair (SGLang answers 400).
+    """
+    table: StreamTable = manager.flashmoa_table
+    if table.engine.role != "null":
+        raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
+    if reason := table.engine.why_no_kv():
+        raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
+    if obj.sampling_params.get("n", 1) != 1:
+        raise ValueError("One answer is enough to warm a prompt: leave n out.")
+    put_mark(obj, RequestMark())
+    obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
+    async with aclosing(original(manager, obj, http_request)) as outputs:
+        async for output in outputs:
+            # It has not been detokenised.
+            output.setdefault("text", "")
+            meta = output["meta_info"]
+            if (meta.get("finish_reason") or {}).get("type") == "length" and obj.input_ids:
+                try:
+                    table.hold(obj, meta, obj.input_ids, seconds)
+                except ApiError as error:
+                    logger.debug("A prompt is not kept once it is warm: %s", error)
+            yield output
 
 
 async def run_with_stream(

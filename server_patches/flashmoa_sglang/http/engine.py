@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import DecodesOnly, EngineBusy, EngineFailed, MalformedRequest
@@ -151,6 +152,35 @@ class Engine:
                 "This engine decodes for a PD pair and prefills nothing; send the request to the "
                 "pair's prefill engine."
             )
+
+    def why_no_kv(self) -> str | None:
+        """Return why this engine keeps no KV of prompts; ``None`` if it does."""
+        if kv_free.is_on():
+            return kv_free.KEEPS_NONE
+        if not self.has_radix_cache:
+            return "This engine keeps no KV of prompts (--disable-radix-cache)"
+        # SGLang's loop lets the stages agree on the requests that may start, and increments have no
+        # part in that.
+        if self.role == "prefill" and self.pipeline_stages > 1:
+            return "This engine prefills for a PD pair in stages (--pp-size)"
+        return None
+
+    def require_kv(self) -> None:
+        """Refuse a request if this engine keeps no KV of prompts."""
+        self.require_prefills()
+        if (reason := self.why_no_kv()) is not None:
+            raise MalformedRequest(
+                f"{reason}, so nothing can be prefilled ahead; send the whole request instead."
+            )
+
+    def own_priority(self, urgency: int) -> int | None:
+        """Return SGLang's priority of a request; ``None`` if this engine has none.
+
+        Args: urgency: a larger one is more urgent, whatever the engine's order.
+        """
+        if not self._arguments.enable_priority_scheduling:
+            return None
+        return -urgency if self._arguments.schedule_low_priority_values_first else urgency
 
     @property
     def data_parallel_ranks(self) -> int:

@@ -90,8 +90,9 @@ class PromptStream:
         failure: why the stream is not prefilled any more, if it is not.
         pace_seconds: how long the client was last asked to gather text before it appends.
         waits_for_room: whether the KV pool has no room for the stream's next tokens.
-        held_from: of a stream that this server holds over a tool call, the number of tokens that
-            its prompt has in common with the one before it; ``None`` of a client's stream.
+        held_from: of a stream that this server holds, the number of tokens that its prompt has in
+            common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
+            which no request takes; ``None`` of a client's stream.
     """
 
     ttl_seconds: float

@@ -27,7 +27,7 @@ from flashmoa_sglang.http.errors import (
     StreamUnknown,
     TooManyStreams,
 )
-from flashmoa_sglang.http.stream import Ending, PromptStream, Span
+from flashmoa_sglang.http.stream import Ending, PromptStream, Span, Terms
 from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
 from flashmoa_sglang.options import Options
@@ -216,6 +216,31 @@ class StreamTable:
             self.streamed.total += len(tokens)
             self.streamed.ahead += kept
 
+    def hold(
+        self, obj: Any, meta: Mapping[str, Any], ids: Sequence[int], seconds: float, since: int = 0
+    ) -> None:
+        """Keep the KV of a prompt that is known as a whole, and prefill what is missing of it.
+
+        Args:
+            obj: the ``GenerateReqInput`` in whose namespace it is, and ``meta`` that of its output.
+            since: the number of tokens that its request has in common with ``obj``; 0: no request
+                ends the stream, but only its time.
+
+        Raises: as :meth:`add` and :meth:`open`.
+        """
+        rank = meta.get("dp_rank") if self._engine.data_parallel_ranks > 1 else None
+        salt = getattr(obj, "cache_salt", None)
+        stream = PromptStream(
+            ttl_seconds=min(seconds, self.limits.ttl_seconds),
+            buffer=None,
+            terms=Terms(obj.priority, salt, obj.extra_key, obj.lora_path, rank),
+            held_from=since,
+            # No more comes, so that few tokens are worth a prefill, too.
+            ended_at=time.monotonic(),
+        )
+        self.add(stream, list(ids))
+        self.open(stream)
+
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
 
@@ -327,6 +352,10 @@ class StreamTable:
         """Put off a stream's expiry."""
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._handover.wake()
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
 
     def named_rank(self, http_request: Any) -> int | None:
         """Return the data-parallel rank that a request's header names; ``None`` if it names none.

@@ -4,21 +4,20 @@ An answer that ends in tool calls leaves a prompt stream of the prompt that will
 results, up to the first of them: rendered by the chat template from the answer as SGLang parses it,
 not from the tokens that were decoded, which often differ. What the radix tree has of it is pinned,
 and the rest is prefilled. The request is known by its prompt, so that every client gains and none
-has to name the stream. Streams that are held do not grow, so they give way first under pressure.
+has to name the stream. They give way before streams that grow, but not to requests that are held
+back (``scheduler/admission.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from array import array
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http import metrics, rendering
 from flashmoa_sglang.http.errors import ApiError
-from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.token_buffer import TokenBuffer, common_length
 from flashmoa_sglang.options import Options
 
@@ -46,6 +45,8 @@ class ToolGaps:
         self._renderer = renderer
         self._seconds = Options.from_environment().hold_tool_calls
         self._has_failed = False
+        # Each ends by itself once its prompt is rendered.
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @staticmethod
     def may_hold(engine: Engine) -> bool:
@@ -72,16 +73,20 @@ class ToolGaps:
             async for output in outputs:
                 text = (text if self._engine.streams_pieces(obj) else "") + output["text"]
                 if (output["meta_info"].get("finish_reason") or {}).get("type") == "stop":
-                    # The answer goes out first.
-                    whole = {**output, "text": text}
-                    asyncio.get_running_loop().call_soon(self._hold, chat, obj, whole)
+                    task = asyncio.create_task(self._hold(chat, obj, {**output, "text": text}))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
                 yield output
 
-    def _hold(self, chat: Any, obj: Any, output: dict[str, Any]) -> None:
+    async def _hold(self, chat: Any, obj: Any, output: dict[str, Any]) -> None:
         try:
-            text = self._next_prompt(chat, output)
-            if text is not None:
-                self._open(obj, output["meta_info"], *text)
+            # A long prompt takes tens of milliseconds, in which no other token would go out.
+            buffer = await asyncio.to_thread(self._next_prompt, chat, output)
+            if buffer is not None:
+                since = common_length(array("q", obj.input_ids), buffer.tokens)
+                meta = output["meta_info"]
+                self._table.hold(obj, meta, buffer.tokens, self._seconds, since)
+                metrics.count("tool_calls_held")
         except ApiError as error:
             logger.debug("A prompt is not held while tools run: %s", error)
         except Exception as error:
@@ -90,11 +95,8 @@ class ToolGaps:
             self._has_failed = True
             log("A prompt is not held while tools run: %s: %s", type(error).__name__, error)
 
-    def _next_prompt(self, chat: Any, output: dict[str, Any]) -> tuple[str, bool] | None:
-        """Return the next prompt up to its first result, or ``None`` without tool calls.
-
-        Return also whether the tokenizer adds its special tokens to it.
-        """
+    def _next_prompt(self, chat: Any, output: dict[str, Any]) -> TokenBuffer | None:
+        """Return the next prompt up to its first result, or ``None`` without tool calls."""
         message = self._renderer.parse(chat, output)
         if message is None or not message.tool_calls:
             return None
@@ -109,23 +111,9 @@ class ToolGaps:
         body |= {"messages": [*body["messages"], answer, result], "stream": False}
         *before, last = self._renderer.render(body).pieces
         text, mark, _ = last.text.partition(_RESULT)
-        return None if before or not mark else (text, last.add_special_tokens)
-
-    def _open(self, obj: Any, meta: dict[str, Any], text: str, adds_special_tokens: bool) -> None:
         tokenizer = self._engine.tokenizer
-        assert tokenizer is not None
-        buffer = TokenBuffer(tokenizer, adds_special_tokens)
+        if before or not mark or tokenizer is None:
+            return None
+        buffer = TokenBuffer(tokenizer, last.add_special_tokens)
         buffer.append(text)
-        salt = getattr(obj, "cache_salt", None)
-        rank = meta.get("dp_rank") if self._engine.data_parallel_ranks > 1 else None
-        stream = PromptStream(
-            ttl_seconds=self._seconds,
-            buffer=None,
-            terms=Terms(obj.priority, salt, obj.extra_key, obj.lora_path, rank),
-            held_from=common_length(array("q", obj.input_ids), buffer.tokens),
-            # No more comes, so that few tokens are worth a prefill, too.
-            ended_at=time.monotonic(),
-        )
-        self._table.add(stream, buffer.tokens.tolist())
-        self._table.open(stream)
-        metrics.count("tool_calls_held")
+        return buffer

@@ -19,6 +19,7 @@ from fastapi import HTTPException  # noqa: E402
 from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps  # noqa: E402
 from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
+from flashmoa_sglang.http.client_requests import Hints  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
@@ -171,6 +172,50 @@ def test_an_id_of_a_stream_that_is_no_string_is_refused(stream: object) -> None:
         client_requests.read_hints(HttpRequest(prompt_stream_id=stream))
 
 
+def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
+    dynamo = {"agent_hints": {"priority": -3, "osl": 70, "speculative_prefill": True}, "more": 1}
+    hints = client_requests.read_hints(HttpRequest(nvext=dynamo))
+    assert hints == Hints(expected_output=70, priority=-3)
+    own = client_requests.read_hints(HttpRequest(nvext=dynamo, expected_output_tokens=5))
+    assert own.expected_output == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"prewarm": True}, 1800),
+        ({"prewarm": True, "ttl": "12h"}, 43_200),
+        ({"prewarm": True, "ttl": "5s", "mode": "explicit"}, 5),
+        ({"prewarm": False, "ttl": "30m"}, None),
+        ({"ttl": "30m"}, None),
+        (None, None),
+    ],
+)
+def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -> None:
+    asked = HttpRequest(messages=[], prompt_cache_options=options)
+    assert client_requests.read_hints(asked).prewarm == seconds
+    elsewhere = HttpRequest(prompt="x", prompt_cache_options=options)
+    assert client_requests.read_hints(elsewhere).prewarm is None
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"nvext": 1}, "nvext"),
+        ({"nvext": {"agent_hints": [1]}}, "nvext.agent_hints"),
+        ({"nvext": {"agent_hints": {"osl": -1}}}, "nvext.agent_hints.osl"),
+        ({"nvext": {"agent_hints": {"priority": True}}}, "nvext.agent_hints.priority"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
+        ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm"),
+        ({"prompt_cache_options": {"ttl": "soon"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"ttl": None}}, "prompt_cache_options.ttl"),
+    ],
+)
+def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} must be"):
+        client_requests.read_hints(HttpRequest(messages=[], **body))
+
+
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
     engine: Any = SimpleNamespace(max_prompt_tokens=10, tokenizer=SimpleNamespace(prefix=[]))
     renderer: Any = None
@@ -186,7 +231,7 @@ def test_an_engine_whose_score_route_is_sglangs_does_not_say_that_it_scores(
     engine: Any = SimpleNamespace(
         role="null",
         packs_items=packs_items,
-        has_radix_cache=False,
+        why_no_kv=lambda: None,
         tokenizer=None,
         max_prompt_tokens=10,
     )

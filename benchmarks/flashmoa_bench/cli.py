@@ -46,6 +46,9 @@ BENCHMARKS = {
         "linking.client", "the event loop's time that links cost OpenAI's client for each token"
     ),
     "tools": Benchmark("linking.tools", "first tokens of agents whose tools have run"),
+    "coding_agents": Benchmark(
+        "linking.coding_agents", "recorded coding agents that need twice the KV pool"
+    ),
     "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
     "interference": Benchmark(
         "linking.interference", "what the plugin and its streams cost other requests"

@@ -1,6 +1,7 @@
-"""Read how long recorded answers of real models are, and how much they agree.
+"""Read how long recorded answers of real models are, how much they agree, and how agents go on.
 
-``answers.json`` has statistics of published answers, and none of their text.
+``answers.json`` and ``coding_agents.json`` have statistics of what was published, and none of the
+text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 # In the order of their parameters; Faster-MoA has a 4B, an 8B and a 32B model.
 SIZES = ("small", "medium", "large")
 FILE = Path(__file__).parent / "answers.json"
+AGENTS_FILE = Path(__file__).parent / "coding_agents.json"
 # In the file similarities are whole numbers.
 _SIMILARITY_SCALE = 1000
 
@@ -121,3 +123,36 @@ def _from_the_middle(count: int) -> list[int]:
             order.append(middle)
             spans += [(begin, middle), (middle + 1, end)]
     return order
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """One request of a recorded agent.
+
+    Attributes:
+        prompt, answer: numbers of tokens.
+        result: number of tokens by which the next prompt is longer than these two together.
+        gap: seconds from the answer to the next request, in which tools run.
+    """
+
+    prompt: int
+    answer: int
+    result: int
+    gap: float
+
+
+@cache
+def load_agents() -> Sequence[Sequence[RecordedTurn]]:
+    """Return the turns of recorded coding agents, from the one with the fewest on."""
+    agents: list[list[RecordedTurn]] = []
+    for agent in json.loads(AGENTS_FILE.read_text())["agents"]:
+        turns: list[list[int]] = agent["turns"]
+        lengths = [prompt for prompt, _, _ in turns]
+        nexts = [*lengths[1:], sum(turns[-1][:2])]
+        agents.append(
+            [
+                RecordedTurn(prompt, answer, later - prompt - answer, gap / 1000)
+                for (prompt, answer, gap), later in zip(turns, nexts, strict=True)
+            ]
+        )
+    return agents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,18 @@ async def test_an_unreachable_engine_is_reported_without_a_traceback(
     assert await anyio.to_thread.run_sync(bench, command) == 1
     message = capsys.readouterr().err
     assert message.startswith("flashmoa bench chunk: http://127.0.0.1:9 cannot be reached")
+
+
+@pytest.mark.nightly
+async def test_coding_agents_find_their_prompts_where_there_is_room(tmp_path: Path) -> None:
+    """Their engines read tool calls, which those of other tests do not."""
+    file, size = tmp_path / "results.json", "--agents 2 --turns 3 --scale 10 --pool 2 --shape test"
+    command = ["coding-agents", *size.split(), "--cache", str(tmp_path), "--json", str(file)]
+    assert await anyio.to_thread.run_sync(bench, command) == 0
+    rows = json.loads(file.read_text())["results"]["rows"]
+    assert [row["way"] for row in rows] == ["stock", "flashmoa"]
+    for row in rows:
+        assert row["found"] > 0 and 0 < row["p50"] <= row["p99"] <= row["seconds"]
 
 
 @pytest.mark.nightly

@@ -16,6 +16,7 @@ from flashmoa_bench.harness.rounds import alternate, gaps, percentile
 from flashmoa_bench.linking import (
     ablation,
     chunk,
+    coding_agents,
     handoff,
     interference,
     schedule,
@@ -293,3 +294,22 @@ def test_times_are_compared_with_stock_sglangs() -> None:
     ]
     assert [(row.kept, row.late) for row in rows] == [(0, 90), (1, 10)]
     assert all((row.computed, row.bound) == (0.9, 0.1) for row in rows)
+
+
+def test_a_return_finds_its_prompt_if_at_least_95_percent_of_it_are_cached() -> None:
+    found = [coding_agents.Return(0.1, 1000, cached) for cached in (950, 949, 1020)]
+    slow = [coding_agents.Return(0.4, 1000, 0)]
+    replays = {"stock": [coding_agents.Replay(slow, 9.0)], "held": [coding_agents.Replay(found, 3)]}
+    stock, held = coding_agents.summarise(replays)
+    assert (stock.found, stock.of_stock, stock.seconds) == (0, 1, 9)
+    assert held.found == pytest.approx(2 / 3) and held.of_stock == pytest.approx(0.25)
+
+
+def test_coding_agents_are_short_and_long_ones_alike() -> None:
+    options = argparse.Namespace(agents=3, turns=10, scale=2.0)
+    chosen = coding_agents.chosen_agents(options)
+    assert [len(turns) for turns in chosen] == [10, 10, 10]
+    assert chosen[0] == coding_agents.chosen_agents(options)[0] != chosen[1]
+    one = argparse.Namespace(agents=24, turns=1000, scale=1.0)
+    whole = coding_agents.chosen_agents(one)
+    assert list(map(len, whole)) == sorted(map(len, whole)) and len(whole[0]) < len(whole[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 import anyio
@@ -18,6 +18,7 @@ from flashmoa_bench.recorded import (
     FILE,
     SIZES,
     RecordedQuestion,
+    load_agents,
     load_recorded,
     spread,
     unpack,
@@ -136,3 +137,12 @@ def test_answers_are_as_similar_as_the_recorded_ones_of_their_agents() -> None:
     script = write_script(QUESTION, TREE, ScriptOptions())
     assert anyio.run(_compare, script, embedded) == pytest.approx(1.0, abs=0.02)
     assert embedded == [100, 300]
+
+
+def test_the_turns_of_recorded_agents_go_on_from_each_other() -> None:
+    agents = load_agents()
+    assert len(agents) == 24 and [len(agent) for agent in agents] == sorted(map(len, agents))
+    for agent in agents:
+        for turn, later in pairwise(agent):
+            assert turn.prompt + turn.answer + turn.result == later.prompt
+            assert turn.answer > 0 and turn.result > 0 and turn.gap >= 0

@@ -242,7 +242,7 @@ CHATS = {
         "messages": [{"role": "user", "content": text}],
         "max_tokens": 1,
     },
-    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 1},
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 8},
 }
 
 

@@ -149,8 +149,8 @@ async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_b
     """The stream stays pinned until that request is there, and then gives its KV back."""
     ids = [*range(100, 400)]
     opened = await client.open_stream(input_ids=ids)
-    shorter = await client.open_stream(input_ids=ids[:100])
     await complete_stream(client, opened.id)
+    shorter = await client.open_stream(input_ids=ids[:100])
     body = {"input_ids": [*ids, 7], "sampling_params": {"max_new_tokens": 1}}
     # One that is as long as it, but for another tenant, is not taken.
     other = await http.post("/generate", json={**body, "extra_key": "other"})

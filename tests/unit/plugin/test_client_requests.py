@@ -20,6 +20,7 @@ from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps  
 from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
 from flashmoa_sglang.http.client_requests import Hints  # noqa: E402
+from flashmoa_sglang.http.engine import Engine  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
@@ -196,6 +197,33 @@ def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -
     assert client_requests.read_hints(asked).prewarm == seconds
     elsewhere = HttpRequest(prompt="x", prompt_cache_options=options)
     assert client_requests.read_hints(elsewhere).prewarm is None
+
+
+@pytest.mark.parametrize(
+    ("enabled", "low_first", "priority"), [(False, False, None), (True, False, 5), (True, True, -5)]
+)
+def test_a_larger_priority_is_more_urgent_in_any_order_of_the_engine(
+    enabled: bool, low_first: bool, priority: int | None
+) -> None:
+    arguments = SimpleNamespace(
+        enable_priority_scheduling=enabled, schedule_low_priority_values_first=low_first
+    )
+    engine: Any = SimpleNamespace(_arguments=arguments)
+    assert Engine.own_priority(engine, 5) == priority
+
+
+@pytest.mark.parametrize(
+    ("role", "why", "says"),
+    [("prefill", None, "one of a PD pair"), ("null", "It keeps no KV", "no prompt can be warmed")],
+)
+async def test_an_engine_that_keeps_no_prompts_refuses_to_prewarm_one(
+    role: str, why: str | None, says: str
+) -> None:
+    engine = SimpleNamespace(role=role, why_no_kv=lambda: why)
+    manager = SimpleNamespace(flashmoa_table=SimpleNamespace(engine=engine))
+    outputs = client_requests.prewarm(pytest.fail, manager, generation([1]), None, 60)
+    with pytest.raises(ValueError, match=says):
+        await anext(outputs)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import anyio
 import httpx
@@ -19,16 +19,15 @@ from flashmoa.router.forwarding import parse_object
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, IndexError, AttributeError)
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, AttributeError)
+_STORED = (
+    *("block_hashes", "parent_block_hash", "token_ids"),
+    *("block_size", "lora_id", "medium", "salts"),
+)
 
 
 def parse_event_source(url: str, settings: Mapping[str, Any]) -> str | None:
-    """Return the ZMQ address at which the engine at ``url`` publishes; ``None`` if it does not.
-
-    Args: settings: the engine's ``/server_info``.
-
-    Raises: ValueError if the events cannot be followed.
-    """
+    """Return an engine's ZMQ address, or ``None``. Raises: ValueError if that cannot be used."""
     config = parse_object(str(settings.get("kv_events_config")))
     if config.get("publisher") != "zmq":
         return None
@@ -74,10 +73,7 @@ class PageMirror:
         page_size: int,
         salt: str = "",
     ) -> list[int]:
-        """Record consecutive pages, and return the blocks that end in those that are new.
-
-        Pages are ignored if their parent is unknown, because the event with the parent was lost.
-        """
+        """Record consecutive pages whose parent is known; return the new blocks in them."""
         last = _Page(first_hash(salt)) if parent is None else self._pages.get(parent)
         completed: list[int] = []
         if last is None:
@@ -143,10 +139,9 @@ class KvEventReader:
         self._next = sequence + 1
         try:
             for event in msgspec.msgpack.decode(payload)[1]:
-                self._apply(*event)
+                self._apply(event)
         except _UNREADABLE as error:
-            text = "A KV event of %s cannot be read, so the engine's blocks are forgotten: %s"
-            logger.warning(text, self._engine, error)
+            logger.warning("A KV event of %s cannot be read: %s", self._engine, error)
             self.clear()
         self._dispatcher.reconsider()
 
@@ -155,18 +150,23 @@ class KvEventReader:
         self._mirror = PageMirror()
         self._dispatcher.policy.remove_blocks(self._engine)
 
-    def _apply(self, kind: str, *values: Any) -> None:
-        policy = self._dispatcher.policy
-        # The medium is the KV pool, unless an event says otherwise.
-        if kind == "AllBlocksCleared":
+    def _apply(self, event: Any) -> None:
+        if not isinstance(event, dict):  # Before SGLang 0.5.21.
+            kind, *values = event
+            names = ("block_hashes", "medium") if kind == "BlockRemoved" else _STORED
+            event = {"type": kind, **dict(zip(names, values, strict=False))}
+            event.update(event.pop("salts", None) or {})
+        policy, fields = self._dispatcher.policy, cast("dict[str, Any]", event)
+        if fields["type"] == "AllBlocksCleared":
             self.clear()
-        elif kind == "BlockRemoved" and {*values[1:2]} <= {None, "GPU"}:
-            policy.remove_blocks(self._engine, self._mirror.remove(values[0]))
-        elif kind == "BlockStored" and {*values[5:6]} <= {None, "GPU"}:
-            pages, parent, tokens, size = values[:4]
+        elif fields.get("medium") not in (None, "GPU"):
+            return  # It is not about the KV pool.
+        elif fields["type"] == "BlockRemoved":
+            policy.remove_blocks(self._engine, self._mirror.remove(fields["block_hashes"]))
+        elif fields["type"] == "BlockStored":
+            pages, parent, tokens, size = (fields[name] for name in _STORED[:4])
             if tokens and not isinstance(tokens[0], int):
                 # With speculative decoding a page has pairs of each token and the next one.
                 tokens = [token for token, _ in tokens]
-            salt = str(values[6].get("cache_salt", "")) if len(values) > 6 else ""
-            added = self._mirror.add(pages, parent, tokens, size, salt)
-            policy.add_blocks(self._engine, added)
+            salt = fields.get("cache_salt") or ""
+            policy.add_blocks(self._engine, self._mirror.add(pages, parent, tokens, size, salt))

@@ -64,6 +64,8 @@ async def test_kv_events_fill_and_empty_an_engines_table(
                 while not await metric(router, BLOCKS):
                     await flush(direct)
                     await generated(direct, document)
+                    with anyio.move_on_after(1):
+                        await wait_for_blocks(router, 1)
                 await flush(direct)
                 # It also learns of a flush that it did not send itself.
                 while await metric(router, BLOCKS):

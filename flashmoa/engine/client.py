@@ -153,8 +153,8 @@ class EngineClient:
 
     @property
     def is_front_end(self) -> bool:
-        """Whether there are engines behind it, as far as is known."""
-        return self._front_end.is_known
+        """Whether there are engines behind it, as far as is known, or were not long ago."""
+        return self._front_end.expects_workers
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self.url}>"
@@ -355,8 +355,14 @@ class EngineClient:
         try:
             return engine or self, await ask(engine or self)
         except errors.PluginMissing:
-            if engine is not None or (engine := await place()) is None:
+            if engine is not None:
                 raise
+            if (engine := await place()) is None:
+                if not self._front_end.expects_workers:
+                    raise
+                raise errors.EngineUnreachable(
+                    f"no worker with prompt streams behind {self.url} can be reached now"
+                ) from None
         except errors.EngineUnreachable:
             if engine is None or not self._front_end.drop(engine):
                 raise

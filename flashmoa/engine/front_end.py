@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # For how long a list of workers is used, in seconds, and one that is empty.
 _FRESH_SECONDS = 2.0
 _NONE_SECONDS = 60.0
+# For how long after the last worker has gone others are expected, as while it restarts.
+_KNOWN_SECONDS = 120.0
 # Whose models an engine says that it serves.
 _ENGINES = {"sglang", "vllm"}
 # How long a worker has to say what it can do: all of a prompt's rendering may take 2 s.
@@ -108,6 +110,7 @@ class FrontEnd(Generic[E]):
         self._others: dict[int, float] = {}
         # Those of them that could not be reached.
         self._dead: set[int] = set()
+        self._expected_until = 0.0
         # By event loop: others who ask meanwhile wait for the answer.
         self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
 
@@ -115,6 +118,11 @@ class FrontEnd(Generic[E]):
     def is_known(self) -> bool:
         """Whether there are such engines, as far as is known."""
         return bool(self._workers)
+
+    @property
+    def expects_workers(self) -> bool:
+        """Whether there are such engines, or were not long ago."""
+        return self.is_known or time.monotonic() < self._expected_until
 
     def global_id(self, engine: E, stream_id: str) -> str:
         """Return the id of a stream of one of the engines."""
@@ -190,8 +198,10 @@ class FrontEnd(Generic[E]):
         async with self._looking.setdefault(loop, anyio.Lock()):
             if time.monotonic() >= self._fresh_until:
                 self._workers = await self._look()
+                if self._workers:
+                    self._expected_until = time.monotonic() + _KNOWN_SECONDS
                 seconds = _RETRY_SECONDS if self._others else _NONE_SECONDS
-                seconds = _FRESH_SECONDS if self._workers else seconds
+                seconds = _FRESH_SECONDS if self.expects_workers else seconds
                 self._fresh_until = time.monotonic() + seconds
         return self._workers
 

@@ -314,10 +314,11 @@ class PromptFeed(Feed):
         Raises: EngineTimeout if it does; EngineUnreachable if it has left its front end.
         """
         seconds = None if self.is_named else _WORKER_SECONDS
-        if not await self._engine.takes_requests(state.id):
-            raise EngineUnreachable(f"the worker of prompt stream {state.id} takes no requests")
         try:
             with anyio.fail_after(seconds):
+                if not await self._engine.takes_requests(state.id):
+                    text = f"the worker of prompt stream {state.id} takes no requests"
+                    raise EngineUnreachable(text)
                 return await self._engine.append(state.id, seq, **_fields(piece), end=end)
         except TimeoutError:
             raise EngineTimeout(

@@ -363,3 +363,19 @@ async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
         assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
         (closed,) = [event for event in events if isinstance(event, LinkClosed)]
         assert (closed.stream_id, closed.reason) == (opened[-1], "used")
+
+
+async def test_links_wait_for_workers_that_all_restart() -> None:
+    """Their front end has no prompt streams itself, and is not taken for a plain server."""
+    instances: list[dict[str, Any]] = []
+    async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
+        await client.render([{"role": "user", "content": "x"}])
+        (listed,) = instances
+        instances.clear()
+        client._front_end._fresh_until = 0.0
+        with pytest.raises(EngineUnreachable, match="no worker"):
+            await client.open_stream(text="a prompt")
+        assert client.is_front_end
+        client._front_end._fresh_until = 0.0
+        instances.append({**listed, "instance_id": 7})
+        assert (await client.open_stream(text="a prompt")).id.startswith(worker.url)

@@ -69,7 +69,8 @@ def stream_output(
     times = state.timer.stop(reqs)
     for req in reqs:
         mark = state_of(req).mark
-        if mark is not None and mark.final and req.finished():
+        # Under the overlap schedule, SGLang hands a request that has ended over twice.
+        if mark is not None and mark.final and req.finished() and not req.finished_output:
             state.streams.note_end(req)
     increments = [req for req in reqs if is_increment(req)]
     for req in increments:

@@ -40,6 +40,8 @@ _MOST_AWAITED = 4
 # lost their own prompts leave it pinned. To give way sooner costs more than it saves: most tools
 # end within a second, in which an engine computes a prompt once.
 _HELD_FOR = 4
+# Of so many requests at most it is remembered that they have ended: as many as streams may be open.
+_MOST_RETURNING = 256
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
@@ -258,19 +260,28 @@ class SchedulerStreams:
                 self._progress.append((stream.id, 0, 0, 0.0))
 
     def note_end(self, req: Any) -> None:
-        """Note that the request of a stream has ended, and may leave a stream of the next one."""
+        """Note that the request of a stream has ended, and may leave a stream of the next one.
+
+        It leaves none unless prompts are held while tools run.
+        """
+        state = self._scheduler.flashmoa
+        if not state.options.hold_tool_calls:
+            return
         tokens, prompt = len(req.origin_input_ids) + len(req.output_ids), len(req.origin_input_ids)
-        now = self._scheduler.flashmoa.work
-        self._returning.append(Returning(tokens, prompt, req.origin_input_ids[-1], now))
+        ended = Returning(tokens, prompt, req.origin_input_ids[-1], state.work)
+        self._returning = [*self._still_returning(), ended][-_MOST_RETURNING:]
 
     def returning_tokens(self) -> int:
         """Return how many tokens the requests have that have just ended, until they are pinned.
 
         Before the HTTP process has rendered their agents' next prompts, nothing pins their KV.
         """
-        now = self._scheduler.flashmoa.work
-        self._returning = [r for r in self._returning if now - r.ended_at < r.tokens]
+        self._returning = self._still_returning()
         return sum(returning.tokens for returning in self._returning)
+
+    def _still_returning(self) -> list[Returning]:
+        now = self._scheduler.flashmoa.work
+        return [r for r in self._returning if now - r.ended_at < r.tokens]
 
     def _has_returned(self, stream: SchedulerStream) -> None:
         tokens = stream.tokens

@@ -211,6 +211,7 @@ def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinne
     busy: FakeScheduler,
 ) -> None:
     busy.tree_cache.free = 2500
+    busy.flashmoa.options = Options(hold_tool_calls=60)
     streams = busy.flashmoa.streams
     assert queued(busy) == [1500, 500]
     ended = request(1000, 300, 300, stream="y", final=True)

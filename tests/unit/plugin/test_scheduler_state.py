@@ -17,6 +17,7 @@ from flashmoa_sglang.messages import (
     RequestMark,
     StreamProgress,
 )
+from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler import results, state
 from flashmoa_sglang.scheduler.pins import Pin
 
@@ -68,6 +69,33 @@ def test_of_an_increment_only_its_progress_is_sent(
     streamer.sent.clear()
     send(streamer, [increment])
     assert streamer.sent == []
+
+
+def test_the_end_of_a_request_that_sglang_hands_over_twice_is_noted_once(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    """As SGLang does under the overlap schedule; it sends only the first."""
+    scheduler.flashmoa.options = Options(hold_tool_calls=60)
+    req = request(20, 5, 5, stream="a", final=True)
+    req.finished = lambda: True
+    send(streamer, [req])
+    req.finished_output = True
+    send(streamer, [req])
+    assert scheduler.flashmoa.streams.returning_tokens() == 25
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0, 0), (60, 256)])
+def test_only_the_last_requests_that_have_ended_are_kept_and_none_if_no_prompt_is_held(
+    scheduler: FakeScheduler, seconds: float, kept: int
+) -> None:
+    scheduler.flashmoa.options = Options(hold_tool_calls=seconds)
+    streams = scheduler.flashmoa.streams
+    for _ in range(300):
+        streams.note_end(request(20, 5, 5, stream="a", final=True))
+    assert len(streams._returning) == kept
+    scheduler.flashmoa.work = 1000
+    streams.note_end(request(20, 5, 5, stream="a", final=True))
+    assert len(streams._returning) == min(kept, 1)
 
 
 def test_answers_without_text_pass_the_detokenizer(

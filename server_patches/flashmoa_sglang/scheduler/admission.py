@@ -166,7 +166,8 @@ def _to_hold_back(scheduler: Any, running: Any) -> list[Any]:
 def _has_lost(state: SchedulerState, req: Any) -> bool:
     """Return whether a request's stream has given way, and the request has patience left."""
     mine = state_of(req)
-    if mine.mark is None or not mine.mark.final or mine.stream in state.pins or req.output_ids:
+    is_final = mine.mark is not None and mine.mark.final
+    if not is_final or req.output_ids or not state.streams.has_lost(mine.stream):
         return False
     if mine.queued_at is None:
         mine.queued_at = state.work

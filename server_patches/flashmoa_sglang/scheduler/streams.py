@@ -66,6 +66,7 @@ class SchedulerStream:
         increment: the increment that was made and is not in the radix tree yet.
         kept: how many of its tokens are still those of the stream.
         is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
+        gave_way: whether that was given up because a request needed the room.
     """
 
     id: str
@@ -82,6 +83,7 @@ class SchedulerStream:
     increment: Any = None
     kept: int = 0
     is_pin_stale: bool = False
+    gave_way: bool = False
 
     @property
     def is_next(self) -> bool:
@@ -253,11 +255,16 @@ class SchedulerStreams:
         self._open.pop(id_, None)
 
     def lose(self, id_: str | None = None) -> None:
-        """Note that a stream's KV may be evicted, or that of all streams was flushed."""
+        """Note that a stream gave way and may be evicted, or that all streams were flushed."""
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None and stream.prefilled:
-                stream.prefilled = 0
+                stream.prefilled, stream.gave_way = 0, id_ is not None
                 self._progress.append((stream.id, 0, 0, 0.0))
+
+    def has_lost(self, id_: str | None) -> bool:
+        """Return whether a stream's KV gave way, and none has been pinned since."""
+        stream = self._open.get(id_ or "")
+        return stream is not None and stream.gave_way and id_ not in self._pins
 
     def note_end(self, req: Any) -> None:
         """Note that the request of a stream has ended, and may leave a stream of the next one.

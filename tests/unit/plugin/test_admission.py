@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.messages import StreamProgress
+from flashmoa_sglang.messages import RequestMark, StreamProgress
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE, TESTED, Release, Release0521, class_for
 from flashmoa_sglang.scheduler import admission, streams
@@ -153,6 +153,9 @@ def busy(lost: Any) -> FakeScheduler:
         scheduler.open_stream(stream, 1000, grows=False, ended=True)
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
         scheduler.flashmoa.streams._open[stream].prefilled = 1000
+    scheduler.open_stream("z", 1500, grows=False, ended=True)
+    scheduler.flashmoa.streams._open["z"].prefilled = 1000
+    scheduler.flashmoa.streams.lose("z")
     scheduler.waiting_queue = [lost, request(500, 100)]
     return scheduler
 
@@ -172,6 +175,21 @@ def test_a_request_that_lost_its_prompt_leaves_the_prompts_of_others_alone(
         assert [len(req.origin_input_ids) for req in busy.waiting_queue] == [500]
         busy.waiting_queue = [new]
     assert busy.waiting_queue == [lost, new] and len(busy.flashmoa.pins) == 2
+
+
+@pytest.mark.parametrize("never", ["opened", "pinned", "given up"])
+def test_a_request_whose_prompt_never_gave_way_starts_as_without_a_stream(
+    busy: FakeScheduler, never: str
+) -> None:
+    busy.flashmoa.streams.end("z")
+    if never != "opened":
+        busy.waiting_queue[0].flashmoa.mark = RequestMark("y", final=True)
+        busy.open_stream("y", 1500, grows=False, ended=True)
+    if never == "given up":
+        # All streams were flushed.
+        busy.flashmoa.streams._open["y"].prefilled = 1000
+        busy.flashmoa.streams.lose()
+    assert queued(busy) == [1500, 500]
 
 
 def test_a_request_that_lost_its_prompt_goes_where_there_is_room(busy: FakeScheduler) -> None:

@@ -134,13 +134,13 @@ class _Router:
         try:
             answer = await self._connections.forward(call, engine.url, observer, stack)
         except EngineLost as lost:
-            await self._pool.probe(engine)
+            await self._pool.recheck(engine)
             if lost.reached or engine.is_up:
                 raise
             return None
         # An engine that shuts down refuses some requests before the router has noticed.
         if answer.status_code == 503:
-            await self._pool.probe(engine)
+            await self._pool.recheck(engine)
             return answer if engine.is_up else None
         return answer
 

@@ -57,7 +57,8 @@ class RoutedEngine:
     # Where it publishes KV events, and the scope in which these are followed.
     events: str | None = None
     following: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    # Held during a probe: an engine joins once, and after that is asked again.
+    # When it was last probed because a request had failed; such probes hold the lock.
+    checked: float = 0.0
     lock: anyio.Lock = field(default_factory=anyio.Lock)
 
 
@@ -75,8 +76,7 @@ class EnginePool:
         self._connections = connections
         self._dispatcher = dispatcher
         self._options = options
-        key = options.api_key
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._measure: Measure | None = None
         self._turn = itertools.count()
         self._tasks: TaskGroup
@@ -102,16 +102,30 @@ class EnginePool:
 
     async def probe(self, engine: RoutedEngine) -> None:
         """Ask whether an engine takes requests; a silent one may be busy, and stays as it is."""
+        answers = await self._answers(engine)
+        if answers is False:
+            self._leave(engine)
+        elif answers and not engine.is_up and (traits := await self._ask_traits(engine)):
+            self._let_in(engine, traits)
+
+    async def recheck(self, engine: RoutedEngine) -> None:
+        """Let an engine leave that has failed a request, unless it answers a probe.
+
+        Requests that failed before a probe began share its result.
+        """
+        failed = anyio.current_time()
         async with engine.lock:
-            # ``/health`` would not do, because SGLang generates a token to answer it. An engine
-            # without the plugin answers 404, and one that shuts down 503.
-            answer = await self._ask(engine, "/health/ready")
-            if answer is None:
-                return
-            if answer.status_code >= 500:
-                self._leave(engine)
-            elif not engine.is_up and (traits := await self._ask_traits(engine)) is not None:
-                self._let_in(engine, traits)
+            if engine.is_up and engine.checked < failed:
+                engine.checked = anyio.current_time()
+                if not await self._answers(engine):
+                    self._leave(engine)
+
+    async def _answers(self, engine: RoutedEngine) -> bool | None:
+        """Return whether an engine takes requests; ``None`` if it is silent."""
+        # ``/health`` would not do, because SGLang generates a token to answer it. An engine
+        # without the plugin answers 404, and one that shuts down 503.
+        answer = await self._ask(engine, "/health/ready")
+        return None if answer is None else answer.status_code < 500
 
     def next_engine(self) -> RoutedEngine:
         """Return an engine, each in turn. Raises: NoEngine if none is up."""
@@ -125,10 +139,8 @@ class EnginePool:
         self._dispatcher.reconsider()
         logger.info("%s answers; its work is counted in %s", engine.url, traits.measure.unit)
         if engine.events is not None:
-            scope = engine.following = anyio.CancelScope()
-            self._tasks.start_soon(
-                follow_events, self._dispatcher, engine.url, engine.events, scope
-            )
+            stop = engine.following = anyio.CancelScope()
+            self._tasks.start_soon(follow_events, self._dispatcher, engine.url, engine.events, stop)
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""

@@ -124,16 +124,14 @@ def make_endpoint(
                 message = f"the body is larger than {max_body_bytes} bytes; send a smaller request"
                 raise HTTPException(413, message)
         # ``request.url`` would be wrong, because it contains the Host header that the client sent.
-        path, query = request.scope["raw_path"], request.scope["query_string"]
+        scope = request.scope
+        path, query = scope["raw_path"], scope["query_string"]
         # Some web servers accept other bytes, but every engine accepts visible ASCII.
         target = quote(path + b"?" + query if query else path, safe=_VISIBLE_ASCII)
         headers = select_forwarded_headers(request.headers)
+        call = ForwardedRequest(request.method, scope["path"], target, headers, bytes(body))
         async with while_connected(request):
-            return await handler(
-                ForwardedRequest(
-                    request.method, request.scope["path"], target, headers, bytes(body)
-                )
-            )
+            return await handler(call)
         return Response(status_code=499)
 
     return endpoint
@@ -214,11 +212,8 @@ class Connections:
             try:
                 url = engine + call.target
                 answer, content = await self._send(call.method, url, call.headers, call.body)
-            except EngineLost:
-                end("lost")
-                raise
-            except anyio.get_cancelled_exc_class():
-                end("left")
+            except BaseException as error:
+                end("lost" if isinstance(error, EngineLost) else "left")
                 raise
             stack.callback(answer.close)
             if content is None:
@@ -248,10 +243,9 @@ class Connections:
 
 @asynccontextmanager
 async def open_connections() -> AsyncGenerator[Connections]:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_make_probed_socket)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0, force_close=True, socket_factory=_make_probed_socket
-        ),
+        connector=connector,
         # An answer may take any time: the router's clients decide how long they wait for it.
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
         auto_decompress=False,

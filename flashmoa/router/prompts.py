@@ -34,10 +34,9 @@ async def find_blocks(
         url = f"{engine}/v1/tokenize"
         with suppress(EngineLost):
             answer = await connections.ask(url, headers, content, seconds=5.0)
-            if answer is not None and answer.status_code == 200:
-                tokens = parse_object(answer.body).get("tokens")
-                if _are_token_ids(tokens):
-                    return token_blocks(tokens, salt=salt)
+            tokens = parse_object(answer.body).get("tokens") if answer else None
+            if _are_token_ids(tokens):
+                return token_blocks(tokens, salt=salt)
     return _guess_blocks(body, salt)
 
 
@@ -49,10 +48,8 @@ def _question(body: Mapping[str, Any]) -> dict[str, Any] | None:
     parts = _prompt_parts(body)
     if len(parts) != 1 or not isinstance(parts[0], str):
         return None
-    special = body.get("add_special_tokens")
-    return {"prompt": parts[0]} | (
-        {"add_special_tokens": special} if isinstance(special, bool) else {}
-    )
+    given = {k: v for k, v in body.items() if k == "add_special_tokens" and isinstance(v, bool)}
+    return {"prompt": parts[0], **given}
 
 
 def _guess_blocks(body: Mapping[str, Any], salt: str) -> Blocks:

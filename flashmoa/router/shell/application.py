@@ -86,9 +86,8 @@ class _Shell:
 
     async def pass_on(self, call: ForwardedRequest) -> Response:
         is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
-        return await self._connections.forward(
-            call, self._options.prefill if is_for_prefill else self._options.pd_router
-        )
+        url = self._options.prefill if is_for_prefill else self._options.pd_router
+        return await self._connections.forward(call, url)
 
     async def chat(self, call: ForwardedRequest) -> Response:
         """Answer a chat, which may read agents' answers or write one."""
@@ -101,9 +100,7 @@ class _Shell:
         if checked.status_code in (401, 403):
             return checked
         client = call.api_key.get("authorization", "")
-        answers = {
-            agent: self._cache.read((client, request.workflow, agent)) for agent in request.marks
-        }
+        answers = {one: self._cache.read((client, request.workflow, one)) for one in request.marks}
         if request.agent is None:
             return await self._answer(request, answers, call)
         own = self._cache.begin((client, request.workflow, request.agent))
@@ -130,11 +127,8 @@ class _Shell:
         if is_alone or all(answer.is_over for answer in answers.values()):
             await self._complete(answers)
         else:
-            async with EngineClient(
-                self._options.prefill,
-                headers=call.api_key,
-                engine_settings=EngineSettings(without_plugin="off"),
-            ) as engine:
+            url, settings = self._options.prefill, EngineSettings(without_plugin="off")
+            async with EngineClient(url, headers=call.api_key, engine_settings=settings) as engine:
                 early = EarlyPrefill(engine, request, answers)
 
                 async def complete() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from flashmoa.router.cache_tables import EngineTraits
@@ -43,12 +44,14 @@ class Rig:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
         plugin: what their ``/flashmoa/info`` answers.
         failures: what they answer instead at a path, or the error that is raised.
+        probes: how often they were asked whether they are ready.
     """
 
     def __init__(self, **settings: dict[str, Any]) -> None:
         self.settings: Mapping[str, Any] = settings
         self.plugin: object = {}
         self.failures: dict[str, object] = {}
+        self.probes = 0
         self.policy = RecordingPolicy()
         self.dispatcher = Dispatcher(self.policy)
         options = RouterOptions([f"http://{host}" for host in settings])
@@ -58,6 +61,7 @@ class Rig:
     def _answer(self, host: str, path: str) -> object:
         if host not in self.settings:
             raise EngineLost("refused", reached=False)
+        self.probes += path == "/health/ready"
         if path in self.failures:
             if isinstance(failure := self.failures[path], EngineLost):
                 raise failure
@@ -122,24 +126,42 @@ async def test_engine_that_never_answers_is_logged_once(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("answer", "stays"),
+    ("answer", "stays", "stays_after_a_failure"),
     [
-        (None, True),
-        (EngineLost("closed"), True),
-        (EngineLost("refused", reached=False), False),
-        ((503, {}), False),
-        ((404, {}), True),  # A stock engine has no such route.
-        ({}, True),
+        (None, True, False),
+        (EngineLost("closed"), True, False),
+        (EngineLost("refused", reached=False), False, False),
+        ((503, {}), False, False),
+        ((404, {}), True, True),  # A stock engine has no such route.
+        ({}, True, True),
     ],
 )
-async def test_engine_that_drains_or_is_gone_leaves_and_a_silent_one_stays(
-    answer: object, stays: bool
+async def test_engine_that_drains_leaves_and_a_silent_one_if_it_has_also_failed_a_request(
+    answer: object, stays: bool, stays_after_a_failure: bool
+) -> None:
+    rig = Rig(one={})
+    for check, expected in (
+        (rig.pool.probe, stays),
+        (rig.pool.recheck, stays_after_a_failure),
+    ):
+        rig.failures.clear()
+        engine = await rig.probe()
+        rig.failures["/health/ready"] = answer
+        await check(engine)
+        assert engine.is_up == bool(rig.policy.engines) == expected
+
+
+@pytest.mark.parametrize(("answer", "most"), [({}, 2), (None, 1)])
+async def test_requests_that_fail_together_cause_two_probes_at_most(
+    answer: object, most: int
 ) -> None:
     rig = Rig(one={})
     engine = await rig.probe()
-    rig.failures["/health/ready"] = answer
-    await rig.probe()
-    assert engine.is_up == bool(rig.policy.engines) == stays
+    rig.failures["/health/ready"], rig.probes = answer, 0
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(rig.pool.recheck, engine)
+    assert engine.is_up == (answer is not None) and 1 <= rig.probes <= most
 
 
 @pytest.mark.parametrize(

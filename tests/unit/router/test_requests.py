@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flashmoa.router.application import POLICY_ROUTES, application
 from flashmoa.router.engines import RouterOptions
-from flashmoa.router.forwarding import CHAT, STREAMS
+from flashmoa.router.forwarding import CHAT, STREAMS, Connections, EngineLost
 from tests.integration.router.serving import InTurn
 from tests.unit.router.support import (
     DRAINING,
@@ -59,6 +59,38 @@ async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) 
         with_stream = b'{"text": "x", "prompt_stream_id": "a"}'
         assert (await client("POST", GENERATE, with_stream, KEY))[0] == 200
         assert engines[0].requests == []
+
+
+async def test_requests_leave_an_engine_that_has_vanished_after_one_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is sent to it gets no answer, as if a network dropped it."""
+    engines = [FakeEngine(), FakeEngine()]
+    gone: list[str] = []
+    probes = 0
+    send = Connections._send
+
+    async def drop(self: Connections, method: str, url: str, *rest: Any) -> Any:
+        nonlocal probes
+        if not any(map(url.startswith, gone)):
+            return await send(self, method, url, *rest)
+        if url.endswith("/health/ready"):
+            probes += 1
+            await anyio.sleep_forever()
+        raise EngineLost("no connection in time", reached=False)
+
+    monkeypatch.setattr(Connections, "_send", drop)
+    monkeypatch.setattr("flashmoa.router.engines._PROBE_SECONDS", 0.1)
+    policy = InTurn()
+    async with routing(*engines, policy=policy) as client, anyio.create_task_group() as group:
+        gone.append(next(iter(policy.engines)))
+
+        async def ask() -> None:
+            assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
+
+        for _ in range(10):
+            group.start_soon(ask)
+    assert probes == 1 and sorted(len(engine.requests) for engine in engines) == [0, 10]
 
 
 async def test_a_refusal_is_passed_on_if_no_engine_drains() -> None:

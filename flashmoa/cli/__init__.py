@@ -52,7 +52,7 @@ usage: flashmoa serve --model-path PATH [any SGLang argument]
           what they need
   score   compute how likely given answers are, for each line of a file, without decoding
   router  serve several engines at one address and send each request where its prefix is cached;
-          or serve requests that read each other's answers, on PD pairs
+          or serve requests that read each other's answers, on a PD pair
   doctor  check what is installed here and a running engine, and show how to fix problems
 """
 

@@ -19,7 +19,7 @@ from flashmoa.router.forwarding import parse_object
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, AttributeError)
+_UNREADABLE = (OverflowError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
 _STORED = (
     *("block_hashes", "parent_block_hash", "token_ids"),
     *("block_size", "lora_id", "medium", "salts"),
@@ -118,8 +118,7 @@ async def follow_events(
         logger.warning(text, engine, error)
         reader.clear()  # The end of these blocks would not be noticed.
     finally:
-        socket.close(linger=0)
-        context.term()
+        context.destroy(linger=0)
 
 
 class KvEventReader:

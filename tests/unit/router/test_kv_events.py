@@ -139,6 +139,9 @@ def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_emptie
         (11, batch(STORED), PROMPT, 31),
         (12, b"\xc1", PROMPT, 0),
         (13, batch(pairs), token_blocks(tokens), 32),
+        (14, batch(["BlockStored", [1], None, [-1] * 16, 16]), token_blocks(tokens), 0),
+        (15, batch(STORED), PROMPT, 31),
+        (16, b"\x91" * 10_000, PROMPT, 0),
     ]:
         reader.receive(sequence, message)
         assert policy.matched_tokens("a", prompt) == matched, sequence

@@ -126,6 +126,8 @@ def make_endpoint(
         # ``request.url`` would be wrong, because it contains the Host header that the client sent.
         scope = request.scope
         path, query = scope["raw_path"], scope["query_string"]
+        if not path.startswith(b"/"):  # After an engine's URL it could name another host.
+            raise HTTPException(404)
         # Some web servers accept other bytes, but every engine accepts visible ASCII.
         target = quote(path + b"?" + query if query else path, safe=_VISIBLE_ASCII)
         headers = select_forwarded_headers(request.headers)
@@ -184,8 +186,7 @@ class Connections:
         Raises: EngineLost if there will be no answer.
         """
         with anyio.move_on_after(seconds):
-            method = "GET" if body is None else "POST"
-            answer, content = await self._send(method, url, headers, body or b"")
+            answer, content = await self._send("POST" if body else "GET", url, headers, body or b"")
             answer.close()
             return Response(content, answer.status)
         return None

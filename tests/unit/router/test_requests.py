@@ -178,6 +178,14 @@ async def test_what_the_router_has_no_route_for_is_refused_in_its_own_form(
     assert f"no {method} {path}; ask an engine itself" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["%2F@127.0.0.1:9/x", "%2Fgenerate"])
+async def test_a_path_cannot_change_the_host_that_a_request_is_sent_to(
+    any_router: RouterClient, path: str
+) -> None:
+    status, content = await any_router("POST", path, b'{"text": "x"}')
+    assert status == 404 and b"the router has no POST /" in content
+
+
 TEXTS = st.just("half of a pair: \ud83d") | st.text(max_size=20)
 SCALARS = st.sampled_from([None, True, 0, -1, 1 << 70, 1.5, float("nan"), "", "a", "x" * 160])
 NAMES = st.sampled_from(["text", "agent", "input_ids", "role", "content", "n"])

@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
 # Fields that prevent a request from sharing KV with other requests that have the same tokens.
 _NAMESPACE = ("cache_salt", "extra_key", "lora_path")
-# An engine answers this at once to any client with the right API key.
-_KEY_CHECK = "/model_info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,8 @@ class _Shell:
         request = parse_request(parse_object(call.body))
         if request.agent is None and not request.marks:
             return await self.pass_on(call)
-        # A client whose key the engine refuses must not wait here for answers.
-        check = replace(call, method="GET", target=_KEY_CHECK, headers=call.api_key, body=b"")
+        # A client whose key the engine refuses must not wait here for answers; this is quick.
+        check = replace(call, method="GET", target="/model_info", headers=call.api_key, body=b"")
         checked = await self._connections.forward(check, self._options.prefill)
         if checked.status_code in (401, 403):
             return checked
@@ -109,7 +107,8 @@ class _Shell:
             return await self._answer(request, answers, call, recorder)
         except BaseException as error:
             if not own.is_over:
-                own.fail(AgentFailed(f"{own.name}'s request failed: {error or 'cancelled'}"))
+                reason = error if isinstance(error, Exception) else "its client left"
+                own.fail(AgentFailed(f"{own.name}'s request failed: {reason}"))
             raise
 
     async def _answer(

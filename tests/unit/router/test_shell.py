@@ -24,7 +24,7 @@ from flashmoa.router.shell.agents import (
 from flashmoa.router.shell.application import EarlyPrefill, ShellOptions, shell_application
 from tests.integration.router.serving import serve
 from tests.unit.linking.hung_engine import hung_engine
-from tests.unit.router.support import KEY, FakeEngine, running
+from tests.unit.router.support import KEY, FakeEngine, pair, running
 from tests.unit.router.test_forwarding import STREAM, Server
 
 pytestmark = pytest.mark.anyio
@@ -207,6 +207,29 @@ async def test_unusable_response_fails_its_answer(
     recorder.end(ending)
     with pytest.raises(AgentFailed, match=message):
         await answer.complete()
+
+
+async def test_answer_whose_client_leaves_while_it_waits_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, begin = anyio.Event(), AgentPromptCache.begin
+
+    def note(cache: AgentPromptCache, key: tuple[str, str, str]) -> ReadableAnswer:
+        begun.set()
+        return begin(cache, key)
+
+    monkeypatch.setattr(AgentPromptCache, "begin", note)
+    async with pair(FakeEngine(), seconds=60) as client:
+
+        async def ask(*parts: str, **more: str) -> tuple[int, bytes]:
+            return await client("POST", CHAT, json.dumps(reading(*parts, **more)).encode(), KEY)
+
+        async with anyio.create_task_group() as writer:
+            writer.start_soon(lambda: ask("So: ", "[absent]", agent="a"))
+            await begun.wait()
+            writer.cancel_scope.cancel()
+        status, content = await ask("So: ", "[a]")
+    assert status == 424 and b"a's request failed: its client left" in content
 
 
 async def test_answer_that_breaks_off_is_an_error() -> None:

@@ -67,8 +67,7 @@ class _Router:
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self._dispatcher = Dispatcher(options.policy or PrefixAware())
-        # The engines of prompt streams, by the streams' ids.
-        self._streams: OrderedDict[str, RoutedEngine] = OrderedDict()
+        self._streams: OrderedDict[str, RoutedEngine] = OrderedDict()  # By the streams' ids.
 
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
@@ -84,12 +83,17 @@ class _Router:
         only a hint, because the request contains its whole prompt.
         """
         body = parse_object(call.body)
-        engine = self._streams.get(str(body.get("prompt_stream_id")))
-        answer = await self._try(call, engine) if engine and engine.is_up else None
+        # KV events contain tokens. To ask for these takes milliseconds for each prompt.
+        has_events = any(one.events for one in self._pool.engines.values())
+        answer, engine = None, self._streams.get(str(body.get("prompt_stream_id")))
+        if engine is not None and engine.is_up:
+            blocks = await find_blocks(body, self._connections, None, call.api_key)
+            answer = await self._try(call, engine)
+            if answer is not None and answer.status_code == 200 and not has_events:
+                self._dispatcher.policy.add_blocks(engine.url, blocks.hashes)
+                self._dispatcher.reconsider()
         while answer is None:
             engine = self._pool.next_engine()
-            # KV events contain tokens. To ask for these takes milliseconds for each prompt.
-            has_events = any(one.events for one in self._pool.engines.values())
             asked = engine.url if has_events else None
             blocks = await find_blocks(body, self._connections, asked, call.api_key)
             async with AsyncExitStack() as stack:

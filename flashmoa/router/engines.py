@@ -103,7 +103,7 @@ class EnginePool:
     async def probe(self, engine: RoutedEngine) -> None:
         """Ask whether an engine takes requests; a silent one may be busy, and stays as it is."""
         answers = await self._answers(engine)
-        if answers is False:
+        if answers is False and engine.is_up:
             self._leave(engine)
         elif answers and not engine.is_up and (traits := await self._ask_traits(engine)):
             self._let_in(engine, traits)
@@ -117,7 +117,7 @@ class EnginePool:
         async with engine.lock:
             if engine.is_up and engine.checked < failed:
                 engine.checked = anyio.current_time()
-                if not await self._answers(engine):
+                if not await self._answers(engine) and engine.is_up:
                     self._leave(engine)
 
     async def _answers(self, engine: RoutedEngine) -> bool | None:
@@ -144,8 +144,6 @@ class EnginePool:
 
     def _leave(self, engine: RoutedEngine) -> None:
         """Forget an engine's cache and load. It may still finish answers that it has begun."""
-        if not engine.is_up:
-            return
         engine.is_up = False
         # One that has restarted may publish elsewhere, and has another cache.
         engine.following.cancel()
@@ -188,10 +186,11 @@ class EnginePool:
         forward = _positive(settings, "chunked_prefill_size", _BATCH_TOKENS)
         batch = ranks * _positive(plugin, "largest_forward", forward)
         tokens = ranks * _positive(settings, "max_total_num_tokens", _CACHE_TOKENS)
-        measure = self._measure = self._measure or await self._choose_measure(settings)
+        chosen = self._measure or await self._choose_measure(settings)
+        self._measure = self._measure or chosen  # Another engine may have joined meanwhile.
         margin = self._options.saturation_margin
-        saturation = int(margin * batch) if margin > 0 else None
-        return EngineTraits(measure, saturation, tokens // BLOCK_TOKENS)
+        saturation = max(1, int(margin * batch)) if margin > 0 else None
+        return EngineTraits(self._measure, saturation, tokens // BLOCK_TOKENS)
 
     async def _choose_measure(self, settings: Mapping[str, Any]) -> Measure:
         try:

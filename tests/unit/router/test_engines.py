@@ -91,6 +91,12 @@ async def test_work_of_all_engines_is_counted_in_the_measure_of_the_first(tmp_pa
     assert rig.units() == ["FLOPs", "FLOPs"]
 
 
+async def test_engines_that_join_together_count_work_in_one_measure(tmp_path: Path) -> None:
+    rig = Rig(one=config_at(tmp_path, SHAPE), unreadable={"model_path": "/nowhere"})
+    async with rig.pool.running():
+        assert rig.units() in (["FLOPs", "FLOPs"], ["tokens", "tokens"])
+
+
 @pytest.mark.parametrize("config", [[], 3, SHAPE | {"layer_types": [{}, []]}, None, ...])
 async def test_engine_without_a_config_that_can_be_read_joins_and_counts_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: object
@@ -202,15 +208,24 @@ async def test_an_engine_with_several_ranks_is_one_whose_events_are_not_followed
     assert "each data-parallel rank has its own" in caplog.text
 
 
-async def test_a_stream_and_all_about_it_go_to_one_engine() -> None:
+async def test_a_stream_all_about_it_and_the_next_prompt_like_it_go_to_one_engine() -> None:
     engines = [FakeEngine("s"), FakeEngine("s")]
     async with routing(*engines) as router:
         for path, body in (
             ("/generate", {"text": "a" * 400}),
             ("/prompt_streams", {"text": "b" * 400}),
             ("/prompt_streams/s/append", {"text": "more"}),
+            # From now on the other engine has less in its cache, and gets what is new.
+            ("/generate", {"text": "b" * 4000}),
             ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
+            ("/generate", {"text": "c" * 500}),
         ):
             content = json.dumps(body).encode()
             assert (await router("POST", path, content, KEY))[0] == 200
-    assert [len(engine.requests) for engine in engines] == [1, 3]
+    assert sorted(len(engine.requests) for engine in engines) == [1, 5]
+
+
+async def test_an_engine_takes_requests_at_any_saturation() -> None:
+    async with routing(FakeEngine(), saturation_margin=1e-9) as router:
+        with anyio.fail_after(30):
+            assert (await router("POST", "/generate", b'{"text": "x"}', KEY))[0] == 200

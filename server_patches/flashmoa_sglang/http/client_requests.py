@@ -44,7 +44,8 @@ STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
 # Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
 LARGEST_NUMBER = 2**31 - 1
-_TTL = re.compile(r"([0-9]{1,6})([smh])")
+_TTL = re.compile(r"([1-9][0-9]{0,5})([smh])")
+_DEFAULT_TTL = "30m"
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 # The statuses with which SGLang refuses a request, and has no room for one in its queue.
 _REFUSALS = (400, 503)
@@ -114,16 +115,18 @@ def _read_prewarm(body: dict[str, Any]) -> float | None:
     if "messages" not in body and "input" not in body:
         return None  # It is no chat.
     options = _object(body, "prompt_cache_options")
-    prewarm, ttl = options.get("prewarm"), options.get("ttl", "30m")
+    prewarm, ttl = options.get("prewarm"), options.get("ttl")
     if prewarm is not None and not isinstance(prewarm, bool):
         raise ValueError(f"prompt_cache_options.prewarm must be true or false, not {prewarm!r}.")
-    match = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+    if not prewarm:
+        return None  # What else the options say is not for this server.
+    match = _TTL.fullmatch(_DEFAULT_TTL if ttl is None else str(ttl))
     if match is None:
         raise ValueError(
-            "prompt_cache_options.ttl must be a number of seconds, minutes or hours, such as '30m',"
-            f" not {str(ttl)[:40]!r}."
+            "prompt_cache_options.ttl must be a number of seconds, minutes or hours above 0, such "
+            f"as {_DEFAULT_TTL!r}, not {str(ttl)[:40]!r}."
         )
-    return float(match[1]) * _SECONDS[match[2]] if prewarm else None
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:

@@ -187,8 +187,11 @@ def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
         ({"prewarm": True}, 1800),
         ({"prewarm": True, "ttl": "12h"}, 43_200),
         ({"prewarm": True, "ttl": "5s", "mode": "explicit"}, 5),
+        ({"prewarm": True, "ttl": None}, 1800),
         ({"prewarm": False, "ttl": "30m"}, None),
-        ({"ttl": "30m"}, None),
+        # Without prewarm nothing is done, and so nothing refused.
+        ({"ttl": None}, None),
+        ({"prewarm": None, "ttl": "1d"}, None),
         (None, None),
     ],
 )
@@ -235,8 +238,9 @@ async def test_an_engine_that_keeps_no_prompts_refuses_to_prewarm_one(
         ({"nvext": {"agent_hints": {"priority": True}}}, "nvext.agent_hints.priority"),
         ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
         ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm"),
-        ({"prompt_cache_options": {"ttl": "soon"}}, "prompt_cache_options.ttl"),
-        ({"prompt_cache_options": {"ttl": None}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": "1d"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": "0s"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": 30}}, "prompt_cache_options.ttl"),
     ],
 )
 def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:

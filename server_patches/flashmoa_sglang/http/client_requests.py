@@ -401,18 +401,21 @@ def generate_request(
     expected_output = hints.expected_output
     if hints.priority is not None and obj.priority is None:
         obj.priority = manager.flashmoa_table.engine.own_priority(hints.priority)
-    if hints.prewarm is not None:
-        return prewarm(original, manager, obj, http_request, hints.prewarm)
     request = current() or bind(manager.flashmoa_table, http_request)
-    by_prompt = find_by_prompt(manager.flashmoa_table, obj)
-    if request is None:
-        request = by_prompt
-    elif by_prompt is not None:
-        request.meet(by_prompt)
-    if request is None:
-        _put_expectation(obj, expected_output)
-        return original(manager, obj, http_request)
-    outputs = original(manager, obj, http_request)
+    if hints.prewarm is not None:
+        outputs = prewarm(original, manager, obj, http_request, hints.prewarm)
+        if request is None:
+            return outputs
+    else:
+        by_prompt = find_by_prompt(manager.flashmoa_table, obj)
+        if request is None:
+            request = by_prompt
+        elif by_prompt is not None:
+            request.meet(by_prompt)
+        if request is None:
+            _put_expectation(obj, expected_output)
+            return original(manager, obj, http_request)
+        outputs = original(manager, obj, http_request)
     prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
     return run_with_stream(outputs, request, prepare, http_request)
 

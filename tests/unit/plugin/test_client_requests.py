@@ -48,7 +48,9 @@ def refusal(status: int, tokens: int = 0) -> dict[str, Any]:
     return {"text": "", "meta_info": {"finish_reason": reason, "completion_tokens": tokens}}
 
 
-async def send(table: StreamTable, stream: str, *outcomes: Exception | dict[str, Any]) -> None:
+async def send(
+    table: StreamTable, stream: str, *outcomes: Exception | dict[str, Any], **hints: Any
+) -> None:
     """Send the final request of a stream to an engine that answers with these outcomes."""
 
     async def answer(*_: object) -> AsyncGenerator[dict[str, Any]]:
@@ -62,7 +64,7 @@ async def send(table: StreamTable, stream: str, *outcomes: Exception | dict[str,
         model_config=SimpleNamespace(vocab_size=1000), tokenizer=None, flashmoa_table=table,
         mm_processor=None,
     )  # fmt: skip
-    request = HttpRequest(prompt_stream_id=stream)
+    request = HttpRequest(prompt_stream_id=stream, **hints)
     client_requests._current.set(None)
     with suppress(ValueError, HTTPException):
         async for _ in client_requests.generate_request(answer, manager, body, request):
@@ -227,6 +229,21 @@ async def test_an_engine_that_keeps_no_prompts_refuses_to_prewarm_one(
     outputs = client_requests.prewarm(pytest.fail, manager, generation([1]), None, 60)
     with pytest.raises(ValueError, match=says):
         await anext(outputs)
+
+
+@pytest.mark.parametrize("role", ["null", "prefill"])
+async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(role: str) -> None:
+    engine: Any = FakeEngine()
+    engine.role, engine.why_no_kv = role, lambda: None
+    table = StreamTable(engine)
+    stream = open_stream(table, tokens=5)
+    warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
+    chat = {"messages": [], "prompt_cache_options": {"prewarm": True}}
+    await send(table, stream.id, warm, **chat)
+    # An engine that refuses to prewarm leaves it.
+    assert stream.closed == ("used" if role == "null" else None)
+    assert ("prompt_stream" in warm["meta_info"]) == (role == "null")
+    table.close(stream, "deleted")
 
 
 @pytest.mark.parametrize(

@@ -373,13 +373,27 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
 
 def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:
     """Find the stream of a ``GenerateReqInput`` by its tokens and namespace."""
+    prompt = _tokens(obj) if table else None
+    if prompt is None:
+        return None
+    stream = table.find_by_prompt(prompt, lambda stream: _shares_kv(obj, stream))
+    return StreamRequest(table, stream.id, is_named=False) if stream is not None else None
+
+
+def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
+    """Return whether a stream would be that of a ``GenerateReqInput``, by tokens and namespace."""
+    prompt = _tokens(obj)
+    return prompt is not None and _shares_kv(obj, stream) and stream.agrees_with(prompt) > 0
+
+
+def _tokens(obj: Any) -> array[int] | None:
+    """Return the tokens of a prompt that is nothing else, and ``None`` of any other."""
     ids = obj.input_ids
-    if not table or not ids or isinstance(ids[0], list) or obj.session_params is not None:
+    if not ids or isinstance(ids[0], list) or obj.session_params is not None:
         return None
     if obj.image_data or obj.video_data or obj.audio_data:
         return None
-    stream = table.find_by_prompt(array("q", ids), lambda stream: _shares_kv(obj, stream))
-    return StreamRequest(table, stream.id, is_named=False) if stream is not None else None
+    return array("q", ids)
 
 
 def generate_request(

@@ -217,16 +217,23 @@ class StreamTable:
             self.streamed.ahead += kept
 
     def hold(
-        self, obj: Any, meta: Mapping[str, Any], ids: Sequence[int], seconds: float, since: int = 0
-    ) -> None:
+        self,
+        obj: Any,
+        meta: Mapping[str, Any],
+        ids: Sequence[int],
+        seconds: float,
+        since: int = 0,
+        come: Callable[[PromptStream], bool] = lambda _: False,
+    ) -> bool:
         """Keep the KV of a prompt that is known as a whole, and prefill what is missing of it.
 
         Args:
             obj: the ``GenerateReqInput`` in whose namespace it is, and ``meta`` that of its output.
             since: the number of tokens that its request has in common with ``obj``; 0: no request
                 ends the stream, but only its time.
+            come: returns whether that request has come already, so that nothing is to be kept.
 
-        Raises: as :meth:`add` and :meth:`open`.
+        Return whether it is kept. Raises: as :meth:`add` and :meth:`open`.
         """
         rank = meta.get("dp_rank") if self._engine.data_parallel_ranks > 1 else None
         salt = getattr(obj, "cache_salt", None)
@@ -239,7 +246,10 @@ class StreamTable:
             ended_at=time.monotonic(),
         )
         self.add(stream, list(ids))
+        if come(stream):
+            return False
         self.open(stream)
+        return True
 
     def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.

@@ -16,7 +16,7 @@ from array import array
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.http import metrics, rendering
+from flashmoa_sglang.http import client_requests, metrics, rendering
 from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.http.token_buffer import TokenBuffer, common_length
 from flashmoa_sglang.options import Options
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.rendering import ChatRenderer
+    from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class ToolGaps:
         self._renderer = renderer
         self._seconds = Options.from_environment().hold_tool_calls
         self._has_failed = False
-        # Each ends by itself once its prompt is rendered.
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Each ends by itself once its prompt is rendered. With the requests that have come since.
+        self._tasks: dict[asyncio.Task[None], list[Any]] = {}
 
     @staticmethod
     def may_hold(engine: Engine) -> bool:
@@ -56,6 +57,9 @@ class ToolGaps:
 
     def watch(self, obj: Any, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         """Return the outputs of a ``GenerateReqInput``; hold its agent's next prompt at the end."""
+        if hasattr(obj, "stream"):  # It is no request for an embedding.
+            for come in self._tasks.values():
+                come.append(obj)
         chat = rendering.served.get()
         # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
         if not hasattr(chat, "messages") or not chat.tools or (chat.n or 1) > 1:
@@ -73,20 +77,26 @@ class ToolGaps:
             async for output in outputs:
                 text = (text if self._engine.streams_pieces(obj) else "") + output["text"]
                 if (output["meta_info"].get("finish_reason") or {}).get("type") == "stop":
-                    task = asyncio.create_task(self._hold(chat, obj, {**output, "text": text}))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    whole, come = {**output, "text": text}, list[Any]()
+                    task = asyncio.create_task(self._hold(chat, obj, whole, come))
+                    self._tasks[task] = come
+                    task.add_done_callback(self._tasks.pop)
                 yield output
 
-    async def _hold(self, chat: Any, obj: Any, output: dict[str, Any]) -> None:
+    async def _hold(self, chat: Any, obj: Any, output: dict[str, Any], come: list[Any]) -> None:
+        def has_come(stream: PromptStream) -> bool:
+            return any(client_requests.has_prompt_of(request, stream) for request in come)
+
         try:
             # A long prompt takes tens of milliseconds, in which no other token would go out.
             buffer = await asyncio.to_thread(self._next_prompt, chat, output)
             if buffer is not None:
                 since = common_length(array("q", obj.input_ids), buffer.tokens)
                 meta = output["meta_info"]
-                self._table.hold(obj, meta, buffer.tokens, self._seconds, since)
-                metrics.count("tool_calls_held")
+                # A tool may have ended before, and its result can take no stream any more.
+                tokens = buffer.tokens
+                if self._table.hold(obj, meta, tokens, self._seconds, since, has_come):
+                    metrics.count("tool_calls_held")
         except ApiError as error:
             logger.debug("A prompt is not held while tools run: %s", error)
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -161,6 +163,52 @@ def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps
     outputs: Any = object()
     assert gaps.watch(body, outputs) is outputs
     rendering.served.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("late", "held"),
+    [
+        ({}, False),
+        ({"cache_salt": "other"}, True),
+        ({"input_ids": [1, 2, 3, 9]}, True),
+        (None, True),
+    ],
+    ids=["its own", "of another namespace", "another agent's", "none"],
+)
+async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
+    monkeypatch: pytest.MonkeyPatch, late: dict[str, Any] | None, held: bool
+) -> None:
+    engine: Any = FakeEngine()
+    table = StreamTable(engine)
+    gaps = tool_gaps.ToolGaps(engine, table, SimpleNamespace())  # type: ignore[arg-type]
+    gaps._seconds = 60
+    rendered = threading.Event()
+
+    def next_prompt(*_: object) -> Any:
+        rendered.wait()
+        return SimpleNamespace(tokens=array("q", [1, 2, 3, 4, 5]))
+
+    async def answer() -> AsyncGenerator[dict[str, Any]]:
+        yield {"text": "", "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
+    engine.streams_pieces = lambda _: False
+    request = {"priority": None, "stream": False}
+    token = rendering.served.set(SimpleNamespace(messages=["Hi"], tools=["a tool"], n=1))
+    try:
+        async for _ in gaps.watch(generation([1, 2, 3], **request), answer()):
+            pass
+        (task,) = gaps._tasks
+        if late is not None:
+            gaps.watch(generation(**{"ids": [1, 2, 3, 4, 5, 6], **request, **late}), answer())
+        rendered.set()
+        await task
+    finally:
+        rendered.set()
+        rendering.served.reset(token)
+    assert len(table) == held and not gaps._tasks
+    for stream in list(table._open.values()):
+        table.close(stream, "deleted")
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])

@@ -132,10 +132,12 @@ def held_back(scheduler: Any, running: Any) -> Generator[None]:
         return
     hidden = {id(req) for req in back}
     scheduler.waiting_queue = [req for req in queue if id(req) not in hidden]
+    scheduler.flashmoa.held_back = back
     places = {id(req): place for place, req in enumerate(queue)}
     try:
         yield
     finally:
+        scheduler.flashmoa.held_back = []
         left = [*scheduler.waiting_queue, *back]
         scheduler.waiting_queue = sorted(left, key=lambda req: places.get(id(req), len(places)))
 
@@ -153,8 +155,10 @@ def _to_hold_back(scheduler: Any, running: Any) -> list[Any]:
     taken = 0
     for req in lost:
         need = _need(scheduler, req)
-        while need > room() - taken and state.pins.give_way(state.streams.is_overdue):
-            pass
+        # Prompts that would not be enough stay where they are.
+        if need <= room() - taken + state.streams.overdue_tokens():
+            while need > room() - taken and state.pins.give_way(state.streams.is_overdue):
+                pass
         if need > room() - taken:
             back.append(req)
         else:
@@ -198,11 +202,22 @@ def unpromised(scheduler: Any, running: Any) -> int:
 
 
 def room_for_streams(scheduler: Any, running: Any) -> int:
-    """Return the KV slots that requests leave for increments of streams, in tokens."""
-    room = unpromised(scheduler, running)
-    room -= sum(_need(scheduler, req) for req in scheduler.waiting_queue if not is_increment(req))
-    if running.reqs or len(scheduler.flashmoa.streams) > 1:
-        room -= int(scheduler.max_total_num_tokens * _HEADROOM)
+    """Return the KV slots that requests leave for increments of streams, in tokens.
+
+    Prompts that are held give way to streams that grow once they are overdue, as one that is kept
+    warm is after a while on a busy engine.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    waiting = [req for req in scheduler.waiting_queue if not is_increment(req)]
+    kept = sum(_need(scheduler, req) for req in [*waiting, *state.held_back])
+    if running.reqs or len(state.streams) > 1:
+        kept += int(scheduler.max_total_num_tokens * _HEADROOM)
+    wanted = sum(state.streams.waiting_tokens(growing=True))
+    room = unpromised(scheduler, running) - kept
+    while wanted > max(room, 0) and room + state.streams.overdue_tokens() > 0:
+        if not state.pins.give_way(state.streams.is_overdue):
+            break
+        room = unpromised(scheduler, running) - kept
     return room
 
 

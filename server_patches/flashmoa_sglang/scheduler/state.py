@@ -45,6 +45,7 @@ class SchedulerState:
         streams: the open prompt streams.
         pins: locks on the KV of prompt streams.
         shared: decides what the batch shares that is being built; ``None`` if nothing is shared.
+        held_back: the requests that wait outside of the queue while a batch is built.
         only_streams: whether the batch that is being built is for prompt streams only.
         needs_pages: whether that batch is mixed, and room for its decodes has not been kept yet.
         increments_ended: whether increments have given back KV since a batch was built.
@@ -72,6 +73,7 @@ class SchedulerState:
         self.saturation_gate: SaturationGate | None = None
         self.queued = QueuedTokens(scheduler.page_size)
         self.shared: SharedPrefill | None = None
+        self.held_back: list[Any] = []
         self.only_streams = self.needs_pages = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
         self.work = 0.0

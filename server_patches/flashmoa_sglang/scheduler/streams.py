@@ -242,6 +242,11 @@ class SchedulerStreams:
         waited = self._scheduler.flashmoa.work - stream.opened_at
         return self.stage(id_) is not Stage.NEXT and waited >= _HELD_FOR * stream.prefilled
 
+    def overdue_tokens(self) -> int:
+        """Return how much room at most all streams would leave that are overdue, in tokens."""
+        pinned = (stream for stream in self._open.values() if stream.id in self._pins)
+        return sum(stream.prefilled for stream in pinned if self.is_overdue(stream.id))
+
     def claim(self, id_: str, *, claimed: bool = True) -> None:
         """Make no more increments of a stream whose final request has come and is not refused."""
         if id_ in self._open:

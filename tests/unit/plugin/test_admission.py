@@ -206,6 +206,45 @@ def test_a_request_that_lost_its_prompt_gets_the_room_of_one_that_does_not_retur
     assert "a" not in busy.flashmoa.pins and "b" in busy.flashmoa.pins
 
 
+def test_overdue_prompts_stay_where_they_are_not_enough_for_a_request(
+    busy: FakeScheduler,
+) -> None:
+    busy.flashmoa.work, busy.tree_cache.free = 4000, -1000
+    assert queued(busy) == [500] and len(busy.flashmoa.pins) == 2
+    busy.tree_cache.free = 0
+    assert queued(busy) == [1500, 500] and not busy.flashmoa.pins
+
+
+def test_streams_leave_room_for_the_requests_that_are_held_back(busy: FakeScheduler) -> None:
+    busy.tree_cache.free, busy.max_total_num_tokens = 1600, 0
+    before = room(busy)
+    with admission.held_back(busy, busy.running):
+        assert len(busy.waiting_queue) == 1
+        assert room(busy) == before
+    assert room(busy) == before
+
+
+def test_prompts_that_are_kept_give_way_to_a_stream_that_grows_once_they_are_overdue(
+    busy: FakeScheduler,
+) -> None:
+    busy.waiting_queue, busy.max_total_num_tokens = [], 0
+    busy.tree_cache.free = free = 0
+    less = free - room(busy)
+    busy.flashmoa.work = 4000
+    # A stream that does not grow takes no room from others.
+    busy.open_stream("known", 500, grows=False)
+    assert room(busy) == -less and len(busy.flashmoa.pins) == 2
+    busy.open_stream("grows", 500)
+    assert room(busy) == 1000 - less and len(busy.flashmoa.pins) == 1
+    # Those that are not overdue stay, and those that would leave no room, too.
+    busy.flashmoa.work = 3999
+    busy.tree_cache.free = 0
+    assert room(busy) == -less and len(busy.flashmoa.pins) == 1
+    busy.flashmoa.work = 4000
+    busy.tree_cache.free = less - 1000
+    assert room(busy) == -1000 and len(busy.flashmoa.pins) == 1
+
+
 def test_a_request_waits_for_no_prompt_of_others_when_nothing_else_runs(
     busy: FakeScheduler, lost: Any
 ) -> None:

@@ -377,5 +377,5 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
             await client.open_stream(text="a prompt")
         assert client.is_front_end
         client._front_end._fresh_until = 0.0
-        instances.append({**listed, "instance_id": 7})
+        instances.append(listed)
         assert (await client.open_stream(text="a prompt")).id.startswith(worker.url)

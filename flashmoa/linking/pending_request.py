@@ -122,7 +122,7 @@ class PendingRequest:
         return self._link is not None and self._link.is_unnamed
 
     async def delete_claimed_stream(self) -> None:
-        """Delete a stream that was claimed for a request which will not be sent.
+        """Delete a stream that was claimed for a request which will not be sent, or was answered.
 
         A link that has not ended deletes its stream itself.
         """

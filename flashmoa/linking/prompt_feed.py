@@ -12,6 +12,8 @@ engine that does not answer:
   unless a request has claimed the stream.
 - A request that claimed a stream and then failed or was never sent has the stream deleted: by
   :class:`~flashmoa.linking.pending_request.PendingRequest`, or by the link's planner.
+- Behind a front end a request does not name its stream, and may have gone to another engine. So
+  when its call has ended, its planner or :class:`~flashmoa.workflow.Workflow` deletes the stream.
 - Closing whatever runs them (``TaskHost.close``, leaving a ``Workflow``) cancels all links and
   deletions at once, so that closing takes ``_RELEASE_SECONDS`` however many streams there are.
 """
@@ -47,6 +49,8 @@ logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 0.01
 _GRACE_SECONDS_OF_STEPS = 0.05
 _OPEN_SECONDS = 10.0
+# A worker behind a front end that has not taken a piece of text by then is taken to hang: its link
+# is to have a stream on another one within 2 s.
 _WORKER_SECONDS = 1.5
 _DELETE_SECONDS = 5.0
 _RELEASE_SECONDS = 0.3

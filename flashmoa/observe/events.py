@@ -159,7 +159,8 @@ class LinkClosed(Event):
 class StreamFound(Event):
     """A call behind a front end has ended: what its engine says of its prompt stream.
 
-    ``figures`` is ``None`` if the request did not find the stream, as it went to another engine.
+    ``figures`` is ``None`` if the request did not find the stream: it went to another engine, or
+    was there before the stream's end.
     """
 
     stream_id: str

@@ -17,6 +17,7 @@ import anyio
 
 from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineClient, StreamState
+from flashmoa.engine.front_end import is_behind
 from flashmoa.errors import (
     EngineDraining,
     EngineTimeout,
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 # also the text of its upstream agents as they write it.
 Ahead = Literal["nothing", "known", "text"]
 
-_LATE, _PLAIN = "too late", "plain engine"
+_LATE, _PLAIN, _UNFINISHED = "too late", "plain engine", "unfinished"
 # How often a link tries to have its stream on a worker behind a front end, and how long it
 # waits between. A front end needs a moment to notice that a worker has died.
 _TRIES = 8
@@ -153,8 +154,8 @@ class Link:
 
     @property
     def used_id(self) -> str | None:
-        """The id that events of the request name: the :attr:`stream_id` of a link that was used."""
-        return self.stream_id if self._end_reason == "used" else None
+        """The id that events of the request name, if there was a stream when it came."""
+        return self.stream_id if self._end_reason in ("used", _UNFINISHED) else None
 
     @property
     def is_unnamed(self) -> bool:
@@ -163,8 +164,7 @@ class Link:
         Delete the stream when that call has ended: its engine then says how it was of use, or if
         the request has gone to another engine, frees it.
         """
-        is_used = self.used_id is not None and self.prompt.is_complete
-        return is_used and not self._feed.is_named and not self._is_found
+        return self._end_reason == "used" and not self._feed.is_named and not self._is_found
 
     def waits_for(self, name: str) -> bool:
         """Return whether a slot of that name is still open."""
@@ -225,9 +225,14 @@ class Link:
         """
         if self.is_over:
             return None
-        # A stream that is still being opened is too late for the request.
-        not_open = _PLAIN if self._feed.is_plain else _LATE
-        self.end("used" if self.stream_id is not None else not_open)
+        if self.stream_id is None:
+            # A stream that is still being opened is too late for the request.
+            self.end(_PLAIN if self._feed.is_plain else _LATE)
+        elif is_behind(self.stream_id) and not self.prompt.is_complete:
+            # The request could find its whole prompt only.
+            self.end(_UNFINISHED)
+        else:
+            self.end("used")
         return self.stream_id if self._feed.is_named else None
 
     def end(self, reason: str) -> None:

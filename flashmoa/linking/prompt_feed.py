@@ -291,8 +291,7 @@ class PromptFeed(Feed):
         # A request that cannot name the stream finds it by its prompt, which must be all there.
         while not self._stopped or not (self.is_named or state.ended):
             if self._stopped and not self._prompt.is_complete:
-                await self.delete()  # So its request cannot find it.
-                return
+                return  # The link deletes the stream, so its request cannot find it.
             if seq and self._prompt.is_complete and self.is_named:
                 with anyio.move_on_after(_GRACE_SECONDS):
                     await self._stopping.wait()

@@ -20,6 +20,7 @@ from flashmoa.observe.events import (
     Event,
     FirstToken,
     LinkAdvanced,
+    LinkClosed,
     LinkOpened,
     Listener,
     PromptSent,
@@ -81,6 +82,7 @@ class Call:
         plain_tokens: number of tokens of its prompt that its link had prefilled on an engine
             without the plugin; ``None`` if there was no such link.
         found: behind a front end, what the engine says of its prompt stream.
+        link_end: the reason for which its link ended; ``None`` if it had no stream.
     """
 
     started: CallStarted
@@ -89,6 +91,7 @@ class Call:
     prompt: PromptSent | None = None
     plain_tokens: int | None = None
     found: StreamFound | None = None
+    link_end: str | None = None
 
     @property
     def agent(self) -> str:
@@ -127,6 +130,8 @@ def calls(events: Iterable[Event]) -> list[Call]:
                 by_stream[event.stream_id] = call
         elif isinstance(event, StreamFound) and event.stream_id in by_stream:
             by_stream[event.stream_id].found = event
+        elif isinstance(event, LinkClosed) and event.stream_id in by_stream:
+            by_stream[event.stream_id].link_end = event.reason
         elif isinstance(event, CallEvent) and event.call_id in by_id:
             call = by_id[event.call_id]
             if isinstance(event, PromptSent):

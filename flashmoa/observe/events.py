@@ -148,7 +148,7 @@ class LinkClosed(Event):
     """The link has ended.
 
     ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, ``too late``,
-    ``plain engine``, or an error.
+    ``plain engine``, ``unfinished``, or an error.
     """
 
     stream_id: str | None

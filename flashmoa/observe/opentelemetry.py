@@ -57,7 +57,7 @@ _SECONDS = [0.01 * 2**power for power in range(14)]
 _TOKENS = [float(4**power) for power in range(14)]
 # Reasons for which a link ends; any other one is an error.
 _ORDINARY_ENDS = frozenset(
-    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine"}
+    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine", "unfinished"}
 )
 
 _Key = TypeVar("_Key")

@@ -199,8 +199,9 @@ def link_status(call: Call) -> str:
     ``late``: the call came before its stream was open. ``no gain``: its stream had computed nothing
     when it came, so that it waited as without a link. ``plain``: its link was to an engine without
     the plugin, which does not report whether it was of use. ``elsewhere``: a front end sent it to
-    another engine than the one with its stream, or it was there before the stream's end. ``""``:
-    there was no link to it.
+    another engine than the one with its stream, or it was there before the stream's end.
+    ``unfinished``: its stream, behind a front end, was given up, as texts in it were still open.
+    ``""``: there was no link to it.
     """
     if call.usage is not None and call.usage.prompt_stream is not None:
         status = call.usage.prompt_stream.status
@@ -209,6 +210,8 @@ def link_status(call: Call) -> str:
         return "plain"
     if call.found is not None and call.finished is not None:
         return "elsewhere"
+    if call.link_end == "unfinished":
+        return "unfinished"
     return "late" if call.started.late else ""
 
 

@@ -310,14 +310,20 @@ async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker()
 
 async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
     """A request that comes while a text is open brings another prompt than was expected."""
+    events: list[Event] = []
     async with hung_engine() as worker, front_end_of(worker) as client:
-        link = Link(client, Prompt(["known", Slot("writer"), "rest"]), agent="reader")
+        prompt = Prompt(["known", Slot("writer"), "rest"])
+        link = Link(client, prompt, agent="reader", listener=events.append)
         async with anyio.create_task_group() as group:
             group.start_soon(link.run)
             await until(lambda: link.stream_id is not None)
             assert link.claim() is None
         assert worker.routes().count("delete") == 1
         assert not link.is_unnamed
+    (closed,) = [event for event in events if isinstance(event, LinkClosed)]
+    assert closed.reason == "unfinished"
+    # The call's events name the stream, so that reports say why it had no use of it.
+    assert link.used_id == closed.stream_id
 
 
 @pytest.mark.parametrize("fault", ["ends its streams", "hangs", "leaves"])

@@ -81,6 +81,8 @@ def test_behind_a_front_end_figures_come_after_the_answers() -> None:
     assert row(found, None)[1:6] == ["100", "90", "70", "10", "9"]
     (found,) = calls([*events, StreamFound(**who, stream_id="http://w s", figures=None)])
     assert (row(found, None)[2], row(found, None)[-1]) == ("64", "elsewhere")
+    (found,) = calls([*events, LinkClosed(**who, stream_id="http://w s", reason="unfinished")])
+    assert row(found, None)[-1] == "unfinished"
     (found,) = calls(events)
     assert row(found, None)[-1] == ""
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from random import choice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -88,6 +88,13 @@ class _Placed(BaseModel):
     nvext: _Extension
 
 
+class _LeftOut(NamedTuple):
+    """Says until when a worker that is listed is not asked, and whether it had to be dropped."""
+
+    until: float
+    is_dropped: bool
+
+
 class FrontEnd(Generic[E]):
     """The engines behind a server, if that is a front end of Dynamo.
 
@@ -103,13 +110,11 @@ class FrontEnd(Generic[E]):
         self._ask = ask
         self._connect = connect
         self._clients: dict[str, E] = {}
+        self._gone: list[E] = []
         # The URLs of the workers by Dynamo's ids, and until when they are not looked for again.
         self._workers: dict[int, str] = {}
         self._fresh_until = 0.0
-        # Other workers, and until when they are not asked again.
-        self._others: dict[int, float] = {}
-        # Those of them that could not be reached.
-        self._dead: set[int] = set()
+        self._left_out: dict[int, _LeftOut] = {}
         self._expected_until = 0.0
         # By event loop: others who ask meanwhile wait for the answer.
         self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
@@ -160,7 +165,7 @@ class FrontEnd(Generic[E]):
         ids = placed.nvext.worker_id
         # Where prefill and decode are apart, the prompt's KV is made by the first.
         chosen = ids.decode_worker_id if ids.prefill_worker_id is None else ids.prefill_worker_id
-        if chosen in self._dead and workers:
+        if chosen in self._left_out and self._left_out[chosen].is_dropped:
             # The request will be sent on from there, to where its KV is.
             return self._engine(choice([*workers.values()]))
         if chosen not in workers:
@@ -181,15 +186,15 @@ class FrontEnd(Generic[E]):
         Return whether there are others.
         """
         dropped = [id_ for id_, url in self._workers.items() if url == engine.url]
-        self._dead.update(dropped)
-        self._others |= dict.fromkeys(dropped, time.monotonic() + _RETRY_SECONDS)
+        left_out = _LeftOut(time.monotonic() + _RETRY_SECONDS, is_dropped=True)
+        self._left_out |= dict.fromkeys(dropped, left_out)
         self._workers = {id_: self._workers[id_] for id_ in self._workers.keys() - dropped}
         return self.is_known
 
     async def close(self) -> None:
         """Close the connections to the engines."""
         # Links that end meanwhile may need another one.
-        for client in [*self._clients.values()]:
+        for client in [*self._clients.values(), *self._gone]:
             await client.close()
 
     async def _find(self) -> dict[int, str]:
@@ -200,7 +205,7 @@ class FrontEnd(Generic[E]):
                 self._workers = await self._look()
                 if self._workers:
                     self._expected_until = time.monotonic() + _KNOWN_SECONDS
-                seconds = _RETRY_SECONDS if self._others else _NONE_SECONDS
+                seconds = _RETRY_SECONDS if self._left_out else _NONE_SECONDS
                 seconds = _FRESH_SECONDS if self.expects_workers else seconds
                 self._fresh_until = time.monotonic() + seconds
         return self._workers
@@ -208,16 +213,18 @@ class FrontEnd(Generic[E]):
     async def _look(self) -> dict[int, str]:
         listed = await self._list()
         found = {id_: url for id_, url in listed.items() if self._workers.get(id_) == url}
-        now, others = time.monotonic(), self._others
-        self._others = {id_: others[id_] for id_ in listed if others.get(id_, now) > now}
-        self._dead &= self._others.keys()
+        now = time.monotonic()
+        left_out = {id_: each for id_, each in self._left_out.items() if each.until > now}
+        self._left_out = {id_: left_out[id_] for id_ in left_out.keys() & listed.keys()}
         async with anyio.create_task_group() as group:
-            for id_ in listed.keys() - found.keys() - self._others.keys():
+            for id_ in listed.keys() - found.keys() - self._left_out.keys():
                 group.start_soon(self._add, found, id_, listed[id_])
-        for url in self._clients.keys() - found.values():
-            # Another event loop may have looked, too.
-            if (client := self._clients.pop(url, None)) is not None:
-                await client.close()
+        # Links may be sending to those that have gone, so they are closed the next time. Another
+        # event loop may look, too.
+        gone = [self._clients.pop(url, None) for url in self._clients.keys() - found.values()]
+        closing, self._gone = self._gone, [client for client in gone if client is not None]
+        for client in closing:
+            await client.close()
         return found
 
     async def _list(self) -> dict[int, str]:
@@ -245,7 +252,7 @@ class FrontEnd(Generic[E]):
                 return
         except (errors.EngineError, TimeoutError) as error:
             logger.debug("Worker %s of a front end has no prompt streams: %s", url, error)
-        self._others[id_] = time.monotonic() + _RETRY_SECONDS
+        self._left_out[id_] = _LeftOut(time.monotonic() + _RETRY_SECONDS, is_dropped=False)
 
 
 def _http_url(instance: _Instance) -> str | None:

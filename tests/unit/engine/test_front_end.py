@@ -203,7 +203,7 @@ async def test_a_worker_that_does_not_answer_holds_up_the_first_who_asks_only(
         engine = await found.any_engine()
         assert engine is not None and engine.url == "http://a:1000"
     assert sorted(asked) == ["http://a:1000", "http://decodes:1000", "http://silent:1000"]
-    found._others = dict.fromkeys(found._others, 0.0)
+    found._left_out = {id_: each._replace(until=0.0) for id_, each in found._left_out.items()}
     await found.any_engine()
     assert asked.count("http://silent:1000") == 2
     await found.close()
@@ -369,6 +369,20 @@ async def test_a_stream_whose_worker_fails_is_opened_on_another_one(
         assert [stream_id.split()[0] for stream_id in opened] == [first.url, second.url]
         (closed,) = [event for event in events if isinstance(event, LinkClosed)]
         assert (closed.stream_id, closed.reason) == (opened[-1], "used")
+
+
+@pytest.mark.parametrize("looks_again", [True, False])
+async def test_what_is_being_sent_to_a_worker_that_leaves_arrives(looks_again: bool) -> None:
+    """Other links may hold its client, in other event loops, too."""
+    instances: list[dict[str, Any]] = []
+    async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
+        stream = await client.open_stream(text="a prompt")
+        engine, own_id = client._find_stream(stream.id)
+        instances.clear()
+        assert not await client.takes_requests(stream.id)
+        assert (await engine.append(own_id, 0, text="a text")).next_seq == 0
+        await (client.takes_requests(stream.id) if looks_again else client.close())
+        assert engine._http.is_closed
 
 
 async def test_links_wait_for_workers_that_all_restart() -> None:

@@ -73,6 +73,7 @@ class Answer(StreamedText):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._session = name
         self.usage: PromptUsage | None = None
         self.finish_reason: str | None = None
         self.logprobs: list[float] = []
@@ -147,6 +148,8 @@ class Workflow(Reported):
         self._named: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
         self._marked: deque[StreamedText] = deque(maxlen=_MOST_MARKED)
         self._numbers: dict[str, int] = {}  # The last one that each name got.
+        # By name, the last answer whose request is in the session of that name.
+        self._in_session: WeakValueDictionary[str, Answer] = WeakValueDictionary()
         self._expected: deque[Pending] = deque(maxlen=_MOST_EXPECTED)
         # The groups, and the id of the task that has entered the workflow.
         self._groups: tuple[TaskGroup, TaskGroup, int] | None = None
@@ -256,6 +259,10 @@ class Workflow(Reported):
         answer = self._add(Answer(self._unused_name(name)))
         policy = on_failure or self._settings.policy(name)
         pending = self._make_pending(messages, answer.name, policy)
+        before = self._in_session.get(name)
+        # Routers keep a session on one engine, where calls at the same time would wait.
+        if before is None or before.is_over or before in pending._texts:
+            self._in_session[name], answer._session = answer, name
         requests.start_soon(self._run_request, answer, pending, engine or self._engine, parameters)
         return answer
 
@@ -327,7 +334,7 @@ class Workflow(Reported):
         engine: EngineClient,
         parameters: dict[str, Any],
     ) -> None:
-        headers = self._session.headers(answer.name)
+        headers = self._session.headers(answer._session)
         with answer._request_scope, setting(request_headers, headers):
             try:
                 if pending.is_waiting:

@@ -122,6 +122,10 @@ class LearnedLinkPlanner(LinkPlanner):
     def agent_of(self, name: str) -> str:
         return _NUMBER.sub("", name)
 
+    def session_of(self, agent: str) -> str:
+        name = self.agent_of(agent)
+        return agent if name in self._learned.parallel else name
+
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         super().call_held_back(call, reason)
         # The next call of its agent has another key.

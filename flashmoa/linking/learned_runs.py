@@ -140,6 +140,9 @@ class LearnedRun:
     """One run of a program. The work for a call does not grow with the number of calls.
 
     What is recorded of it does, up to a limit; of a longer run, the beginning is an example.
+
+    Attributes:
+        parallel: the names of which calls were at the same time, in the example or in this run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -160,6 +163,15 @@ class LearnedRun:
         answered = [(call.completed, call) for call in begun if call.completed is not None]
         self._missing = OrderedDict((call.key, call) for call in begun)
         self._unanswered = OrderedDict((call.key, at) for at, call in sorted(answered, key=_first))
+        self.parallel: set[str] = set()
+        ends: dict[str, float] = {}
+        for call in begun:
+            if call.after <= ends.get(call.name, -1):
+                self.parallel.add(call.name)
+            end = math.inf if call.completed is None else call.completed
+            ends[call.name] = max(end, ends.get(call.name, -1))
+        # By name, the key of the last call, as long as it runs.
+        self._running: dict[str, str] = {}
         # By name, the earlier calls that a request of that name may be.
         self._left: defaultdict[str, OrderedDict[str, RecordedCall]] = defaultdict(OrderedDict)
         # By the key of a call, those of the calls of the example with its tools' results.
@@ -197,6 +209,9 @@ class LearnedRun:
         call = RecordedCall(
             key, name, self._share(request) if is_recorded else request, self._complete
         )
+        if name in self._running:
+            self.parallel.add(name)
+        self._running[name] = key
         self._take(key)
         self._missing.pop(key, None)
         self._unanswered.pop(key, None)
@@ -229,6 +244,7 @@ class LearnedRun:
         """
         if call.completed is not None:
             return
+        self._note_end(call)
         is_passing = call.key in self._passing
         if not is_passing:
             answer, tool_answer = map(self._shared, (answer, tool_answer))
@@ -242,11 +258,16 @@ class LearnedRun:
 
     def fail(self, call: RecordedCall) -> None:
         """Note that the request of a call failed."""
+        self._note_end(call)
         if call.key in self._passing:
             self._forget(call)
         elif not call.has_failed:
             call.has_failed = True
             self._failed[_gist(call.name, call.request)].append(call)
+
+    def _note_end(self, call: RecordedCall) -> None:
+        if self._running.get(call.name) == call.key:
+            del self._running[call.name]
 
     def next_key(self, call: RecordedCall) -> str | None:
         """Return the key of the call that brings the results of a call's tools.

@@ -79,7 +79,7 @@ class LinkedCall(CallObserver):
         # Other servers do not know the field, and some refuse a request that has it.
         if planner.has_plugin(request.engine):
             self.expected_output_tokens = planner.output_lengths.expect(agent)
-        self.headers = planner.session.headers(agent)
+        self.headers = planner.session.headers(planner.session_of(agent))
         self._planner = planner
         self._own_link = own_link
         late = missed_link or (own_link is not None and own_link.is_late)
@@ -329,6 +329,10 @@ class LinkPlanner(ABC):
         """Return the agent whose link has a name, by which its reasons to be unlinked are told."""
         return name
 
+    def session_of(self, agent: str) -> str:
+        """Return the agent whose session a call belongs to; routers keep one on one engine."""
+        return agent
+
     def decline(self, agent: str, problem: Exception) -> None:
         """Leave an agent unlinked this time, and report why; each kind of reason is reported once.
 
@@ -474,7 +478,7 @@ class LinkPlanner(ABC):
         self._linked_engines.add(engine)
         self._end_attempt(turn.agent)
         self._follow_running(link)
-        with setting(request_headers, self.session.headers(turn.agent)):
+        with setting(request_headers, self.session.headers(self.session_of(turn.agent))):
             await link.start(self.host)
 
     async def _why_no_room(self, engine: EngineClient, prompt: Prompt) -> str | None:

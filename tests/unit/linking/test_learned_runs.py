@@ -52,6 +52,23 @@ def chain(place: str = "Nepal") -> Program:
     )
 
 
+def test_names_of_which_calls_were_at_the_same_time_are_known() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    play(run, "turns", make_request("a"), "b")
+    run.fail(run.begin("turns", make_request("c")))
+    play(run, "turns", make_request("d"), "e")
+    # One of them is never answered.
+    crowds = [run.begin("crowd", make_request(f"{number}")) for number in range(3)]
+    assert run.parallel == {"crowd"}
+    run.complete(crowds[0], "x")
+    run.complete(crowds[2], "x")
+    play(run, "turns", make_request("f"), "g")
+    run.finish()
+    # It is known before the calls of the next run begin.
+    assert LearnedRun(program).parallel == {"crowd"}
+
+
 def contents(messages: Any) -> list[str]:
     return [message["content"] for message in messages]
 

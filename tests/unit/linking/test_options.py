@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 import flashmoa.agent_framework
 import flashmoa.autogen
 import flashmoa.openai
-from flashmoa import EngineClient, LinkOptions, Workflow
+from flashmoa import Answer, EngineClient, LinkOptions, Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.options import LinkSettings, SessionOf
 from flashmoa.observe import CallFinished, Event, PromptSent, UpstreamFailed
@@ -236,6 +237,32 @@ async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
     assert seen["/prompt_streams"] == [first, second]
     assert first[0] != second[0] and first[1].startswith(first[0])
     assert len({of for path in seen.values() for of in path}) == 2
+
+
+async def test_calls_of_one_name_share_a_session_unless_they_are_at_the_same_time() -> None:
+    own: dict[str, SessionOf] = {"X-Agent": "agent"}
+    seen: dict[str, str] = {}
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            if request.url.path.endswith("/completions"):
+                content = json.loads(request.content)["messages"][0]["content"]
+                seen[content.partition(" ")[0]] = request.headers["X-Agent"]
+
+        engine._http.event_hooks["request"].append(note)
+        async with Workflow(engine, session_headers=own) as flow:
+
+            def ask(content: str, name: str) -> Answer:
+                return flow.ask([{"role": "user", "content": content}], name=name)
+
+            first = ask("first", "writer")
+            second, other = ask(f"second {first}", "writer"), ask("other", "writer")
+            checked = ask(f"check {second}", "checker")
+            for answer in (second, other, checked):
+                await answer
+            await ask("third", "writer")
+    assert seen["first"] == seen["second"] == seen["third"]
+    assert len(set(seen.values())) == 3
 
 
 async def test_a_session_header_that_the_client_of_an_engine_has_itself_stays() -> None:

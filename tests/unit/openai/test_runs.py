@@ -16,6 +16,7 @@ from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
 from flashmoa.openai import _runs, agent, instrument, run
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -182,3 +183,28 @@ async def test_calls_of_a_run_name_their_session_to_routers(server: FakeServer) 
     assert runs[0] == runs[1] != runs[2] == runs[3]
     assert [headers["X-SMG-Routing-Key"] for headers in sent] == [runs[0], "mine", runs[2], "mine"]
     assert len({headers["X-Dynamo-Session-Id"] for headers in sent}) == 4
+
+
+@both_clients
+async def test_calls_of_an_agent_share_a_session_if_none_are_at_the_same_time(
+    server: FakeServer,
+) -> None:
+    """Their prompts begin alike, and routers keep a session on one engine."""
+
+    def sessions_of(route: str) -> list[str]:
+        sent = [headers for path, _, headers in server.requests if path.endswith(route)]
+        return [headers["X-Dynamo-Session-Id"] for headers in sent]
+
+    async with server.client() as client:
+        for number in range(2):
+            async with run("dialogue"):
+                for name in ("writer", "critic", "writer"):
+                    with agent(name):
+                        await ask(client, "Go on.")
+                    if number:
+                        await until(lambda: len(sessions_of("/prompt_streams")) == 2)
+    ids = sessions_of("/completions")
+    assert ids[0] == ids[2] != ids[1]
+    assert ids[3] == ids[5] != ids[4]
+    # Prompts that are prefilled ahead go to the same engine.
+    assert sessions_of("/prompt_streams") == ids[4:]

@@ -15,7 +15,7 @@ import pytest
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import WITHOUT_OVERLAP, tiny_model
-from flashmoa.observe import Event, LinkClosed, LinkOpened
+from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
 from flashmoa.openai import AsyncOpenAI, run
@@ -76,32 +76,33 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
     """Answers are the same, prompts are there, and streams are used where they were opened."""
     events: list[Event] = []
     async with EngineClient(dynamo.url, model=MODEL) as client:
-        for pair in range(4):
+        # Dynamo divides pairs among its workers, if not necessarily the first ones.
+        for pair in range(20):
             texts, cached = await write_and_check(client, f"pair {pair}", events)
             assert cached > 0.8  # The end is left to the request; see LAG in tests.integration.
             assert await count_streams(dynamo) == 0
             again, _ = await write_and_check(client, f"pair {pair}", [], linked=False)
             assert texts == again
-        streams = [link.stream_id for link in opened(events)]
-        assert len(streams) == 4
+            if len({link.stream_id.split()[0] for link in opened(events)}) == 2:
+                break
+        assert len(opened(events)) == pair + 1
         # Front ends tell nothing of streams; the engines do.
-        assert [link_status(call) for call in calls(events)] == ["", "hit"] * 4
-        # Dynamo divides the pairs among its workers.
-        assert len({stream_id.split()[0] for stream_id in streams}) == 2
+        assert [link_status(call) for call in calls(events)] == ["", "hit"] * (pair + 1)
+        assert pair < 19, "all went to one worker"
 
     async with AsyncOpenAI(base_url=f"{dynamo.url}/v1", api_key="-") as openai:
         for number in range(2):
             async with run("pair") as report:
-                text = ""
-                for name in ("writer", "checker"):
-                    content = f"{prompts(f'run {number}')[name == 'checker']}\n{text}"
+                text = f"Task {number}."
+                for content in prompts("run"):
+                    content = f"{content}\n{text}"
+                    # With the same answer as before, all of the KV would be there already.
                     answer = await openai.chat.completions.create(
-                        model=MODEL, max_tokens=60, temperature=0,
+                        model=MODEL, max_tokens=60, temperature=1, seed=number,
                         messages=[{"role": "user", "content": content}],
                     )  # fmt: skip
                     text = answer.choices[0].message.content or ""
-    reasons = [event.reason for event in report.events if isinstance(event, LinkClosed)]
-    assert "used" in reasons, report
+    assert [link_status(call) for call in calls(report.events)] == ["", "hit"], report
 
 
 def processes_of(worker: psutil.Process) -> list[psutil.Process]:

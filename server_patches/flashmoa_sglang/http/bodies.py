@@ -9,8 +9,9 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
-from flashmoa_sglang.http.client_requests import LARGEST_NUMBER, check_ids
+from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge
+from flashmoa_sglang.http.hints import LARGEST_NUMBER
 from flashmoa_sglang.http.stream import Terms
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from array import array
 from collections.abc import Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from flashmoa_sglang import kv_free
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.engine import NO_GRAMMAR
 from flashmoa_sglang.http.errors import ApiError
+from flashmoa_sglang.http.hints import STREAM, read_hints
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
 if TYPE_CHECKING:
@@ -40,93 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STREAM = "prompt_stream_id"
-EXPECTED_OUTPUT = "expected_output_tokens"
-# Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
-LARGEST_NUMBER = 2**31 - 1
-_TTL = re.compile(r"([1-9][0-9]{0,5})([smh])")
-_DEFAULT_TTL = "30m"
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
 # The statuses with which SGLang refuses a request, and has no room for one in its queue.
 _REFUSALS = (400, 503)
-
-
-@dataclass(frozen=True, slots=True)
-class Hints:
-    """What a client says of a request beside SGLang's fields; each is ``None`` if it is not given.
-
-    Attributes:
-        stream: the id of the prompt stream that has the beginning of the prompt.
-        expected_output: the number of tokens that the client expects in the answer.
-        priority: a larger one is more urgent.
-        prewarm: for how many seconds the prompt's KV is to be kept, without an answer.
-    """
-
-    stream: str | None = None
-    expected_output: int | None = None
-    priority: int | None = None
-    prewarm: float | None = None
-
-
-def read_hints(http_request: Any) -> Hints:
-    """Read the hints in an HTTP request's body: the plugin's own, Dynamo's and OpenAI's.
-
-    Raises:
-        ValueError: if a hint has a wrong type or value (SGLang answers 400).
-    """
-    # SGLang has already parsed the body, and Starlette keeps the result.
-    body = getattr(http_request, "_json", None)
-    if not isinstance(body, dict):
-        return Hints()
-    stream_id = body.get(STREAM)
-    if stream_id is not None and not isinstance(stream_id, str):
-        raise ValueError(
-            f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
-        )
-    dynamo = _object(_object(body, "nvext"), "agent_hints", "nvext.")
-    expected = _whole_number(body, EXPECTED_OUTPUT, 0)
-    if expected is None:
-        expected = _whole_number(dynamo, "osl", 0, "nvext.agent_hints.")
-    priority = _whole_number(dynamo, "priority", -LARGEST_NUMBER, "nvext.agent_hints.")
-    return Hints(stream_id, expected, priority, _read_prewarm(body))
-
-
-def _object(body: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
-    """Return the object of this name; an empty one if there is none."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where}{name} must be an object, not {str(value)[:40]!r}.")
-    return value or {}
-
-
-def _whole_number(body: dict[str, Any], name: str, least: int, where: str = "") -> int | None:
-    value = body.get(name)
-    # In Python a bool is an int; in JSON it is not a number.
-    if value is not None and not (type(value) is int and least <= value <= LARGEST_NUMBER):
-        raise ValueError(
-            f"{where}{name} must be an integer from {least} to {LARGEST_NUMBER}, not "
-            f"{str(value)[:40]}."
-        )
-    return value
-
-
-def _read_prewarm(body: dict[str, Any]) -> float | None:
-    """Return for how long OpenAI's ``prompt_cache_options`` ask for a prompt without an answer."""
-    if "messages" not in body and "input" not in body:
-        return None  # It is no chat.
-    options = _object(body, "prompt_cache_options")
-    prewarm, ttl = options.get("prewarm"), options.get("ttl")
-    if prewarm is not None and not isinstance(prewarm, bool):
-        raise ValueError(f"prompt_cache_options.prewarm must be true or false, not {prewarm!r}.")
-    if not prewarm:
-        return None  # What else the options say is not for this server.
-    match = _TTL.fullmatch(_DEFAULT_TTL if ttl is None else str(ttl))
-    if match is None:
-        raise ValueError(
-            "prompt_cache_options.ttl must be a number of seconds, minutes or hours above 0, such "
-            f"as {_DEFAULT_TTL!r}, not {str(ttl)[:40]!r}."
-        )
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
@@ -267,6 +182,11 @@ class StreamRequest:
         mark = RequestMark(stream.id, final=True, expected_output=expected_output)
         put_mark(obj, mark)
 
+    def use_late(self) -> None:
+        """Claim the stream for a request that runs already, and begins with all of its prompt."""
+        if not self._claimed and self._claim() is not None:
+            self.status = "hit"
+
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and self._stream.claimed:
             # Another request has claimed it since.
@@ -372,12 +292,54 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
 
 
 def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:
-    """Find the stream of a ``GenerateReqInput`` by its tokens and namespace."""
+    """Find the stream of a ``GenerateReqInput`` that names none, by its tokens and namespace.
+
+    Behind a front end a stream's id does not arrive, and a client does not know the streams that
+    the server holds. Of several, the one that agrees most is taken, and of equal ones the one that
+    was opened first.
+    """
     prompt = _tokens(obj) if table else None
     if prompt is None:
         return None
-    stream = table.find_by_prompt(prompt, lambda stream: _shares_kv(obj, stream))
-    return StreamRequest(table, stream.id, is_named=False) if stream is not None else None
+    agreed = {stream: stream.agrees_with(prompt) for stream in _usable(table, obj)}
+    found = max(agreed, key=agreed.__getitem__, default=None)
+    is_own = found is not None and agreed[found] > 0
+    return StreamRequest(table, found.id, is_named=False) if found and is_own else None
+
+
+def watch_for_end(outputs: Any, table: StreamTable, obj: Any) -> Any:
+    """Return the outputs of a ``GenerateReqInput`` that may have overtaken the end of its stream.
+
+    A front end may be faster than a stream's last text, without which a request cannot be known to
+    be that of the stream, though it uses its KV. Once that text has come, the stream is closed as
+    that of any other request.
+    """
+    prompt = _tokens(obj) if table else None
+    if prompt is None:
+        return outputs
+    growing = [stream for stream in _usable(table, obj) if stream.may_become(prompt)]
+    return _watch_for_end(outputs, table, prompt, growing) if growing else outputs
+
+
+async def _watch_for_end(
+    outputs: Any, table: StreamTable, prompt: array[int], growing: list[PromptStream]
+) -> AsyncGenerator[Any]:
+    request: StreamRequest | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if request is None:
+                usable = (s for s in growing if not s.claimed and s.closed is None)
+                found = next((s for s in usable if s.agrees_with(prompt)), None)
+                request = found and StreamRequest(table, found.id, is_named=False)
+            if request is not None and isinstance(output, dict):
+                request.use_late()
+                request.annotate(output)
+                request.close_stream()
+            yield output
+
+
+def _usable(table: StreamTable, obj: Any) -> list[PromptStream]:
+    return [stream for stream in table.unclaimed() if _shares_kv(obj, stream)]
 
 
 def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
@@ -421,15 +383,16 @@ def generate_request(
         if request is None:
             return outputs
     else:
-        by_prompt = find_by_prompt(manager.flashmoa_table, obj)
+        table: StreamTable = manager.flashmoa_table
+        by_prompt = find_by_prompt(table, obj)
         if request is None:
             request = by_prompt
         elif by_prompt is not None:
             request.meet(by_prompt)
+        outputs = original(manager, obj, http_request)
         if request is None:
             _put_expectation(obj, expected_output)
-            return original(manager, obj, http_request)
-        outputs = original(manager, obj, http_request)
+            return watch_for_end(outputs, table, obj)
     prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
     return run_with_stream(outputs, request, prepare, http_request)
 

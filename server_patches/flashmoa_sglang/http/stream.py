@@ -143,6 +143,14 @@ class PromptStream:
         goes_on = self.held_from is None or agreed > need
         return agreed if agreed >= need and goes_on else 0
 
+    def may_become(self, prompt: array[int]) -> bool:
+        """Return whether the stream has not ended, and may do so as the beginning of a prompt."""
+        if self.ended_at is not None:
+            return False
+        known = self.known() if self.buffer is None else self.buffer.tokens
+        certain = len(known) if self.buffer is None else self.buffer.certain_tokens
+        return 0 < certain <= common_length(array("q", known[:certain]), prompt)
+
     def beginning(self) -> str | array[int]:
         """Return what was appended so far: text, or token ids."""
         return self.ids if self.buffer is None else self.buffer.text

@@ -142,21 +142,9 @@ class StreamTable:
             return None, "used"
         return None, self._ended.get(stream_id, "unknown")
 
-    def find_by_prompt(
-        self, prompt: array[int], fits: Callable[[PromptStream], bool]
-    ) -> PromptStream | None:
-        """Find the stream whose request has this prompt, for a request that names none.
-
-        Behind a front end a stream's id does not arrive, and a client does not know the streams
-        that the server holds. Of several, the one that agrees most is taken, and of equal ones the
-        one that was opened first.
-
-        Args: fits: whether a request may use a stream.
-        """
-        usable = (s for s in self._open.values() if not s.claimed and fits(s))
-        agreed = {stream: stream.agrees_with(prompt) for stream in usable}
-        found = max(agreed, key=agreed.__getitem__, default=None)
-        return found if found is not None and agreed[found] else None
+    def unclaimed(self) -> list[PromptStream]:
+        """Return the open streams whose requests have not come."""
+        return [stream for stream in self._open.values() if not stream.claimed]
 
     def open(self, stream: PromptStream) -> None:
         """Open a stream. At the limit, the oldest that the server holds itself gives way.

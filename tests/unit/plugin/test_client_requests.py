@@ -21,9 +21,9 @@ from fastapi import HTTPException  # noqa: E402
 from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps  # noqa: E402
 from flashmoa_sglang.http.api import Api  # noqa: E402
 from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
-from flashmoa_sglang.http.client_requests import Hints  # noqa: E402
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
+from flashmoa_sglang.http.hints import Hints, read_hints  # noqa: E402
 from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
 
@@ -214,20 +214,20 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
 @pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])
 def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object) -> None:
     with pytest.raises(ValueError, match="must be an integer from 0 to 2147483647"):
-        client_requests.read_hints(HttpRequest(expected_output_tokens=number))
+        read_hints(HttpRequest(expected_output_tokens=number))
 
 
 @pytest.mark.parametrize("stream", [7, [], {}, True, ["x"]])
 def test_an_id_of_a_stream_that_is_no_string_is_refused(stream: object) -> None:
     with pytest.raises(ValueError, match="prompt_stream_id must be a string"):
-        client_requests.read_hints(HttpRequest(prompt_stream_id=stream))
+        read_hints(HttpRequest(prompt_stream_id=stream))
 
 
 def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
     dynamo = {"agent_hints": {"priority": -3, "osl": 70, "speculative_prefill": True}, "more": 1}
-    hints = client_requests.read_hints(HttpRequest(nvext=dynamo))
+    hints = read_hints(HttpRequest(nvext=dynamo))
     assert hints == Hints(expected_output=70, priority=-3)
-    own = client_requests.read_hints(HttpRequest(nvext=dynamo, expected_output_tokens=5))
+    own = read_hints(HttpRequest(nvext=dynamo, expected_output_tokens=5))
     assert own.expected_output == 5
 
 
@@ -247,9 +247,9 @@ def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
 )
 def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -> None:
     asked = HttpRequest(messages=[], prompt_cache_options=options)
-    assert client_requests.read_hints(asked).prewarm == seconds
+    assert read_hints(asked).prewarm == seconds
     elsewhere = HttpRequest(prompt="x", prompt_cache_options=options)
-    assert client_requests.read_hints(elsewhere).prewarm is None
+    assert read_hints(elsewhere).prewarm is None
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
 )
 def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named} must be"):
-        client_requests.read_hints(HttpRequest(messages=[], **body))
+        read_hints(HttpRequest(messages=[], **body))
 
 
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
@@ -412,6 +412,36 @@ async def test_a_prompt_that_is_more_than_tokens_finds_no_stream(request_: Any) 
     table.open(stream)
     assert client_requests.find_by_prompt(table, generation([1, 2, 3])) is not None
     assert client_requests.find_by_prompt(table, request_) is None
+    table.close(stream, "deleted")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end", "is_its_own"),
+    [([1, 2, 3, 4], [3], True), ([1, 2, 3, 4], [4], False), ([1, 3, 2], [3], False)],
+)
+async def test_a_request_may_overtake_the_end_of_its_stream(
+    prompt: list[int], end: list[int], is_its_own: bool
+) -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    stream = PromptStream(ttl_seconds=9, buffer=None)
+    table.open(stream)
+    table.append(stream, 0, [1, 2], end=False)
+    figures = {"cached_tokens": 2, "prompt_tokens": len(prompt), "finish_reason": None}
+
+    async def answer() -> AsyncGenerator[dict[str, Any]]:
+        for _ in range(3):
+            yield {"meta_info": dict(figures)}
+
+    outputs = client_requests.watch_for_end(answer(), table, generation(prompt))
+    await anext(outputs)
+    assert stream.closed is None
+    table.append(stream, 1, end, end=True)
+    _, last = [output async for output in outputs]
+    assert stream.closed == ("used" if is_its_own else None)
+    found = table.take_figures(stream.id)
+    assert (found and found["prompt_stream"]["status"]) == ("hit" if is_its_own else None)
+    # Its answer has no fields that other answers have not.
+    assert last == {"meta_info": figures}
     table.close(stream, "deleted")
 
 

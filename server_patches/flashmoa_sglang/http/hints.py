@@ -1,0 +1,93 @@
+"""What clients say of a request in its body beside SGLang's fields (:func:`read_hints`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+STREAM = "prompt_stream_id"
+EXPECTED_OUTPUT = "expected_output_tokens"
+# Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
+LARGEST_NUMBER = 2**31 - 1
+_TTL = re.compile(r"([1-9][0-9]{0,5})([smh])")
+_DEFAULT_TTL = "30m"
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client says of a request beside SGLang's fields; each is ``None`` if it is not given.
+
+    Attributes:
+        stream: the id of the prompt stream that has the beginning of the prompt.
+        expected_output: the number of tokens that the client expects in the answer.
+        priority: a larger one is more urgent.
+        prewarm: for how many seconds the prompt's KV is to be kept, without an answer.
+    """
+
+    stream: str | None = None
+    expected_output: int | None = None
+    priority: int | None = None
+    prewarm: float | None = None
+
+
+def read_hints(http_request: Any) -> Hints:
+    """Read the hints in an HTTP request's body: the plugin's own, Dynamo's and OpenAI's.
+
+    Raises:
+        ValueError: if a hint has a wrong type or value (SGLang answers 400).
+    """
+    # SGLang has already parsed the body, and Starlette keeps the result.
+    body = getattr(http_request, "_json", None)
+    if not isinstance(body, dict):
+        return Hints()
+    stream_id = body.get(STREAM)
+    if stream_id is not None and not isinstance(stream_id, str):
+        raise ValueError(
+            f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
+        )
+    dynamo = _object(_object(body, "nvext"), "agent_hints", "nvext.")
+    expected = _whole_number(body, EXPECTED_OUTPUT, 0)
+    if expected is None:
+        expected = _whole_number(dynamo, "osl", 0, "nvext.agent_hints.")
+    priority = _whole_number(dynamo, "priority", -LARGEST_NUMBER, "nvext.agent_hints.")
+    return Hints(stream_id, expected, priority, _read_prewarm(body))
+
+
+def _object(body: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
+    """Return the object of this name; an empty one if there is none."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{where}{name} must be an object, not {str(value)[:40]!r}.")
+    return value or {}
+
+
+def _whole_number(body: dict[str, Any], name: str, least: int, where: str = "") -> int | None:
+    value = body.get(name)
+    # In Python a bool is an int; in JSON it is not a number.
+    if value is not None and not (type(value) is int and least <= value <= LARGEST_NUMBER):
+        raise ValueError(
+            f"{where}{name} must be an integer from {least} to {LARGEST_NUMBER}, not "
+            f"{str(value)[:40]}."
+        )
+    return value
+
+
+def _read_prewarm(body: dict[str, Any]) -> float | None:
+    """Return for how long OpenAI's ``prompt_cache_options`` ask for a prompt without an answer."""
+    if "messages" not in body and "input" not in body:
+        return None  # It is no chat.
+    options = _object(body, "prompt_cache_options")
+    prewarm, ttl = options.get("prewarm"), options.get("ttl")
+    if prewarm is not None and not isinstance(prewarm, bool):
+        raise ValueError(f"prompt_cache_options.prewarm must be true or false, not {prewarm!r}.")
+    if not prewarm:
+        return None  # What else the options say is not for this server.
+    match = _TTL.fullmatch(_DEFAULT_TTL if ttl is None else str(ttl))
+    if match is None:
+        raise ValueError(
+            "prompt_cache_options.ttl must be a number of seconds, minutes or hours above 0, such "
+            f"as {_DEFAULT_TTL!r}, not {str(ttl)[:40]!r}."
+        )
+    return float(match[1]) * _SECONDS[match[2]]

@@ -37,8 +37,9 @@ _TOOL: Any = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# What the chat template and the call add to the words of a first prompt, an answer and a result.
-_AROUND_PROMPT, _AROUND_ANSWER, _AROUND_RESULT = 120, 12, 20
+# What the chat template and the call add to the words of a first prompt, an answer and a result of
+# the benchmark's own models. The tokens that agents have in the end show whether it still does.
+_AROUND_PROMPT, _AROUND_ANSWER, _AROUND_RESULT = 240, 12, 81
 _WORDS = 400
 # A prompt is found if at least this part of what was there before is still cached.
 _FOUND = 0.95
@@ -65,10 +66,14 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay of all agents: their returns, and the seconds until the last agent ended."""
+    """One replay of all agents: their returns, and the seconds until the last agent ended.
+
+    ``tokens``: how many all of them had with their last answers.
+    """
 
     returns: Sequence[Return]
     seconds: float
+    tokens: int
 
 
 class Agent:
@@ -85,8 +90,8 @@ class Agent:
         self._words = words
         self._dice = dice
 
-    async def play(self, turns: Sequence[RecordedTurn]) -> list[Return]:
-        """Play all turns, and return the requests after the first one."""
+    async def play(self, turns: Sequence[RecordedTurn]) -> tuple[list[Return], int]:
+        """Play all turns; return the requests after the first one, and the tokens in the end."""
         prompt = self._text(turns[0].prompt - _AROUND_PROMPT)
         messages: list[Any] = [{"role": "user", "content": prompt}]
         returns: list[Return] = []
@@ -105,7 +110,7 @@ class Agent:
                 message,
                 {"role": "tool", "tool_call_id": call["id"], "content": result},
             ]
-        return returns
+        return returns, before
 
     def _text(self, words: int) -> str:
         return " ".join(self._dice.choices(self._words, k=max(1, words)))
@@ -192,8 +197,9 @@ def chosen_agents(options: argparse.Namespace) -> list[list[RecordedTurn]]:
 
 
 def tokens_of(turns: Sequence[RecordedTurn]) -> int:
-    """Return how many tokens an agent has in the end."""
-    return turns[0].prompt + sum(turn.answer + turn.result for turn in turns)
+    """Return how many tokens an agent has with its last answer."""
+    grown = sum(turn.answer + turn.result for turn in turns)
+    return turns[0].prompt + grown - turns[-1].result
 
 
 async def replay(
@@ -204,11 +210,12 @@ async def replay(
     started = clock.now()
     async with openai_client(engine) as client:
 
-        async def run(number: int) -> list[Return]:
+        async def run(number: int) -> tuple[list[Return], int]:
             return await Agent(client, words, random.Random(seed + number)).play(agents[number])
 
         played = await run_concurrently(run, range(len(agents)))
-    return Replay([each for returns in played for each in returns], clock.now() - started)
+    returns = [each for one, _ in played for each in one]
+    return Replay(returns, clock.now() - started, sum(tokens for _, tokens in played))
 
 
 _ARGUMENTS = ("--enable-cache-report", "--tool-call-parser", "pythonic")
@@ -276,7 +283,8 @@ async def _measure(report: Report) -> None:
         if role.name != "roomy" or options.roomy
     ]
     async with report.connect(roles, pools["stock"]) as engines:
-        rows = summarise(await _play_all(engines, agents, report))
+        rounds = await _play_all(engines, agents, report)
+        rows = summarise(rounds)
         gave_way = sum(rank.gave_way for rank in (await engines["flashmoa"].info()).kv)
     report.show(
         f"{len(agents)} coding agents in a pool for {options.pool:.0%} of their tokens, seconds",
@@ -285,8 +293,12 @@ async def _measure(report: Report) -> None:
         "mean, p50, p90, p99: of their times to the first token.",
         left=("",),
     )
-    report.console.print(f"Prompts gave way to requests {gave_way} times.\n")
-    report.save({"rows": rows, "pool": pools["stock"], "tokens": need, "gave_way": gave_way})
+    tokens = rounds["stock"][-1].tokens
+    report.console.print(
+        f"The pool had {pools['stock']:,} of the {tokens:,} tokens that the agents had in the end. "
+        f"Prompts gave way to requests {gave_way} times.\n"
+    )
+    report.save({"rows": rows, "pool": pools["stock"], "tokens": tokens, "gave_way": gave_way})
 
 
 async def _play_all(

@@ -201,9 +201,11 @@ async def test_coding_agents_find_their_prompts_where_there_is_room(tmp_path: Pa
     file, size = tmp_path / "results.json", "--agents 2 --turns 3 --scale 10 --pool 2 --shape test"
     command = ["coding-agents", *size.split(), "--cache", str(tmp_path), "--json", str(file)]
     assert await anyio.to_thread.run_sync(bench, command) == 0
-    rows = json.loads(file.read_text())["results"]["rows"]
-    assert [row["way"] for row in rows] == ["stock", "flashmoa"]
-    for row in rows:
+    results = json.loads(file.read_text())["results"]
+    assert [row["way"] for row in results["rows"]] == ["stock", "flashmoa"]
+    # The prompts are as long as they should be, so that the pool is, too.
+    assert results["pool"] == pytest.approx(2 * results["tokens"], rel=0.05)
+    for row in results["rows"]:
         assert row["found"] > 0 and 0 < row["p50"] <= row["p99"] <= row["seconds"]
 
 

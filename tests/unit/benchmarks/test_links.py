@@ -299,7 +299,8 @@ def test_times_are_compared_with_stock_sglangs() -> None:
 def test_a_return_finds_its_prompt_if_at_least_95_percent_of_it_are_cached() -> None:
     found = [coding_agents.Return(0.1, 1000, cached) for cached in (950, 949, 1020)]
     slow = [coding_agents.Return(0.4, 1000, 0)]
-    replays = {"stock": [coding_agents.Replay(slow, 9.0)], "held": [coding_agents.Replay(found, 3)]}
+    replay = coding_agents.Replay
+    replays = {"stock": [replay(slow, 9.0, 2000)], "held": [replay(found, 3, 2000)]}
     stock, held = coding_agents.summarise(replays)
     assert (stock.found, stock.of_stock, stock.seconds) == (0, 1, 9)
     assert held.found == pytest.approx(2 / 3) and held.of_stock == pytest.approx(0.25)

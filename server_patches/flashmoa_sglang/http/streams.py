@@ -230,8 +230,9 @@ class StreamTable:
             buffer=None,
             terms=Terms(obj.priority, salt, obj.extra_key, obj.lora_path, rank),
             held_from=since,
-            # No more comes, so that few tokens are worth a prefill, too.
-            ended_at=time.monotonic(),
+            # No more comes, which the scheduler is told at once: it keeps this prompt rather than
+            # one whose agent has not begun to write.
+            ended_at=0.0,
         )
         self.add(stream, list(ids))
         if come(stream):

@@ -44,7 +44,6 @@ from flashmoa_sglang.scheduler.admission import (
     held_back,
     make_room,
     room_for_streams,
-    unpromised,
 )
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.request import (
@@ -113,7 +112,7 @@ def next_prefill_batch(
     make_room(scheduler, running)
     try:
         with held_back(scheduler, running):
-            state.streams.keep_cached(lambda: unpromised(scheduler, running))
+            state.streams.keep_cached()
             step = _plan(scheduler, running)
             if step is None:
                 _keep_grammars_going(scheduler)

@@ -302,27 +302,19 @@ class SchedulerStreams:
                 del self._returning[place]
                 return
 
-    def keep_cached(self, room: Callable[[], int]) -> None:
+    def keep_cached(self) -> None:
         """Pin what other requests have computed of the streams that were just opened.
 
         The engine may be too busy to prefill these streams for a while, in which it could evict
-        that: what an agent has said before, for instance, while the agent's tool runs.
-
-        Args: room: returns the number of KV slots that streams may take.
+        that: what an agent has said before, for instance, while the agent's tool runs. All of it is
+        pinned, however little room there is: it takes none that is not taken already, and part of
+        a prompt is worth little. Where requests need the room, the pins that go are chosen then.
         """
-        waiting: list[SchedulerStream] = []
-        lack_room = False
-        for stream in self._new:
-            if stream.id not in self._open:
-                continue
-            if self._growth(stream) and not lack_room:
-                free = room()
-                lack_room = free < _WORTH_MATCHING
-                if self._match(stream, free):
-                    self._has_returned(stream)
-            if not stream.tokens or (lack_room and not stream.claimed):
-                waiting.append(stream)
-        self._new = waiting
+        opened = [stream for stream in self._new if stream.id in self._open]
+        for stream in opened:
+            if self._growth(stream) and self._match(stream, len(stream.tokens)):
+                self._has_returned(stream)
+        self._new = [stream for stream in opened if not stream.tokens]
 
     # Increments.
 

@@ -278,7 +278,7 @@ def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinne
     busy.open_stream("other", 900, grows=False, ended=True)
     busy.open_stream("next", 1350, grows=False, ended=True)
     busy.tree_cache.cached = [[*range(1300)]]
-    streams.keep_cached(lambda: 3000)
+    streams.keep_cached()
     assert streams.returning_tokens() == 0
     streams.note_end(ended)
     busy.flashmoa.work = 1299

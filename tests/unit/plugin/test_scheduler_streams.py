@@ -286,15 +286,13 @@ def test_a_stream_that_ended_before_a_step_is_not_pinned(
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_stream_without_room_is_pinned_once_there_is_some(scheduler: FakeScheduler) -> None:
-    room, scheduler.tree_cache.free = scheduler.tree_cache.free, 0
+def test_all_that_is_cached_of_a_stream_is_pinned_however_little_room_there_is(
+    scheduler: FakeScheduler, streams: SchedulerStreams
+) -> None:
+    scheduler.tree_cache.free = 0
     scheduler.open_stream("a", 400, grows=False)
-    for _ in range(2):
-        build_nothing(scheduler)
-        assert not scheduler.flashmoa.pins and scheduler.tree_cache.locks == 0
-    scheduler.tree_cache.free = room
     build_nothing(scheduler)
-    assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
+    assert "a" in scheduler.flashmoa.pins and sum(streams.waiting_tokens()) == 100
 
 
 @pytest.mark.usefixtures("busy")

@@ -417,6 +417,17 @@ async def test_no_end_is_handed_over_of_a_stream_whose_request_comes_at_once() -
         assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
 
 
+async def test_a_prompt_that_is_held_is_handed_over_with_its_end(
+    engine: FakeEngine, table: StreamTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table._handover, "_end_grace", 60.0)
+    asked = SimpleNamespace(priority=None, extra_key=None, lora_path=None)
+    assert table.hold(asked, {}, range(100), 60.0)
+    await until(lambda: engine.handed)
+    (stream,) = engine.opened
+    assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)
+
+
 async def test_a_stream_is_handed_over_though_one_that_has_ended_was_never_opened() -> None:
     """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
     engine = FakeEngine()

@@ -124,7 +124,8 @@ def held_back(scheduler: Any, running: Any) -> Generator[None]:
     that took it from another would only take it in turn: all of them would compute their whole
     prompts again and again, as on stock SGLang. So they wait while others run, until there is room
     or the others' requests are overdue, but for at most :data:`_PATIENCE` times the work that they
-    are themselves. Requests without a stream never wait.
+    are themselves. None overtakes another: a large one would wait for all small ones. Requests
+    without a stream never wait.
     """
     queue, back = scheduler.waiting_queue, _to_hold_back(scheduler, running)
     if not back:
@@ -161,10 +162,10 @@ def _to_hold_back(scheduler: Any, running: Any) -> list[Any]:
                 pass
         if need > room() - taken:
             back.append(req)
-        else:
-            taken += need
+        taken += need
     others = running.reqs or scheduler.chunked_req is not None
-    return back if others or len(back) < len(scheduler.waiting_queue) else []
+    # One runs, whatever gives way to it.
+    return back if others or len(back) < len(scheduler.waiting_queue) else back[1:]
 
 
 def _has_lost(state: SchedulerState, req: Any) -> bool:
@@ -210,6 +211,7 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     state: SchedulerState = scheduler.flashmoa
     waiting = [req for req in scheduler.waiting_queue if not is_increment(req)]
     kept = sum(_need(scheduler, req) for req in [*waiting, *state.held_back])
+    kept += state.streams.returning_tokens()
     if running.reqs or len(state.streams) > 1:
         kept += int(scheduler.max_total_num_tokens * _HEADROOM)
     wanted = sum(state.streams.waiting_tokens(growing=True))

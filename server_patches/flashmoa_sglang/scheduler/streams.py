@@ -39,7 +39,7 @@ _MOST_AWAITED = 4
 # While the engine does as much work as computing a prompt so many times takes, requests that have
 # lost their own prompts leave it pinned. To give way sooner costs more than it saves: most tools
 # end within a second, in which an engine computes a prompt once.
-_HELD_FOR = 4
+_HELD_FOR = 8
 # Of so many requests at most it is remembered that they have ended: as many as streams may be open.
 _MOST_RETURNING = 256
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of

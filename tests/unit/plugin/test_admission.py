@@ -197,10 +197,24 @@ def test_a_request_that_lost_its_prompt_goes_where_there_is_room(busy: FakeSched
     assert queued(busy) == [1500, 500]
 
 
+def test_a_small_request_does_not_overtake_one_that_lost_its_prompt_before(
+    busy: FakeScheduler,
+) -> None:
+    """Both have lost theirs. There is room for the small one, which the first would lack longer."""
+    small = request(500, 100, stream="y", final=True)
+    busy.open_stream("y", 500, grows=False, ended=True)
+    busy.flashmoa.streams._open["y"].prefilled = 500
+    busy.flashmoa.streams.lose("y")
+    busy.waiting_queue.insert(1, small)
+    assert queued(busy) == [500]
+    busy.tree_cache.free = 2400
+    assert queued(busy) == [1500, 500, 500]
+
+
 def test_a_request_that_lost_its_prompt_gets_the_room_of_one_that_does_not_return(
     busy: FakeScheduler,
 ) -> None:
-    busy.flashmoa.work = 4000
+    busy.flashmoa.work = 8000
     busy.open_stream("c", 1000, grows=False, ended=True)
     assert queued(busy) == [1500, 500]
     assert "a" not in busy.flashmoa.pins and "b" in busy.flashmoa.pins
@@ -209,7 +223,7 @@ def test_a_request_that_lost_its_prompt_gets_the_room_of_one_that_does_not_retur
 def test_overdue_prompts_stay_where_they_are_not_enough_for_a_request(
     busy: FakeScheduler,
 ) -> None:
-    busy.flashmoa.work, busy.tree_cache.free = 4000, -1000
+    busy.flashmoa.work, busy.tree_cache.free = 8000, -1000
     assert queued(busy) == [500] and len(busy.flashmoa.pins) == 2
     busy.tree_cache.free = 0
     assert queued(busy) == [1500, 500] and not busy.flashmoa.pins
@@ -230,17 +244,17 @@ def test_prompts_that_are_kept_give_way_to_a_stream_that_grows_once_they_are_ove
     busy.waiting_queue, busy.max_total_num_tokens = [], 0
     busy.tree_cache.free = free = 0
     less = free - room(busy)
-    busy.flashmoa.work = 4000
+    busy.flashmoa.work = 8000
     # A stream that does not grow takes no room from others.
     busy.open_stream("known", 500, grows=False)
     assert room(busy) == -less and len(busy.flashmoa.pins) == 2
     busy.open_stream("grows", 500)
     assert room(busy) == 1000 - less and len(busy.flashmoa.pins) == 1
     # Those that are not overdue stay, and those that would leave no room, too.
-    busy.flashmoa.work = 3999
+    busy.flashmoa.work = 7999
     busy.tree_cache.free = 0
     assert room(busy) == -less and len(busy.flashmoa.pins) == 1
-    busy.flashmoa.work = 4000
+    busy.flashmoa.work = 8000
     busy.tree_cache.free = less - 1000
     assert room(busy) == -1000 and len(busy.flashmoa.pins) == 1
 
@@ -249,6 +263,9 @@ def test_a_request_waits_for_no_prompt_of_others_when_nothing_else_runs(
     busy: FakeScheduler, lost: Any
 ) -> None:
     busy.running.reqs, busy.waiting_queue = [], [lost]
+    assert queued(busy) == [1500]
+    # Those that also wait leave it the room.
+    busy.waiting_queue = [lost, request(1400, 100, stream="z", final=True)]
     assert queued(busy) == [1500]
 
 
@@ -273,8 +290,9 @@ def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinne
     assert queued(busy) == [1500, 500]
     ended = request(1000, 300, 300, stream="y", final=True)
     ended.origin_input_ids = [*range(1000)]
+    before = room(busy)
     streams.note_end(ended)
-    assert queued(busy) == [500]
+    assert queued(busy) == [500] and room(busy) == before - 1300
     busy.open_stream("other", 900, grows=False, ended=True)
     busy.open_stream("next", 1350, grows=False, ended=True)
     busy.tree_cache.cached = [[*range(1300)]]

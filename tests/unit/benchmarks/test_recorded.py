@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations, pairwise
+from pathlib import Path
 from statistics import fmean
 
 import anyio
@@ -21,10 +23,12 @@ from flashmoa_bench.recorded import (
     load_agents,
     load_recorded,
     spread,
+    trace,
     unpack,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from flashmoa.moa.early_exit import frobenius_cosine, normalise
 from flashmoa.observe import CallFinished
@@ -146,3 +150,17 @@ def test_the_turns_of_recorded_agents_go_on_from_each_other() -> None:
         for turn, later in pairwise(agent):
             assert turn.prompt + turn.answer + turn.result == later.prompt
             assert turn.answer > 0 and turn.result > 0 and turn.gap >= 0
+
+
+def test_a_trace_adds_as_many_tokens_as_were_recorded(model: Path, tmp_path: Path) -> None:
+    trace.main([str(model), str(tmp_path / "trace.json"), "--agents", "25"])
+    conversations = json.loads((tmp_path / "trace.json").read_text())["conversations"]
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert len(conversations) == 25 and conversations[24] != conversations[0]
+    for turns, recorded in zip(conversations, [*load_agents(), load_agents()[0]], strict=True):
+        assert len(turns) == len(recorded)
+        texts = [message["content"] for turn in turns[:4] for message in turn["messages"]]
+        added = [recorded[0].prompt, *(turn.result for turn in recorded[:3])]
+        lengths = [len(tokenizer.encode(text).ids) for text in texts]
+        # The first word has no space before it.
+        assert lengths == pytest.approx(added, abs=4)

@@ -88,7 +88,7 @@ async def start_dynamo(
                     if worker.returncode is not None or front_end.returncode is not None:
                         raise RuntimeError(f"a process has ended at its start; see {folder}/*.log")
                     await anyio.sleep(0.5)
-            await wait_for_costs([engine])
+            await wait_for_costs(engine)
 
         port = free_port()
         command = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]

@@ -11,9 +11,14 @@ from flashmoa_sglang.releases import installed
 from hypothesis import settings
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines, local_engines, tiny_model
+from flashmoa.engine.local import (
+    LocalEngine,
+    LocalEngines,
+    local_engines,
+    tiny_model,
+    wait_for_costs,
+)
 from tests.integration.engine_costs import remember_costs
-from tests.integration.support import wait_until_measured
 
 # These run in an environment of their own; see tests/integration/openai/test_frameworks.py.
 collect_ignore = ["frameworks"]
@@ -61,7 +66,7 @@ async def engine(engines: LocalEngines, model: Path) -> LocalEngine:
         ],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )  # fmt: skip
-    await wait_until_measured(started)
+    assert (await wait_for_costs(started.url)).costs
     await remember_costs(started, model)
     return started
 
@@ -75,7 +80,7 @@ async def downstream(engines: LocalEngines, model: Path) -> LocalEngine:
         arguments=["--max-total-tokens", str(POOL), "--enable-cache-report"],
         environment={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"},
     )
-    await wait_until_measured(started)
+    assert (await wait_for_costs(started.url)).costs
     return started
 
 

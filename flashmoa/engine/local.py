@@ -30,6 +30,7 @@ from anyio.abc import Process
 from anyio.streams.text import TextReceiveStream
 
 from flashmoa.engine.client import EngineClient
+from flashmoa.engine.wire import EngineInfo
 from flashmoa.errors import EngineError
 
 # Arguments for engines that are measured on a CPU. Nothing overlaps on it, so SGLang's overlap
@@ -334,17 +335,23 @@ async def engines_per_core(
         for engine in engines:
             await engine.wait_until_ready()
         progress("the engines measure what their forwards cost")
-        await wait_for_costs([engine.url for engine in engines])
+        for engine in engines:
+            await wait_for_costs(engine.url)
         yield engines
 
 
-async def wait_for_costs(urls: Sequence[str]) -> None:
-    """Wait until engines have measured what their forwards cost, or for as long as that may take.
+async def wait_for_costs(url: str) -> EngineInfo:
+    """Wait until an engine has measured what its forwards cost, or for as long as that may take.
 
-    Requests meanwhile would be disturbed by it.
+    Requests meanwhile would be disturbed by it. One that shares a batch with a measurement may be
+    rounded differently, and then answered differently if two tokens are almost equally likely.
+
+    Return what it says of itself then. Raises: PluginMissing if it has no plugin.
     """
-    for url in urls:
-        async with EngineClient(url) as client:
-            with anyio.move_on_after(_MEASURE_SECONDS):
-                while (await client.info()).costs is None:  # noqa: ASYNC110 - there is no event
-                    await anyio.sleep(0.1)
+    async with EngineClient(url) as client:
+        info = await client.info()
+        with anyio.move_on_after(_MEASURE_SECONDS):
+            while info.costs is None:
+                await anyio.sleep(0.1)
+                info = await client.info()
+    return info

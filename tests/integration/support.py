@@ -17,7 +17,7 @@ from flashmoa_sglang.releases.v0_5_18 import Release0518
 from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.engine_costs import known_costs, remember_costs
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -85,25 +85,13 @@ async def start_special_engine(
     )
     try:
         if has_costs:
-            await wait_until_measured(engine)
+            assert (await wait_for_costs(engine.url)).costs
             await remember_costs(engine, model, arguments)
         yield engine
         assert engine.is_running()
         assert "leak" not in engine.log.read_text()
     finally:
         await engine.stop()
-
-
-async def wait_until_measured(engine: LocalEngine) -> None:
-    """Wait until an engine has measured its costs.
-
-    A request that shares a batch with a measurement may be rounded differently, and then answered
-    differently if two tokens are almost equally likely.
-    """
-    async with EngineClient(engine.url, timeout=60) as client:
-        with anyio.fail_after(180):
-            while (await client.info()).costs is None:  # noqa: ASYNC110
-                await anyio.sleep(0.05)
 
 
 async def generate(

@@ -16,13 +16,14 @@ from typing import Any
 import anyio
 from rich.console import Console
 
-from flashmoa.engine import EngineClient, EngineInfo
+from flashmoa.engine import EngineClient
 from flashmoa.engine.local import (
     WITHOUT_OVERLAP,
     LocalEngine,
     LocalEngines,
     local_engines,
     tiny_model,
+    wait_for_costs,
 )
 from flashmoa.errors import EngineError
 from flashmoa_bench.harness.modelled_gpus import device_environment
@@ -32,7 +33,6 @@ from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 STOCK = {"SGLANG_PLUGINS": "none"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
-_COSTS_SECONDS, _COSTS_POLL_SECONDS = 60.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +125,8 @@ async def connect_engines(
         notes |= {name: "an engine of a PD pair" for name in urls if name not in notes}
         for role in roles:
             if role.plugin and role.name in clients:
-                await wait_for_costs(clients[role.name])
+                await wait_for_costs(clients[role.name].url)
         yield Engines(clients, notes)
-
-
-async def wait_for_costs(engine: EngineClient) -> EngineInfo:
-    """Wait until the engine has measured what forwards cost, which would disturb a measurement.
-
-    Return what it says of itself then. After a minute it is taken not to measure them.
-
-    Raises: PluginMissing if it has no plugin.
-    """
-    info = await engine.info()
-    with anyio.move_on_after(_COSTS_SECONDS):
-        while info.costs is None:
-            await anyio.sleep(_COSTS_POLL_SECONDS)
-            info = await engine.info()
-    return info
 
 
 def _given_urls(roles: Sequence[Role], arguments: argparse.Namespace) -> dict[str, str]:
@@ -209,8 +194,7 @@ async def _start_engines(
                 urls[role.name] = (await start()).url
                 if role.plugin and not arguments.device:
                     # An engine that starts on the same core would disturb it.
-                    async with EngineClient(urls[role.name]) as client:
-                        await wait_for_costs(client)
+                    await wait_for_costs(urls[role.name])
             for name, pair in (await stack.enter_async_context(start_pd_pairs(pairs))).items():
                 urls |= {f"{name}_prefill": pair.prefill.url, f"{name}_decode": pair.decode.url}
                 urls[name] = pair.url

@@ -14,9 +14,8 @@ from typing import Any
 import anyio
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import local_engines, tiny_model
+from flashmoa.engine.local import local_engines, tiny_model, wait_for_costs
 from flashmoa.errors import EngineError
-from flashmoa_bench.harness.engines import wait_for_costs
 from flashmoa_bench.harness.modelled_gpus import (
     check_keeps_up,
     counted_since,
@@ -122,7 +121,7 @@ async def modelled_engines(
         for number, engine in enumerate(engines, 1):
             await engine.wait_until_ready()
             client = await stack.enter_async_context(EngineClient(engine.url))
-            costs = (await wait_for_costs(client)).costs
+            costs = (await wait_for_costs(client.url)).costs
             if costs is None:
                 raise EngineError(f"{client.url} does not say what its forwards cost")
             running[f"engine {number}"] = client, costs.decode_step

@@ -18,7 +18,7 @@ import pytest
 from flashmoa_sglang.tiny_model import build
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from flashmoa.errors import EngineError
 from tests.integration.support import (
     EXPERTS,
@@ -27,7 +27,6 @@ from tests.integration.support import (
     nightly,
     slow,
     start_special_engine,
-    wait_until_measured,
 )
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +79,7 @@ async def reference(
 async def answers(engine: LocalEngine, prompts: list[str]) -> list[Answer]:
     async with EngineClient(engine.url, timeout=60) as client:
         # The last bits depend on batches and on where the KV is in its pool.
-        await wait_until_measured(engine)
+        assert (await wait_for_costs(engine.url)).costs
         await client.flush_cache()
         return [await answer(client, text=prompt) for prompt in prompts]
 
@@ -152,7 +151,7 @@ async def test_a_burst_is_one_forward_and_a_lone_request_runs_after_a_wait(
 
     async with EngineClient(patient.url, timeout=60) as client:
         assert (await client.info()).prefills_wait_for == ENOUGH
-        await wait_until_measured(patient)
+        assert (await wait_for_costs(patient.url)).costs
         async with anyio.create_task_group() as group:
             for ids, expected in reference.burst:
                 group.start_soon(check, ids, expected)

@@ -15,14 +15,13 @@ import httpx
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines, free_port
+from flashmoa.engine.local import LocalEngine, LocalEngines, free_port, wait_for_costs
 from tests.integration.support import (
     GREEDY,
     STRICT,
     generate,
     start_special_engine,
     wait_until_idle,
-    wait_until_measured,
 )
 
 pytestmark = pytest.mark.anyio
@@ -194,7 +193,7 @@ async def test_a_pair_of_engines_waits_for_the_link_between_their_gpus(
                 environment=environment,
             )
             stack.push_async_callback(pair[role].stop)
-        await wait_until_measured(pair["prefill"])
+        assert (await wait_for_costs(pair["prefill"].url)).costs
         client = await stack.enter_async_context(EngineClient(hashing.url))
         for room, prompt in enumerate(prompts, 1):
             meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap}

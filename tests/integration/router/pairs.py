@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 from flashmoa_bench.harness.routers import PairStart, StartEngine, start_pd_pairs
 
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
 from tests.integration.engine_costs import known_costs
 from tests.integration.router.http_calls import metric
-from tests.integration.support import STRICT, wait_until_measured
+from tests.integration.support import STRICT
 
 _ARGUMENTS = ("--max-total-tokens", "12000", "--enable-metrics", "--enable-cache-report")
 _TCP = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
@@ -86,7 +86,7 @@ async def running_pairs(
                 for name, pair in pairs.items()
             }
             for pair in running.values():
-                await wait_until_measured(pair.prefill)
+                assert (await wait_for_costs(pair.prefill.url)).costs
             yield running
         for engine in started:
             assert engine.is_running() and "leak" not in engine.log.read_text()

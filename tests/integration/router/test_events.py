@@ -10,10 +10,10 @@ import anyio
 import httpx
 import pytest
 
-from flashmoa.engine.local import LocalEngines, free_port
+from flashmoa.engine.local import LocalEngines, free_port, wait_for_costs
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import flush, generated, generation, metric
-from tests.integration.support import start_special_engine, wait_until_measured
+from tests.integration.support import start_special_engine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nightly]
 Words = Callable[[int, int], str]
@@ -54,7 +54,7 @@ async def test_kv_events_fill_and_empty_an_engines_table(
     arguments = ("--kv-events-config", json.dumps(events))
     async with start_special_engine(engines, model, *arguments, environment=compiling) as publisher:
         # The engine's own measurements at its start also fill its cache.
-        await wait_until_measured(publisher)
+        assert (await wait_for_costs(publisher.url)).costs
         async with (
             serve_router(make_options(publisher, saturation_margin=0.01)) as router,
             httpx.AsyncClient(base_url=publisher.url, timeout=60) as direct,

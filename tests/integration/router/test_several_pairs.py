@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngines, tiny_model
+from flashmoa.engine.local import LocalEngines, tiny_model, wait_for_costs
 from flashmoa.linking.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Result
 from tests.conftest import GUIDE, ROOT
 from tests.integration.engine_costs import known_costs
 from tests.integration.moa.agents import QUESTION
 from tests.integration.router.pairs import Pair, running_pairs
-from tests.integration.support import STRICT, wait_until_idle, wait_until_measured
+from tests.integration.support import STRICT, wait_until_idle
 
 pytestmark = [
     pytest.mark.anyio,
@@ -49,7 +49,7 @@ async def expected(engines: LocalEngines, models: dict[str, Path]) -> Result:
                 environment={**STRICT, **known_costs(models["small"])},
             )
             stack.push_async_callback(engine.stop)
-            await wait_until_measured(engine)
+            assert (await wait_for_costs(engine.url)).costs
             clients[name] = await stack.enter_async_context(EngineClient(engine.url))
         return await mixture(clients, "nothing").answer(QUESTION)
 

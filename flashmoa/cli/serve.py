@@ -42,6 +42,13 @@ _NOT_WITH_DYNAMO = {
 }
 # How long requests may still come through a sidecar that says that it takes no more.
 _LEAVE_SECONDS = 5.0
+# How often the schedulers of a worker of Dynamo are asked whether they go on, and for how long they
+# may not answer, as in a long forward. SGLang's own limit is the same. The engine says after 5 s
+# that one of them does not answer.
+_LOOK_SECONDS, _INFO_SECONDS = 2.0, 6.0
+_HANG_SECONDS = float(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", 20))
+# How long a sidecar has to leave its front end.
+_GONE_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _HELP = """\
 usage: flashmoa serve --model-path PATH [--dynamo] [--drain-seconds SECONDS] [any SGLang argument]
@@ -229,6 +236,9 @@ class Server:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked: list[subprocess.Popen[bytes]] = []
         self._stopping_since = self._kill_at = math.inf
+        # When the schedulers are asked again, and since when they do not answer.
+        self._look_at = 0.0
+        self._silent_since = math.inf
 
     def run(self) -> int:
         """Serve until SIGINT, SIGTERM or SIGHUP arrives, or until the server ends by itself.
@@ -247,6 +257,8 @@ class Server:
                     self._ask_to_end()
                 elif any(process.poll() is not None for process in self._processes):
                     break
+                elif is_ready and self._sidecar:
+                    self._watch_schedulers()
                 elif not is_ready and self._answers():
                     is_ready = True
                     print(
@@ -295,23 +307,64 @@ class Server:
         Dynamo's front end goes on elsewhere with the answers of a sidecar that is gone.
         """
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill(process)
+
+    def _watch_schedulers(self) -> None:
+        """Have the sidecar leave while the schedulers hang, say with a GPU, and join again after.
+
+        Dynamo sees only that the server's process is alive. What runs goes on at other workers.
+        """
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        is_joined = len(self._processes) > 1
+        if self._schedules():
+            self._silent_since = math.inf
+            if not is_joined:
+                _print_message("its schedulers go on, so the engine joins Dynamo again")
+                self._start(self._sidecar)
+            return
+        self._silent_since = min(self._silent_since, now)
+        if is_joined and time.monotonic() - self._silent_since >= _HANG_SECONDS:
+            _print_message(f"its schedulers hang for {_HANG_SECONDS:g} s, so it leaves Dynamo")
+            sidecar = self._processes.pop(0)
+            sidecar.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                sidecar.wait(_GONE_SECONDS)
+            _kill(sidecar)
+
+    def _schedules(self) -> bool:
+        """Return whether all schedulers answer; an engine without the plugin does not tell."""
+        answer = self._get("/flashmoa/info", _INFO_SECONDS)
+        if answer is None or answer.is_error:
+            return answer is not None
+        info = answer.json()
+        return len(info["kv"]) == info["data_parallel_ranks"]
 
     def _answers(self) -> bool:
+        answer = self._get("/model_info")
+        return answer is not None and answer.status_code in (200, 401)
+
+    def _get(self, path: str, seconds: float = 2.0) -> httpx.Response | None:
         try:
             # No proxy reaches this machine's own addresses, and certificates do not name them.
-            answer = httpx.get(f"{self._url}/model_info", timeout=2, trust_env=False, verify=False)
+            url = f"{self._url}{path}"
+            return httpx.get(url, timeout=seconds, trust_env=False, verify=False)
         except httpx.TransportError:
-            return False
-        return answer.status_code in (200, 401)
+            return None
 
     def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
         """Let running requests finish. At the second signal, end at once."""
         now = time.monotonic()
         self._kill_at = now if self._is_stopping else now + self._drain_seconds
         self._stopping_since = min(now, self._stopping_since)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _die_with_parent() -> None:

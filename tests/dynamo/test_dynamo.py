@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import anyio
@@ -20,6 +20,7 @@ from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
 from flashmoa.openai import AsyncOpenAI, run
 from tests.conftest import GUIDE, ROOT
+from tests.waiting import until
 
 pytest.importorskip("dynamo.frontend", reason="make test-dynamo has Dynamo")
 sys.path.insert(0, str(ROOT / "examples"))
@@ -29,11 +30,15 @@ pytestmark = pytest.mark.anyio
 HANG_SECONDS = 4
 
 
-@pytest.fixture
-async def dynamo(tmp_path: Path) -> AsyncGenerator[Dynamo]:
+def serve_dynamo(folder: Path) -> AbstractAsyncContextManager[Dynamo]:
     model = tiny_model("small", [GUIDE], ROOT / ".cache" / "models")
     arguments = ["--max-total-tokens", "12000", "--enable-cache-report", *WITHOUT_OVERLAP]
-    async with start_dynamo(model, tmp_path, *arguments) as running:
+    return start_dynamo(model, folder, *arguments)
+
+
+@pytest.fixture
+async def dynamo(tmp_path: Path) -> AsyncGenerator[Dynamo]:
+    async with serve_dynamo(tmp_path) as running:
         yield running
 
 
@@ -112,8 +117,11 @@ def processes_of(worker: psutil.Process) -> list[psutil.Process]:
     the front end does not move these. The end of a machine is that of all its processes.
     """
     processes = [worker, *worker.children(recursive=True)]
-    processes.sort(key=lambda each: "sidecar" not in " ".join([each.name(), *each.cmdline()]))
-    return processes
+    return sorted(processes, key=lambda each: not is_named("sidecar", each))
+
+
+def is_named(word: str, process: psutil.Process) -> bool:
+    return word in " ".join([process.name(), *process.cmdline()])
 
 
 async def die(worker: psutil.Process) -> None:
@@ -184,6 +192,40 @@ async def test_faults_of_workers_change_no_answer(dynamo: Dynamo) -> None:
         assert await write("last", events) == expected["last"]
         (last,) = opened(events)
         assert last.stream_id.split()[0] in set(dynamo.engines) - ended
+
+
+async def test_what_a_worker_has_goes_on_elsewhere_while_its_scheduler_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its HTTP server answers all the while, as with a GPU that hangs. It joins again after."""
+    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "4")
+    async with serve_dynamo(tmp_path) as dynamo, EngineClient(dynamo.url, model=MODEL) as client:
+        expected, _ = await write_and_check(client, "pair", [], linked=False, tokens=300)
+        events: list[Event] = []
+        texts: list[list[str]] = []
+
+        async def write() -> None:
+            texts.append((await write_and_check(client, "pair", events, tokens=300))[0])
+
+        with anyio.fail_after(90):
+            async with anyio.create_task_group() as group:
+                group.start_soon(write)
+                await until(lambda: bool(opened(events)))
+                engine, _ = opened(events)[0].stream_id.split()
+                worker = psutil.Process(dynamo.workers[dynamo.engines.index(engine)].pid)
+                processes = worker.children(recursive=True)
+                (scheduler,) = [each for each in processes if is_named("scheduler", each)]
+                scheduler.suspend()
+            assert texts == [expected] and not await takes_requests(dynamo, engine)
+            scheduler.resume()
+            while not await takes_requests(dynamo, engine):  # noqa: ASYNC110
+                await anyio.sleep(0.1)
+
+
+async def takes_requests(dynamo: Dynamo, engine: str) -> bool:
+    """Return whether the front end sends requests to an engine, asked anew."""
+    async with EngineClient(dynamo.url) as client:
+        return await client.takes_requests(f"{engine} stream")
 
 
 def opened(events: list[Event]) -> list[LinkOpened]:

@@ -106,6 +106,23 @@ while not server.has_answered:
     server.handle_request()
 """
 
+# With one scheduler of two hanging, while a file is there.
+SCHEDULES = """
+import http.server, json, os
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        kv = [{}] if os.path.exists(HANGS) else [{}, {}]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"kv": kv, "data_parallel_ranks": 2}).encode())
+
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", PORT), Engine).serve_forever()
+"""
+
 DRAINS = """
 import os, signal, sys, time
 
@@ -153,6 +170,32 @@ def test_an_engine_without_what_brings_it_requests_ends_as_failed(
     out, errors = process.communicate(timeout=60)
     assert out == "ended: 1\n" and "Dynamo's sidecar ended by signal 9" in errors
     assert not Path(f"/proc/{engine}").exists()
+
+
+def test_what_brings_requests_is_gone_while_the_schedulers_of_its_engine_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "1")
+    hangs, port = tmp_path / "hangs", free_port()
+    names = f"NAME, PORT, HANGS = 'engine', {port}, {str(hangs)!r}\n"
+    sidecar = f"NAME = 'sidecar'\n{DRAINS}time.sleep(100)"
+    process = start(names + DRAINS + SCHEDULES, "30", f"http://127.0.0.1:{port}", sidecar)
+    with process:
+        assert process.stdout is not None
+        _, _, (name, first) = [process.stdout.readline().split() for _ in range(3)]
+        sidecar_end = os.pidfd_open(int(first))
+        hangs.touch()
+        assert select.select([sidecar_end], [], [], 60)[0]
+        os.close(sidecar_end)
+        hangs.unlink()
+        # It may have been killed before it could say that it was asked to leave.
+        while (line := process.stdout.readline().split())[1:] == ["was", "asked"]:
+            pass
+        assert line[0] == name == "sidecar" and line[1] != first
+        process.send_signal(signal.SIGTERM)
+        out, errors = process.communicate(timeout=60)
+    assert out.splitlines() == ["sidecar was asked", "engine was asked", "ended: 0"]
+    assert "its schedulers hang" in errors and "joins Dynamo again" in errors
 
 
 def test_nothing_survives_a_command_that_is_killed(

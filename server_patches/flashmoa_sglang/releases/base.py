@@ -28,8 +28,6 @@ _MIXING_ATTENTION = {
     "torch_native", "triton", "fa3", "fa4", "flashinfer", "flashmla", "cutlass_mla", "trtllm_mha",
     "trtllm_mla",
 }  # fmt: skip
-# Radix trees that keep KV in the pool only, unless they have a controller or a linker for more.
-_PLAIN_TREES = {"RadixCache", "UnifiedRadixCache"}
 
 
 class Release:
@@ -146,27 +144,15 @@ class Release:
         )
 
     def why_late(self, scheduler: Any) -> str:
-        """Return why KV is put into the radix tree only when it is computed; empty if before.
+        """Return why KV is put into the radix tree only with the results of its forward.
 
-        Only trees that are known to keep KV in the pool, and nowhere else, get it before.
+        It is empty if it is put there once the forward is launched, as SGLang does with a prompt in
+        chunks: what reads the KV or copies it elsewhere is enqueued after the forward.
         """
-        tree = scheduler.tree_cache
         if scheduler.server_args.disaggregation_mode == "prefill" and scheduler.enable_overlap:
-            # Under the overlap schedule, the forward before may still be writing published KV.
+            # That is sent before the forward after it, which waits for none.
             return "a prefill engine of a PD pair sends KV that is in the tree"
-        if type(tree).__name__ not in _PLAIN_TREES:
-            return f"the tree {type(tree).__name__} may copy it elsewhere"
-        if self.copies_kv(scheduler):
-            return "the tree copies it to host memory or to a store at once"
         return ""
-
-    def copies_kv(self, scheduler: Any) -> bool:
-        """Return whether a radix tree of one of these kinds copies the KV that it gets."""
-        arguments = self.resolve_arguments(scheduler.server_args)
-        # Older releases lack the second.
-        return scheduler.tree_cache.cache_controller is not None or getattr(
-            arguments, "enable_unified_cache_external_linker", False
-        )
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         """Return the number of schedulers that have a KV pool each and share the requests."""
@@ -259,11 +245,10 @@ class Release:
         return None, running
 
     def publish(self, scheduler: Any, req: Any) -> None:
-        """Put the KV of a request that is about to run into the radix tree.
+        """Put the KV of a request into the radix tree, as SGLang does with a prompt in chunks.
 
-        Chunked prefill does the same between chunks. The forward has not run yet, but every forward
-        that could read these slots is enqueued after it. The batch has already been built with the
-        request's prefix, so the prefix is restored.
+        The request's forward has been launched, or shares the KV itself. Its batch has been built
+        with the request's prefix, so the prefix is restored.
         """
         # The prefix is a length; the slots are in the request's row of the table.
         prefix = req.prefix_len

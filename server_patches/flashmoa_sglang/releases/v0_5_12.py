@@ -156,9 +156,6 @@ class Release0512(Release0518):
     def no_batch(self, running: Any) -> Any:
         return None
 
-    def copies_kv(self, scheduler: Any) -> bool:
-        return scheduler.enable_hierarchical_cache
-
     def check_host_cache(self, scheduler: Any) -> None:
         if scheduler.enable_hierarchical_cache:
             scheduler.tree_cache.check_hicache_events()

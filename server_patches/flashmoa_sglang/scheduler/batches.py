@@ -22,9 +22,9 @@ rules of a batch:
 5. *Sharing*: what several requests of the batch have in common is computed once, where the release
    and the attention backend allow it in one forward, otherwise in one after the other
    (``shared_prefill.py``).
-6. *Publish and pin*: increments, requests whose tokens others share, and under the overlap schedule
-   all requests, are put into the radix tree before the forward runs, as chunked prefill does it,
-   unless the tree would copy or send KV that is not computed yet (``Release.why_late``).
+6. *Publish and pin*: under the overlap schedule the KV of a forward is put into the radix tree when
+   the next step begins: once the forward has been launched, as chunked prefill does it, and before
+   its results have come. Only what requests share within a forward is there before.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def next_prefill_batch(
     """Plan and build a step's batch; wraps ``Scheduler._get_new_batch_prefill_raw``."""
     running = RELEASE.running_batch(scheduler, kwargs)
     state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    if state is not None:
+        _publish_launched(scheduler, state)
     if state is None or not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
     # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
@@ -475,7 +477,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
 
 
 def _settle(scheduler: Any, batch: Any, step: Step) -> None:
-    """Share, publish, pin and count the KV that the built batch computes."""
+    """Share and count the KV that the built batch computes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     if step.rides:
@@ -486,32 +488,39 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
         )
     state.timer.start(batch.reqs, batch.extend_num_tokens, len(batch.decoding_reqs or ()))
     if state.shared is not None:
-        state.shared.settle(scheduler, batch, lambda req: _publishes(scheduler, req))
+        state.shared.settle(scheduler, batch)
         state.duplicates_avoided += state.shared.avoided
-    # Models that keep a state besides KV do not have that state before the forward.
-    for req in batch.reqs if can_pin(scheduler) else ():
+    if scheduler.enable_overlap and not state.late_kv and can_pin(scheduler):
+        shares = state.shared is not None
+        state.launched = [req for req in batch.reqs if is_increment(req) or shares]
+
+
+def _publish_launched(scheduler: Any, state: SchedulerState) -> None:
+    """Put the KV of the forward that was launched last into the radix tree, and pin the streams'.
+
+    Its results come after this step: SGLang would put the KV there one step too late for requests
+    that share it. Everything that reads or copies it from now on is enqueued after the forward.
+    """
+    launched, state.launched = state.launched, []
+    for req in launched:
+        if not _publishes(scheduler, req):
+            continue
+        RELEASE.publish(scheduler, req)
         stream = state_of(req).increment_of
-        if stream is not None and _publishes(scheduler, req):
-            if state.shared is None:
-                RELEASE.publish(scheduler, req)
-            # Otherwise SGLang would go through the tree once more with the result.
+        if stream is not None:
+            # SGLang would go through the tree once more with the result.
             req.skip_radix_cache_insert = True
             state.pins.replace(stream, pin_published(scheduler, req))
             state.streams.settle(req)
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
-    """Return whether other requests should find the request's KV already in the next step.
-
-    Under the overlap schedule SGLang would put it into the tree one step too late.
-    """
-    if scheduler.flashmoa.late_kv:
+    """Return whether a request that was launched holds KV that other requests may use now."""
+    if req.finished() or req.to_finish is not None:
+        return False  # Its results have come already, or will not.
+    if req is scheduler.chunked_req or req.output_ids:
         return False
-    if req is scheduler.chunked_req or req.finished() or req.to_finish is not None:
-        return False
-    return is_increment(req) or (
-        scheduler.enable_overlap and is_shareable(req) and not req.output_ids
-    )
+    return is_increment(req) or is_shareable(req)
 
 
 def _keep_grammars_going(scheduler: Any) -> None:

@@ -75,7 +75,7 @@ def stream_output(
     increments = [req for req in reqs if is_increment(req)]
     for req in increments:
         stream = state_of(req).increment_of
-        if state.late_kv and stream is not None:
+        if stream is not None and state.streams.is_unpinned(req):
             key = RELEASE.radix_key(req, len(req.origin_input_ids))
             pin, _ = match_and_pin(streamer.tree_cache, key)
             state.pins.replace(stream, pin)

@@ -227,20 +227,18 @@ class SharedPrefill:
                 self._tree.add(req, _anchor(req, start), tokens, computed)
         self._entered = len(taken)
 
-    def settle(self, scheduler: Any, batch: Any, publish: Callable[[Any], bool]) -> None:
-        """Give followers in the built batch their KV, and publish KV for which others wait.
+    def settle(self, scheduler: Any, batch: Any) -> None:
+        """Give followers in the built batch their KV.
 
         This goes through the batch in its order, so that an owner is in the radix tree before its
         followers.
-
-        Args: publish: whether to publish a request for another reason.
         """
         owners = {follower.owner for follower in self._followers.values()}
-        for req in batch.reqs:
+        for req in batch.reqs if owners else ():
             follower = self._followers.get(req)
             if follower is not None:
                 RELEASE.adopt(scheduler, req, follower.start, follower.end)
-            if req in owners or publish(req):
+            if req in owners:
                 RELEASE.publish(scheduler, req)
 
 

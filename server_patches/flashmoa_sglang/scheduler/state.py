@@ -51,8 +51,9 @@ class SchedulerState:
         increments_ended: whether increments have given back KV since a batch was built.
         work: the work that the engine has done so far, in prefill tokens.
         no_rides: why no tokens ride along with decode steps; empty if some do.
-        late_kv: why KV is put into the radix tree, and pinned there, only when it is computed;
-            empty if before.
+        late_kv: why KV is put into the radix tree, and pinned there, only with the results of its
+            forward; empty if once that is launched.
+        launched: requests of the last forward whose KV is put there when the next step begins.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
     """
 
@@ -74,6 +75,7 @@ class SchedulerState:
         self.queued = QueuedTokens(scheduler.page_size)
         self.shared: SharedPrefill | None = None
         self.held_back: list[Any] = []
+        self.launched: list[Any] = []
         self.only_streams = self.needs_pages = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
         self.work = 0.0

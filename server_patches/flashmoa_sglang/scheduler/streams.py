@@ -404,6 +404,10 @@ class SchedulerStreams:
         if stream is not None:
             stream.increment = None
 
+    def is_unpinned(self, req: Any) -> bool:
+        """Return whether an increment has been computed of an open stream, and can be pinned."""
+        return self._of(req) is not None and can_pin(self._scheduler)
+
     def settle(self, req: Any) -> None:
         """Note that an increment's KV has been published, so that the next one can follow."""
         stream = self._of(req)

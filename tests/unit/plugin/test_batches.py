@@ -432,24 +432,40 @@ def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
     assert kept == [True, False, True]
 
 
-@pytest.mark.parametrize("late", ["", "of the test"])
-def test_an_increments_kv_is_published_and_pinned_before_its_forward_or_with_its_result(
-    monkeypatch: pytest.MonkeyPatch, late: str
+@pytest.mark.parametrize(
+    ("late", "overlap", "is_first"),
+    [("", True, False), ("", True, True), ("", False, True), ("of the test", True, False)],
+)
+def test_kv_is_published_and_pinned_once_its_forward_is_launched_or_with_its_results(
+    monkeypatch: pytest.MonkeyPatch, late: str, overlap: bool, is_first: bool
 ) -> None:
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
     monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
-    monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("before", None))
+    monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("launched", None))
     monkeypatch.setattr(results, "match_and_pin", lambda *_: (Pin("with its result", None), 5))
     idle = engine()
-    idle.flashmoa.late_kv = late
+    idle.flashmoa.late_kv, idle.enable_overlap = late, overlap
     idle.open_stream("a", 100)
     (increment,) = step(idle, Build(takes=lambda _: True)).queues[0]
-    assert published == ([] if late else [increment])
-    assert ("a" in idle.flashmoa.pins) is not bool(late)
+
+    def send_results() -> None:
+        results.stream_output(
+            lambda *_: None, SimpleNamespace(tree_cache=idle.tree_cache), [increment], False
+        )
+        increment.finished = lambda: True
+
+    # The forward is not launched yet.
+    assert not published and "a" not in idle.flashmoa.pins
+    if is_first:
+        send_results()
+    step(idle)
+    is_early = not (late or is_first)
+    assert published == ([increment] if is_early else [])
     # What has been published is not inserted once more.
-    assert getattr(increment, "skip_radix_cache_insert", False) is not bool(late)
-    results.stream_output(
-        lambda *_: None, SimpleNamespace(tree_cache=idle.tree_cache), [increment], False
-    )
-    assert idle.flashmoa.pins._pins["a"].node == ("with its result" if late else "before")
+    assert getattr(increment, "skip_radix_cache_insert", False) is is_early
+    if not is_first:
+        send_results()
+    assert idle.flashmoa.pins._pins["a"].node == ("launched" if is_early else "with its result")
+    step(idle)
+    assert len(published) == is_early

@@ -11,7 +11,6 @@ from flashmoa_sglang.releases import (
     RELEASE,
     TESTED,
     Release,
-    Release0512,
     Release0518,
     Release0520,
     Release0521,
@@ -39,16 +38,6 @@ class DeepSeekV4TokenToKVPool:
     """A pool that nobody has tried."""
 
 
-class RadixCache:
-    """SGLang's own tree."""
-
-    cache_controller: Any = None
-
-
-class HiRadixCache(RadixCache):
-    """The tree that copies its KV to host memory."""
-
-
 def with_own_classes(test: Any) -> Any:
     """Mark a slow test that imports SGLang, which warns of missing kernels on a CPU."""
     return pytest.mark.slow(pytest.mark.filterwarnings("ignore::UserWarning")(test))
@@ -66,7 +55,6 @@ def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: An
     """Make a scheduler; what it is given are its own attributes, and SGLang's arguments."""
     own = {
         "token_to_kv_pool_allocator": SimpleNamespace(get_kvcache=pool),
-        "tree_cache": RadixCache(),
         "chunked_prefill_size": 8192,
         "spec_algorithm": SimpleNamespace(is_none=lambda: True),
         "require_mlp_sync": False,
@@ -74,11 +62,10 @@ def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: An
         "is_hybrid_ssm": False,
         "is_mixed_chunk": False,
         "enable_overlap": True,
-        "enable_hierarchical_cache": False,
     }
     names = "attn_cp_size dllm_algorithm enable_hisparse enable_return_hidden_states "
     names += "dsa_prefill_backend enable_encoder_swa_bounded_replay prefill_attention_backend "
-    names += "enable_megamoe_for_layernorm_sp enable_unified_cache_external_linker"
+    names += "enable_megamoe_for_layernorm_sp"
     arguments = dict.fromkeys(names.split()) | {
         "attn_cp_size": 1,
         "attention_backend": "fa3",
@@ -193,49 +180,11 @@ def test_a_mixed_batch_keeps_the_checkpoints_of_states_as_the_release_says(
 
 
 @pytest.mark.parametrize("release", EACH)
-def test_kv_is_in_the_tree_before_it_is_computed_only_where_it_stays_in_the_pool(
-    release: Release,
-) -> None:
+def test_kv_waits_for_its_results_only_where_it_would_be_sent_before(release: Release) -> None:
     assert release.why_late(engine()) == ""
-    assert "HiRadixCache" in release.why_late(engine(tree_cache=HiRadixCache()))
     pair = {"disaggregation_mode": "prefill"}
     assert "PD pair" in release.why_late(engine(**pair))
     assert release.why_late(engine(enable_overlap=False, **pair)) == ""
-
-
-def test_a_tree_that_copies_kv_to_host_memory_or_a_store_gets_it_late() -> None:
-    copies = RadixCache()
-    copies.cache_controller = object()
-    for release in EACH[1:]:
-        assert "host memory" in release.why_late(engine(tree_cache=copies))
-    assert "host memory" in Release0512().why_late(engine(enable_hierarchical_cache=True))
-    linked = engine(enable_unified_cache_external_linker=True)
-    assert "store" in Release().why_late(linked)
-
-
-@with_own_classes
-def test_sglangs_own_tree_gets_kv_early_until_it_has_a_cache_in_host_memory() -> None:
-    torch = pytest.importorskip("torch")
-    RELEASE.prepare_import()
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-    if isinstance(RELEASE, Release0518):
-        from sglang.srt.mem_cache.radix_cache import RadixCache as Tree
-
-        more: dict[str, Any] = {}
-    else:
-        from sglang.srt.mem_cache.unified_cache.components import ComponentType
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as Tree
-
-        more = {"tree_components": (ComponentType.FULL,)}
-    table: Any = SimpleNamespace(req_to_token=torch.zeros((4, 64), dtype=torch.int32), size=4)
-    pool: Any = SimpleNamespace(device="cpu", page_size=1, get_kvcache=lambda: None)
-    params = CacheInitParams(False, table, pool, 1)
-    vars(params).update(more)
-    tree: Any = Tree(params)
-    assert RELEASE.why_late(engine(tree_cache=tree)) == ""
-    tree.cache_controller = object()
-    assert RELEASE.why_late(engine(tree_cache=tree, enable_hierarchical_cache=True))
 
 
 @with_own_classes

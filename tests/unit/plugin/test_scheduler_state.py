@@ -61,6 +61,7 @@ def test_of_an_increment_only_its_progress_is_sent(
     scheduler.open_stream("a", 100)
     scheduler.sent.clear()
     (increment,) = scheduler.flashmoa.streams.make(1000, 1, 1000, 16)
+    scheduler.flashmoa.streams.settle(increment)
     chat = request(20, 5)
     send(streamer, [chat, increment], return_logprob=True)
     assert streamer.sent == [([chat], True, "detokenizer")]

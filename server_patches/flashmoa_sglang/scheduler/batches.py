@@ -89,12 +89,14 @@ class Step:
             start in this step.
         rides: the most tokens that ride along with the decodes, of streams and of prompts; 0 if the
             decodes wait for this forward.
+        growing: whether only streams that grow are prefilled.
     """
 
     streams: int = 0
     least: int = 1
     only_streams: bool = False
     rides: int = 0
+    growing: bool = False
 
 
 def next_prefill_batch(
@@ -153,9 +155,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
        it is so small that they hardly lengthen it.
     4. No request decodes: streams have a forward of their own. On a slow engine they leave it idle
        for a moment after a stream has ended, for its request.
-    5. Tokens of streams ride along with the decode step, if SGLang can mix the two. Streams never
-       stop decodes for a forward of their own. What is known of a prompt before the agent before
-       writes does not ride: its request comes later than others, which it would delay.
+    5. Tokens of streams ride along with the decode step, if SGLang can mix the two. What is known
+       of a prompt before the agent before writes does not ride: its request comes later than
+       others, which it would delay.
+    6. If it cannot, streams have a forward of their own now and then (:func:`_own_forward`).
     """
     state: SchedulerState = scheduler.flashmoa
     costs, page = state.costs, scheduler.page_size
@@ -177,7 +180,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not state.streams.can_prefill_more():
         return Step()
     least = least_tokens(costs, page)
-    if not decoding:
+    others = decoding or _decoding_elsewhere(scheduler)
+    if not others:
         # Requests that are due wait for no tokens of others.
         urgent = sum(state.streams.waiting_tokens(next_only=True))
         is_slow = costs.prefill(_CHUNKS[0]) > _SHORT_FORWARD
@@ -191,8 +195,24 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         waiting = state.streams.waiting_tokens(growing=True)
         ride = choose_stream_ride(rides, costs.per_token_at_best, waiting, ends, fewest)
         if ride:
-            return Step(ride, least, only_streams=True, rides=ride)
+            return Step(ride, least, only_streams=True, rides=ride, growing=True)
+    elif (state.no_rides or not decoding) and (step := _own_forward(state, others, least, page)):
+        return step
     return Step() if scheduler.waiting_queue else None
+
+
+def _decoding_elsewhere(scheduler: Any) -> int:
+    """Return how many requests decode on another rank, which a forward of this one would delay.
+
+    Ranks that step together know the numbers of the last step, of which the largest counts. In one
+    in which any rank prefills, these are not of decodes, and the ones before count.
+    """
+    state, last = scheduler.flashmoa, scheduler.last_batch
+    if not scheduler.require_mlp_sync or last is None:
+        state.elsewhere = 0
+    elif not last.is_extend_in_batch:
+        state.elsewhere = max(last.global_num_tokens or [0])
+    return state.elsewhere
 
 
 def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
@@ -406,6 +426,26 @@ def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
     return max(page, size - size % page)
 
 
+def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) -> Step | None:
+    """Plan a forward for streams alone, for which decodes wait, once these have left enough time.
+
+    They leave as much in each of their steps as riding tokens could add to it. The forward is the
+    smallest one whose tokens take hardly longer than those of a large one: streams cost the engine
+    little more than without links, and decodes wait for a short time.
+    """
+    costs, streams = state.costs, state.streams
+    state.earned += (state.options.itl_budget - 1) * costs.decode(decoding)
+    growing = sum(streams.waiting_tokens(growing=True))
+    best = _TOLERANCE * costs.per_token_at_best
+    efficient = next((n for n in _CHUNKS if costs.prefill(n) <= best * n), _CHUNKS[-1])
+    size = min(growing or sum(streams.waiting_tokens()), efficient)
+    size = max(page, size - size % page)
+    if state.earned < costs.prefill(size):
+        return None
+    state.earned = 0.0
+    return Step(size, least, only_streams=True, growing=growing > 0)
+
+
 def least_tokens(costs: Costs, page: int) -> int:
     """Return the fewest tokens of streams that are worth a forward, or riding along with one.
 
@@ -472,7 +512,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
         step.least,
         room_for_streams(scheduler, running),
         min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
-        growing=step.rides > 0,
+        growing=step.growing,
     )
 
 

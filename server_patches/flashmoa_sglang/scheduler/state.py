@@ -54,6 +54,8 @@ class SchedulerState:
         late_kv: why KV is put into the radix tree, and pinned there, only with the results of its
             forward; empty if once that is launched.
         launched: requests of the last forward whose KV is put there when the next step begins.
+        elsewhere: how many requests decode on another rank that steps together with this one.
+        earned: the seconds that decode steps have left for forwards of streams alone.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
     """
 
@@ -78,7 +80,8 @@ class SchedulerState:
         self.launched: list[Any] = []
         self.only_streams = self.needs_pages = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
-        self.work = 0.0
+        self.work = self.earned = 0.0
+        self.elsewhere = 0
         self.duplicates_avoided = 0
         self.rode_along = 0
         self._reported = CountUpdate(0, 0)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -16,6 +17,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from tests.integration.support import (
     GREEDY,
+    LAG,
     RIDING,
     decoding,
     start_special_engine,
@@ -97,6 +99,38 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     assert max(chunks) < 300 and len(chunks) >= len(prompts) + 2 * len(newcomers)
     # The first has got tokens in steps with chunks, too.
     assert written > 1 + steps.count(None)
+
+
+async def test_streams_progress_beside_decodes_where_nothing_can_ride(
+    engines: LocalEngines, engine: LocalEngine, model: Path, words: Words
+) -> None:
+    """Without chunks, SGLang mixes nothing, and the engine is never idle while another decodes."""
+    text, other = words(1000, 90), _ask_for(words(60, 91), 4000, wanted={})
+    async with (
+        start_special_engine(
+            engines, model, "--chunked-prefill-size", "-1", environment=RIDING
+        ) as modelled,
+        EngineClient(modelled.url, timeout=60) as client,
+        httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
+    ):
+        assert "cut into chunks" in ((await client.info()).kv[0].no_rides or "")
+        async with decoding(http, other) as long:
+            stream = await client.open_stream(text=text[:100], ttl_seconds=300)
+            state = await client.append(stream.id, 0, text=text[100:])
+            with anyio.fail_after(30):
+                while state.prefilled_tokens < state.received_tokens - LAG:
+                    assert (_meta(long)["finish_reason"] or {}).get("type") != "length"
+                    await anyio.sleep(0.02)
+                    state = await client.stream_state(stream.id)
+            answer = await _ask(http, _ask_for(text, 5, {"prompt_stream_id": stream.id}))
+            written = _meta(long)["completion_tokens"]
+        await wait_until_idle(client)
+    assert _meta(answer)["prompt_stream"]["status"] == "hit"
+    assert _meta(answer)["late_tokens"] <= LAG
+    expected, alone = await _ask_alone(
+        engine, [_ask_for(text, 5, {}), _ask_for(words(60, 91), written, {})]
+    )
+    assert answer["text"] == expected["text"] and alone["text"].startswith(long["text"])
 
 
 _LOG_PROBABILITIES = {"return_logprob": True, "top_logprobs_num": 2}

@@ -249,6 +249,61 @@ def test_streams_and_prompts_ride_as_the_engine_allows(
     assert built.clients() == [FINAL] and built.settings["mixed"] == mixed
 
 
+def of_decodes(*requests: int) -> Any:
+    """Make the last batch of ranks that step together, with what each of them has decoded."""
+    return SimpleNamespace(is_extend_in_batch=False, global_num_tokens=[*requests])
+
+
+OF_A_PREFILL = SimpleNamespace(is_extend_in_batch=True, global_num_tokens=[512, 0])
+
+
+@pytest.mark.parametrize(
+    ("decoding", "given"),
+    [
+        (2, {"no_rides": "the engine decodes speculatively"}),
+        (0, {"require_mlp_sync": True, "last_batch": of_decodes(0, 2)}),
+    ],
+)
+def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
+    decoding: int, given: dict[str, Any]
+) -> None:
+    busy = engine(decoding)
+    for name, value in given.items():
+        setattr(busy.flashmoa if name == "no_rides" else busy, name, value)
+    busy.open_stream("resting", 700, grows=False)
+    busy.open_stream("a", 1024)
+
+    def twelve_steps() -> list[int]:
+        """Return how many tokens of streams each step computes, and by that the decodes wait."""
+        done: list[int] = []
+        for _ in range(12):
+            built = step(busy, Build(takes=lambda _: True))
+            made = [req for queue in built.queues for req in queue]
+            assert not made or (not built.settings["mixed"] and built.settings["rows"] == 16)
+            for req in made:
+                busy.flashmoa.streams.settle(req)
+            done.append(sum(len(req.origin_input_ids) for req in made))
+        return done
+
+    # Decodes have half of the time: 512 tokens take as long as five and a half of their steps.
+    assert twelve_steps() == [0, 0, 0, 0, 0, 512, 0, 0, 0, 0, 0, 1024]
+    # What is known of a prompt before another agent writes comes when nothing grows.
+    assert twelve_steps() == [0, 0, 0, 0, 0, 512, 0, 0, 700, 0, 0, 0]
+
+
+def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes() -> None:
+    rank = engine()
+    rank.require_mlp_sync = True
+    rank.open_stream("a", 9000)
+    rank.last_batch = of_decodes(0, 2)
+    assert not step(rank).queues
+    # The ranks that decode take part in a prefill of one of them, and go on afterwards.
+    rank.last_batch = OF_A_PREFILL
+    assert not step(rank).queues
+    rank.last_batch = None
+    assert step(rank).increments() == [1024]
+
+
 def test_all_is_as_before_if_no_batch_can_be_built() -> None:
     busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)

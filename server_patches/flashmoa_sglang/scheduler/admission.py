@@ -92,14 +92,17 @@ def _admit_increment(ask: Callable[[], Any], adder: Any, req: Any) -> Any:
     """Add an increment to the batch, if all of it fits.
 
     If the forward has no room for it, SGLang would cut it into chunks, and compute the rest before
-    requests of clients. If the KV pool has no room, SGLang would take the batch for full.
+    requests of clients. If the KV pool has no room, SGLang would take the batch for full. Each has
+    the prefix of its stream, which SGLang is not to count as hits of its cache.
     """
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     left = adder.rem_chunk_tokens
     if left is not None and total_tokens(req) - RELEASE.cached_tokens(req) > left:
         return AddReqResult.OTHER
+    counts = {name: hits for name, hits in vars(adder).items() if name.endswith("hit_tokens")}
     result = ask()
+    vars(adder).update(counts)
     return AddReqResult.OTHER if lacks_room(result) else result
 
 

@@ -32,6 +32,8 @@ class Adder:
         self.taken = 0
         self.asked = 0
         self.rem_chunk_tokens: int | None = None
+        # Releases have one for each place where KV is.
+        self.log_hit_tokens = self.log_device_hit_tokens = 0
 
     page_size = 1
 
@@ -52,6 +54,8 @@ class Adder:
         if tokens > self.left:
             return "no token"
         self.taken += tokens
+        self.log_hit_tokens += 5
+        self.log_device_hit_tokens = self.log_hit_tokens
         self.can_run_list.append(req)
         return self.budget_state()
 
@@ -104,6 +108,12 @@ def test_an_increment_without_room_ends_no_batch_and_makes_no_stream_give_way(
     assert admission.admit(Adder.add, adder, request(1500, 0, stream="z")) == "other"
     assert gave_way == [] and adder.can_run_list == []
     assert admission.admit(Adder.add, adder, request(900, 0, stream="y")) == "continue"
+
+
+def test_sglangs_metrics_count_no_prefix_of_an_increment_as_a_hit(adder: Adder) -> None:
+    for req in (request(10, 0), request(10, 0, stream="z"), request(10, 0)):
+        assert admission.admit(Adder.add, adder, req) == "continue"
+    assert adder.log_hit_tokens == adder.log_device_hit_tokens == 10
 
 
 def test_an_increment_is_not_cut_into_chunks(adder: Adder) -> None:

@@ -52,6 +52,7 @@ class SchedulerStream:
     """A prompt stream in a scheduler.
 
     Attributes:
+        number: in which order the streams were opened.
         tokens: all tokens of the prompt so far.
         message: SGLang's message of the request that opened the stream; ``None`` until it comes.
         opener: that request. It is ended without being computed, because SGLang would wait for its
@@ -70,6 +71,7 @@ class SchedulerStream:
     """
 
     id: str
+    number: int
     tokens: array[int] = field(default_factory=lambda: array("q"))
     message: Any = None
     opener: Any = None
@@ -123,6 +125,9 @@ class SchedulerStreams:
         # With EAGLE, the radix tree has pairs of tokens: it keeps the KV of a token with the next.
         self._next = int(scheduler.spec_algorithm.is_eagle())
         self._open: dict[str, SchedulerStream] = {}
+        # All streams of which tokens may wait, and perhaps others, by their ids.
+        self._changed: dict[str, SchedulerStream] = {}
+        self._openers = 0
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -136,24 +141,32 @@ class SchedulerStreams:
 
     def __len__(self) -> int:
         """Return the number of streams that this scheduler computes, and not another rank's."""
-        return sum(stream.opener is not None for stream in self._open.values())
+        return self._openers
 
     def can_prefill_more(self) -> bool:
-        return any(self._growth(stream) for stream in self._open.values())
+        return any(self._growth(stream) for stream in self._changed.values())
 
     def waiting_tokens(self, *, growing: bool = False, next_only: bool = False) -> list[int]:
-        """Return how many tokens of each stream could be prefilled.
+        """Return how many tokens of each stream could be prefilled that has any, in their order.
 
         Args: growing, next_only: whether to count only streams that grow, or whose request is due.
         """
-        streams = (
-            stream
-            for stream in self._open.values()
-            if not stream.claimed
-            and (stream.grows or not growing)
-            and (stream.is_next or not next_only)
-        )
-        return [self._growth(stream) for stream in streams]
+        return [
+            new
+            for stream, new in self._growths()
+            if (stream.grows or not growing) and (stream.is_next or not next_only)
+        ]
+
+    def _growths(self) -> list[tuple[SchedulerStream, int]]:
+        """Return the streams of which tokens could be prefilled, and how many, in their order.
+
+        In a step, few of hundreds of streams have new tokens.
+        """
+        growths = [(stream, self._growth(stream)) for stream in self._changed.values()]
+        growths = [pair for pair in growths if pair[1]]
+        if len(growths) < len(self._changed):
+            self._changed = {stream.id: stream for stream, _ in growths}
+        return sorted(growths, key=lambda pair: pair[0].number)
 
     def await_request(self) -> bool:
         """Wait in this step for the request of a stream that comes next.
@@ -217,10 +230,16 @@ class SchedulerStreams:
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
             stream.opened_at = self._scheduler.flashmoa.work
+            self._openers += 1
             self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
-        return self._open.setdefault(id_, SchedulerStream(id_))
+        """Return a stream that changes, which may be its opening."""
+        stream = self._open.get(id_)
+        if stream is None:
+            stream = self._open[id_] = SchedulerStream(id_, next(self._numbers))
+        self._changed[id_] = stream
+        return stream
 
     def stage(self, id_: str) -> Stage:
         """Return how soon the request of a stream comes."""
@@ -250,20 +269,23 @@ class SchedulerStreams:
     def claim(self, id_: str, *, claimed: bool = True) -> None:
         """Make no more increments of a stream whose final request has come and is not refused."""
         if id_ in self._open:
-            self._open[id_].claimed = claimed
+            self._stream(id_).claimed = claimed
 
     def end(self, id_: str) -> None:
         self._ended[id_] = None
         if len(self._ended) > _REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
         self._pins.release(id_)
-        self._open.pop(id_, None)
+        self._changed.pop(id_, None)
+        stream = self._open.pop(id_, None)
+        self._openers -= stream is not None and stream.opener is not None
 
     def lose(self, id_: str | None = None) -> None:
         """Note that a stream gave way and may be evicted, or that all streams were flushed."""
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None and stream.prefilled:
                 stream.prefilled, stream.gave_way = 0, id_ is not None
+                self._changed[stream.id] = stream
                 self._progress.append((stream.id, 0, 0, 0.0))
 
     def has_lost(self, id_: str | None) -> bool:
@@ -342,8 +364,9 @@ class SchedulerStreams:
 
         streams: list[SchedulerStream] = []
         sizes: list[Growth] = []
-        for stream in self._open.values():
-            if (stream.grows or not growing) and (new := self._growth(stream)):
+        growths = self._growths()
+        for stream, new in growths:
+            if stream.grows or not growing:
                 streams.append(stream)
                 sizes.append(size(stream, new))
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
@@ -361,7 +384,7 @@ class SchedulerStreams:
         lack_room = (
             room < tokens and not chosen and choose_increments(sizes, tokens, least, fewest, page)
         )
-        self._waiting = {s.id for s in self._open.values() if lack_room and self._growth(s)}
+        self._waiting = {s.id for s, _ in growths if lack_room and self._growth(s)}
         made = (self._make_increment(streams[position], end) for position, end in chosen)
         return [req for req in made if req is not None]
 
@@ -402,7 +425,7 @@ class SchedulerStreams:
         let_go(self._scheduler, req)
         stream = self._of(req)
         if stream is not None:
-            stream.increment = None
+            stream.increment, self._changed[stream.id] = None, stream
 
     def is_unpinned(self, req: Any) -> bool:
         """Return whether an increment has been computed of an open stream, and can be pinned."""
@@ -415,6 +438,7 @@ class SchedulerStreams:
             # Text that came since may have changed the last of its tokens.
             stream.prefilled, stream.increment = self._kept(stream.kept), None
             stream.is_pin_stale = False
+            self._changed[stream.id] = stream
 
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""

@@ -384,7 +384,7 @@ def _check_rides(info: EngineInfo) -> list[Finding]:
     return [
         note(
             "rides",
-            f"off, because {reason}; prompts are prefilled when no request decodes",
+            f"off, because {reason}; streams have forwards of their own now and then",
             "docs/limits.md lists what does not ride",
         )
         for reason in sorted(reasons - {""})

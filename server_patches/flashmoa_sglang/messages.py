@@ -173,7 +173,8 @@ class KvReport:
         shares: whether requests that arrive together compute a common prefix once; ``None`` if the
             engine keeps no KV of prompts, so that nothing is shared at all.
         no_rides: why no tokens ride along with decode steps; empty if some do.
-        late_kv: why KV is put into the radix tree only when it is computed; empty if before.
+        late_kv: why KV is put into the radix tree only with the results of its forward; empty if
+            once that is launched.
     """
 
     query: int

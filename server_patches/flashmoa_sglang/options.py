@@ -44,7 +44,8 @@ class Options:
     itl_budget: float = _option(
         2.0,
         "The longest decode step with tokens of prompt streams that ride along with it, as a "
-        "multiple of the step without them. At most 1: none ride.",
+        "multiple of the step without them. Where nothing can ride, streams take as much time in "
+        "forwards of their own. At most 1: streams wait until no request decodes.",
     )
     costs: str = _option(
         "",

@@ -256,7 +256,8 @@ def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
     """Log, once for all ranks, what this engine does not do for prompt streams, and why."""
     for reason in {rank.no_rides for rank in ranks} - {""}:
         logger.warning(
-            "rides: off, because %s. Prompt streams are prefilled when no request decodes.", reason
+            "rides: off, because %s. Prompt streams have forwards of their own now and then.",
+            reason,
         )
     for reason in {rank.late_kv for rank in ranks} - {""}:
         logger.warning(

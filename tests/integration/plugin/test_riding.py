@@ -123,13 +123,11 @@ async def test_streams_progress_beside_decodes_where_nothing_can_ride(
                     await anyio.sleep(0.02)
                     state = await client.stream_state(stream.id)
             answer = await _ask(http, _ask_for(text, 5, {"prompt_stream_id": stream.id}))
-            written = _meta(long)["completion_tokens"]
         await wait_until_idle(client)
     assert _meta(answer)["prompt_stream"]["status"] == "hit"
     assert _meta(answer)["late_tokens"] <= LAG
-    expected, alone = await _ask_alone(
-        engine, [_ask_for(text, 5, {}), _ask_for(words(60, 91), written, {})]
-    )
+    other = _ask_for(words(60, 91), _meta(long)["completion_tokens"], {})
+    expected, alone = await _ask_alone(engine, [_ask_for(text, 5, {}), other])
     assert answer["text"] == expected["text"] and alone["text"].startswith(long["text"])
 
 

@@ -209,6 +209,15 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
+    Hook(f"{_CHAT}._convert_to_internal_request", "around", client_requests.convert_chat),
+    *(
+        Hook(target, "around", function)
+        for target, function in (
+            (RELEASE.CHAT_ENCODER, rendering.encode_chat),
+            (RELEASE.PARTS_ENCODER, rendering.encode_parts),
+        )
+        if target
+    ),
     # SGLang starts without this package, but has no Responses API then.
     *(
         Hook(f"{_RESPONSES}.create_responses", "around", handle_chat)

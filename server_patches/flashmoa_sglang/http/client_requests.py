@@ -147,16 +147,19 @@ class StreamRequest:
         self._stream, self.status = table.find(stream_id)
         # The text that SGLang has encoded so far. It encodes some prompts in two pieces.
         self._text = ""
+        # SGLang may encode it in another thread, while the stream gets more text.
+        buffer = self._stream.buffer if self._stream is not None and is_named else None
+        self._buffer = buffer.snapshot() if buffer is not None else None
         self._claimed = False
         self._reads_kv = True
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
         """Return the tokens of a piece of the prompt; ``None`` if the stream has no text."""
-        if self._stream is None or self._stream.buffer is None:
+        if self._buffer is None:
             return None
         first, self._text = not self._text, self._text + text
-        return self._stream.buffer.encode_piece(text, add_special_tokens, first)
+        return self._buffer.encode_piece(text, add_special_tokens, first)
 
     def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
         """Claim the stream for a ``GenerateReqInput``, and give the request the stream's tokens.
@@ -279,16 +282,31 @@ def current() -> StreamRequest | None:
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
-    """Find the stream that an HTTP request's body names, and remember it in the request's context.
+    """Find the stream that an HTTP request's body names, and remember it with the request.
 
     Raises: ValueError if a hint is malformed (SGLang answers 400).
     """
     stream_id = read_hints(http_request).stream
     if stream_id is None:
         return None
-    request = StreamRequest(table, stream_id)
+    request = http_request.state.flashmoa = StreamRequest(table, stream_id)
     _current.set(request)
     return request
+
+
+def convert_chat(
+    original: Callable[..., Any], chat: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """Make a chat's prompt in the context of its stream; wraps ``_convert_to_internal_request``.
+
+    SGLang does so in a thread of a pool, which has no context of the request.
+    """
+    named = getattr(getattr(raw_request, "state", None), "flashmoa", None)
+    token = _current.set(named or _current.get())
+    try:
+        return original(chat, request, raw_request)
+    finally:
+        _current.reset(token)
 
 
 def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:

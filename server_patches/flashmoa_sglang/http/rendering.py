@@ -1,8 +1,9 @@
 """Renders chats to text as SGLang does, without tokenising them.
 
-SGLang renders and encodes a chat in one method, so the plugin wraps the tokenizer's ``encode``.
-While ``ChatRenderer.render`` runs, the wrapper records the text and encodes nothing; for a request
-with a prompt stream it takes the stream's tokens; otherwise it calls the original.
+SGLang renders and encodes a chat in one method, so the plugin wraps the tokenizer's ``encode``, and
+what SGLang uses in its place for chats. While ``ChatRenderer.render`` runs, the wrappers record the
+text and encode nothing; for a request with a prompt stream they take the stream's tokens; otherwise
+they call the original.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
 
@@ -63,23 +64,47 @@ _rendering: ContextVar[RenderedPrompt | None] = ContextVar("flashmoa_rendering",
 
 def wrap_encode(tokenizer: Any) -> None:
     """Replace ``tokenizer.encode`` on this instance by the wrapper that the module describes."""
-    RELEASE.render_before_encoding(tokenizer)
+    RELEASE.prepare_tokenizer(tokenizer)
     original: Callable[..., list[int]] = tokenizer.encode
 
     def encode(text: Any, *args: Any, **kwargs: Any) -> list[int]:
-        add_special_tokens = kwargs.get("add_special_tokens", True)
-        rendered = _rendering.get()
-        if rendered is not None and isinstance(text, str):
-            rendered.pieces.append(Piece(text, add_special_tokens))
-            return []
-        stream_request = client_requests.current()
-        if stream_request is not None and isinstance(text, str):
-            ids = stream_request.encode(text, add_special_tokens)
-            if ids is not None:
-                return ids
-        return original(text, *args, **kwargs)
+        ids = _encode_here(text, kwargs) if isinstance(text, str) else None
+        return original(text, *args, **kwargs) if ids is None else ids
 
     tokenizer.encode = encode
+
+
+def encode_chat(
+    original: Callable[..., list[int]],
+    tokenizer: Any,
+    text: str,
+    encode_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """Encode a chat's text; wraps ``RELEASE.CHAT_ENCODER``."""
+    ids = _encode_here(text, encode_kwargs or {})
+    return original(tokenizer, text, encode_kwargs) if ids is None else ids
+
+
+def encode_parts(
+    original: Callable[..., list[int]],
+    tokenizer: Any,
+    segments: Sequence[str],
+    encode_kwargs: dict[str, Any] | None = None,
+) -> list[int]:
+    """Encode a chat's text, given its parts; wraps ``RELEASE.PARTS_ENCODER``."""
+    ids = _encode_here("".join(segments), encode_kwargs or {})
+    return original(tokenizer, segments, encode_kwargs) if ids is None else ids
+
+
+def _encode_here(text: str, options: dict[str, Any]) -> list[int] | None:
+    """Return what this context has in place of a text's tokens; ``None``: nothing."""
+    add_special_tokens = options.get("add_special_tokens", True)
+    rendered = _rendering.get()
+    if rendered is not None:
+        rendered.pieces.append(Piece(text, add_special_tokens))
+        return []
+    stream_request = client_requests.current()
+    return stream_request.encode(text, add_special_tokens) if stream_request is not None else None
 
 
 # The chat request that this context serves, of whichever route of SGLang.

@@ -16,6 +16,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -280,6 +281,12 @@ class TokenBuffer:
         del self.tokens[tokens:]
         while self._ahead and self._ahead[-1].tokens > tokens:
             self._ahead.pop()
+
+    def snapshot(self) -> TokenBuffer:
+        """Return a buffer of the same text, which another thread may read while this one grows."""
+        same = copy(self)
+        same.tokens, same._prefixes = self.tokens[:], self._prefixes[:]
+        return same
 
     def checkpoint(self) -> tuple[int, int]:
         """Return a state that can be restored."""

@@ -45,6 +45,8 @@ class Release:
         MIXING_GRAPHS: the kinds of CUDA graphs of prefills with which SGLang mixes the two.
         LOSES_STATES: whether a model's state besides KV gets lost in such a step (sglang#39342).
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
+        CHAT_ENCODER, PARTS_ENCODER: paths of the functions that encode the text of a chat, and its
+            parts, as the module of chats imports them; ``None`` if that calls the tokenizer.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
             schedulers and in the HTTP process.
     """
@@ -65,6 +67,12 @@ class Release:
     LOSES_STATES: ClassVar[bool] = False
     NO_GRAPHS: ClassVar[str] = (
         "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+    )
+    CHAT_ENCODER: ClassVar[str | None] = (
+        "sglang.srt.entrypoints.openai.serving_chat.parallel_prompt_encode"
+    )
+    PARTS_ENCODER: ClassVar[str | None] = (
+        "sglang.srt.entrypoints.openai.serving_chat.encode_prompt_segments"
     )
     SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = ()
     HTTP_FIXES: ClassVar[tuple[Fix, ...]] = ()
@@ -190,8 +198,15 @@ class Release:
         """Return the fields of a ``GenerateReqInput`` that make the namespace of its KV."""
         return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
-    def render_before_encoding(self, tokenizer: Any) -> None:
-        """Patch the tokenizer so that chat prompts pass through its ``encode`` as text."""
+    def prepare_tokenizer(self, tokenizer: Any) -> None:
+        """Prepare the tokenizer for another ``encode`` on its instance, through which chats pass.
+
+        SGLang encodes long chats in parallel, and keeps the tokens of their parts, only with a
+        tokenizer whose ``encode`` is the original one when it first looks.
+        """
+        from sglang.srt.entrypoints.openai.parallel_prompt_encode import _plan_for
+
+        _plan_for(tokenizer)
 
     # Messages between processes.
 

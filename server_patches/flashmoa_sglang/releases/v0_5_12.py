@@ -115,7 +115,7 @@ class Release0512(Release0518):
         key = (cache_salt or "") + (extra_key or "")
         return {"extra_key": key or None, "lora_path": lora_path}
 
-    def render_before_encoding(self, tokenizer: Any) -> None:
+    def prepare_tokenizer(self, tokenizer: Any) -> None:
         """Render chat prompts to text first, as later releases do themselves."""
         from transformers import PreTrainedTokenizerBase
 

@@ -13,6 +13,10 @@ from flashmoa_sglang.releases.v0_5_22 import Release0522
 class Release0521(Release0522):
     MIXING_POOLS = frozenset({"MHATokenToKVPool", "MLATokenToKVPool"})
     MIXING_GRAPHS = ("disabled", "breakable")
+    CHAT_ENCODER = None
+
+    def prepare_tokenizer(self, tokenizer: Any) -> None:
+        pass
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         return arguments.dp_size or 1

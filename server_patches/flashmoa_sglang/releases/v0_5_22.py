@@ -7,3 +7,4 @@ from flashmoa_sglang.releases.base import Release
 
 class Release0522(Release):
     LOSES_STATES = True
+    PARTS_ENCODER = None

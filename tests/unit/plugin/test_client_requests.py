@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from array import array
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +43,7 @@ class HttpRequest:
 
     def __init__(self, **hints: object) -> None:
         self._json = hints
+        self.state = SimpleNamespace()
         self.headers: dict[str, str] = {}
 
     async def is_disconnected(self) -> bool:
@@ -443,6 +448,45 @@ async def test_a_request_may_overtake_the_end_of_its_stream(
     # Its answer has no fields that other answers have not.
     assert last == {"meta_info": figures}
     table.close(stream, "deleted")
+
+
+async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context() -> None:
+    """As SGLang makes prompts since 0.5.22; another chat in the same thread has its own tokens."""
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0])
+    buffer: Any = SimpleNamespace(encode_piece=lambda *_: [7, 8], certain_tokens=1, tokens=[7])
+    buffer.snapshot = lambda: buffer
+    stream = PromptStream(ttl_seconds=9, buffer=buffer)
+    table._open[stream.id] = stream
+
+    def convert(_chat: object, text: str, _request: object) -> list[int]:
+        return rendering.encode_chat(lambda tokenizer, *_: tokenizer.encode(), tokenizer, text)
+
+    linked, other = HttpRequest(prompt_stream_id=stream.id), HttpRequest()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as thread:
+        for request, expected in ((linked, [7, 8]), (other, [0]), (linked, [7, 8])):
+            client_requests.bind(table, request)
+            ids = await loop.run_in_executor(
+                thread, client_requests.convert_chat, convert, None, "text", request
+            )
+            assert ids == expected
+    client_requests._current.set(None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+async def test_sglang_goes_on_encoding_long_chats_in_parallel(model: Path) -> None:
+    if RELEASE.CHAT_ENCODER is None:
+        pytest.skip("this SGLang encodes chats in one piece")
+    pytest.importorskip("torch")
+    RELEASE.prepare_import()
+    from sglang.srt.entrypoints.openai.parallel_prompt_encode import _plan_for
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rendering.wrap_encode(tokenizer)
+    assert "encode" in vars(tokenizer) and _plan_for(tokenizer) is not None
 
 
 async def test_a_stream_that_the_server_holds_gives_way_to_a_clients_at_the_limit() -> None:

@@ -294,7 +294,10 @@ def test_a_wrong_prediction_still_gives_the_real_tokens(
     tokenizer = tokenizers[name]
     buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     buffer.append(shared)
+    before = buffer.snapshot()
     buffer.append(streamed)
+    # Another thread may go on with what was known before.
+    assert before.encode(shared + real, add_special_tokens=False) == tokenizer.encode(shared + real)
     assert buffer.encode(shared + real, add_special_tokens=False) == tokenizer.encode(shared + real)
     assert buffer.encode(shared + real, add_special_tokens=True) == tokenizer.encode(
         shared + real, True

@@ -35,10 +35,10 @@ async def test_an_example_is_planned_unlinked_and_linked(
     plan = json.loads(figures.read_text())
     assert [call["agent"] for call in plan["calls"]] == ["planner", "local", "language", "summary"]
     assert plan["calls"][0]["avoidable"] == 0 < plan["bound_seconds"]
-    assert all(call["prompt_tokens"] > 2000 for call in plan["calls"])
+    assert all(call["prompt_tokens"] > 200 for call in plan["calls"])
     assert [engine["agents"] for engine in plan["engines"]] == [
-        ["planner", "local", "language"],
-        ["summary"],
+        ["planner", "language"],
+        ["local", "summary"],
     ]
     assert all(0 < engine["busy"]["linked"] <= 1 for engine in plan["engines"])
     for page in (run, tmp_path / "run-unlinked.html"):

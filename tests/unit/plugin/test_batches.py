@@ -524,3 +524,20 @@ def test_kv_is_published_and_pinned_once_its_forward_is_launched_or_with_its_res
     assert idle.flashmoa.pins._pins["a"].node == ("launched" if is_early else "with its result")
     step(idle)
     assert len(published) == is_early
+
+
+def test_a_request_that_has_lost_its_kv_since_its_launch_is_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published: list[Any] = []
+    monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
+    monkeypatch.setattr(RELEASE, "shares_within_forward", lambda _: False)
+    monkeypatch.setattr(batches, "is_shareable", lambda _: True)
+    idle = engine()
+    idle.flashmoa.late_kv, idle.flashmoa.options = "", Options()
+    idle.waiting_queue = chunked, other = [request(100, 50), request(100, 50)]
+    step(idle, Build(takes=lambda _: True))
+    # A pause that retracts all requests gives up a prompt within its chunks, too.
+    chunked.is_retracted = True
+    step(idle)
+    assert published == [other]

@@ -112,12 +112,17 @@ served: ContextVar[Any] = ContextVar("flashmoa_served_chat", default=None)
 
 
 def note_served(
-    original: Callable[..., Any], chat: Any, request: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], chat: Any, request: Any, is_multimodal: bool, **kwargs: Any
 ) -> Any:
-    """Note the chat request that is served; wraps ``OpenAIServingChat._process_messages``."""
-    if _rendering.get() is None:
+    """Note the chat request that is served; wraps ``OpenAIServingChat._process_messages``.
+
+    Of models that take more than text, SGLang keeps the tokens of prompts for further requests, but
+    a prompt that is only rendered has none.
+    """
+    is_rendered = _rendering.get() is not None
+    if not is_rendered:
         served.set(request)
-    return original(chat, request, *args, **kwargs)
+    return original(chat, request, is_multimodal and not is_rendered, **kwargs)
 
 
 class ChatRenderer:

@@ -474,6 +474,24 @@ async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context()
     client_requests._current.set(None)
 
 
+def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> None:
+    """It does so for models of pictures, and would take none for the prompt of a later request."""
+    kept: list[bool] = []
+
+    def process(_chat: object, _request: object, is_multimodal: bool) -> None:
+        kept.append(is_multimodal)
+        tokenizer.encode("A prompt.")
+
+    tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0], apply_chat_template=None)
+    rendering.wrap_encode(tokenizer)
+    with rendering._recording() as rendered:
+        rendering.note_served(process, None, "of /render_response", True)
+    assert rendered.text == "A prompt." and rendering.served.get() is None
+    rendering.note_served(process, None, "of a client", is_multimodal=True)
+    assert kept == [False, True]
+    rendering.served.set(None)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 async def test_sglang_goes_on_encoding_long_chats_in_parallel(model: Path) -> None:

@@ -2,11 +2,6 @@
 
 The class fits SGLang 0.5.23, the newest release. The class of an older one derives from that of the
 release after it, and overrides what differs between the two.
-
-SGLang 0.5.23 renders and tokenises chat prompts in a worker thread, which does not have the
-request's context. So a chat request with a prompt stream is tokenised again; it uses the stream's
-KV all the same. SGLang encodes long prompts in parts, but not if a tokenizer's ``encode`` was
-replaced, as the plugin does.
 """
 
 from __future__ import annotations

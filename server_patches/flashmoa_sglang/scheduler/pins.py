@@ -53,7 +53,7 @@ def match_and_pin(tree_cache: Any, key: Any) -> tuple[Pin, int]:
 
 
 def can_pin(scheduler: Any) -> bool:
-    """Return whether a request's KV can be published before its forward, and be pinned.
+    """Return whether a request's KV can be published before its results come, and be pinned.
 
     It cannot without a radix tree, or in hybrid pools, which keep a state or a window besides KV.
     """

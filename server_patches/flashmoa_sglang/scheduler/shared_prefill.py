@@ -6,8 +6,8 @@ own radix tree is not changed.
 
 SGLang offers each waiting request to the batch. If the request shares tokens with one that is
 already in the batch, it either reads them in the same forward, so that its prefix grows by KV that
-the other request writes, or it waits until they are in the radix tree, which is as soon as the
-batch has been built.
+the other request writes, or it waits until they are in the radix tree, for one step where KV is
+published once its forward has been launched.
 """
 
 from __future__ import annotations

@@ -204,14 +204,15 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
 def _decoding_elsewhere(scheduler: Any) -> int:
     """Return how many requests decode on another rank, which a forward of this one would delay.
 
-    Ranks that step together know the numbers of the last step, of which the largest counts. In one
-    in which any rank prefills, these are not of decodes, and the ones before count.
+    Ranks that step together know the numbers of the last step, of which the largest counts; with
+    some --moe-a2a-backend, only that there was a step, and their own number. In one in which any
+    rank prefills, these are not of decodes, and the ones before count.
     """
     state, last = scheduler.flashmoa, scheduler.last_batch
     if not scheduler.require_mlp_sync or last is None:
         state.elsewhere = 0
     elif not last.is_extend_in_batch:
-        state.elsewhere = max(last.global_num_tokens or [0])
+        state.elsewhere = max([1, *(last.global_num_tokens or ())])
     return state.elsewhere
 
 

@@ -349,7 +349,7 @@ async def _watch_for_end(
                 usable = (s for s in growing if not s.claimed and s.closed is None)
                 found = next((s for s in usable if s.agrees_with(prompt)), None)
                 request = found and StreamRequest(table, found.id, is_named=False)
-            if request is not None and isinstance(output, dict):
+            if request is not None and isinstance(output, dict) and not _is_refusal(output):
                 request.use_late()
                 request.annotate(output)
                 request.close_stream()

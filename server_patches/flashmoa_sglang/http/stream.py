@@ -147,9 +147,12 @@ class PromptStream:
         """Return whether the stream has not ended, and may do so as the beginning of a prompt."""
         if self.ended_at is not None:
             return False
-        known = self.known() if self.buffer is None else self.buffer.tokens
+        known = self.ids if self.buffer is None else self.buffer.tokens
         certain = len(known) if self.buffer is None else self.buffer.certain_tokens
-        return 0 < certain <= common_length(array("q", known[:certain]), prompt)
+        # As above, to compare all tokens of hundreds of streams would hold up other answers.
+        if not 0 < certain <= len(prompt) or prompt[certain - 1] != known[certain - 1]:
+            return False
+        return known[:certain] == prompt[:certain]
 
     def beginning(self) -> str | array[int]:
         """Return what was appended so far: text, or token ids."""

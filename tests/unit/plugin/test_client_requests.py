@@ -450,6 +450,40 @@ async def test_a_request_may_overtake_the_end_of_its_stream(
     table.close(stream, "deleted")
 
 
+async def test_a_refused_request_that_has_overtaken_its_streams_end_leaves_it_to_the_next() -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    stream = PromptStream(ttl_seconds=9, buffer=None)
+    table.open(stream)
+    table.append(stream, 0, [1, 2], end=False)
+
+    async def answer() -> AsyncGenerator[dict[str, Any]]:
+        table.append(stream, 1, [3], end=True)
+        yield refusal(503)
+
+    outputs = client_requests.watch_for_end(answer(), table, generation([1, 2, 3]))
+    assert [output async for output in outputs] == [refusal(503)]
+    assert stream.closed is None and not stream.claimed
+    table.close(stream, "deleted")
+
+
+class Tokens(array):  # type: ignore[type-arg]
+    """Tokens that are not compared with others one and all."""
+
+    def __getitem__(self, place: Any) -> Any:
+        assert not isinstance(place, slice)
+        return super().__getitem__(place)
+
+
+def test_streams_that_cannot_become_a_prompt_are_told_apart_by_one_token() -> None:
+    long = PromptStream(ttl_seconds=9, buffer=None, ids=Tokens("q", [1, 2, 3]))
+    assert not any(long.may_become(array("q", prompt)) for prompt in ([1, 2], [1, 2, 4, 5]))
+    stream = PromptStream(ttl_seconds=9, buffer=None)
+    assert not stream.may_become(array("q", [1]))
+    stream.ids.extend([1, 2, 3])
+    prompts = [1, 2, 3], [1, 2, 3, 4], [1, 0, 3]
+    assert [stream.may_become(array("q", prompt)) for prompt in prompts] == [True, True, False]
+
+
 async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context() -> None:
     """As SGLang makes prompts since 0.5.22; another chat in the same thread has its own tokens."""
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]

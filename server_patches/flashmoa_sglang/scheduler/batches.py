@@ -206,12 +206,15 @@ def _decoding_elsewhere(scheduler: Any) -> int:
 
     Ranks that step together know the numbers of the last step, of which the largest counts; with
     some --moe-a2a-backend, only that there was a step, and their own number. In one in which any
-    rank prefills, these are not of decodes, and the ones before count.
+    rank prefills, these are not of decodes, and the ones before count. A rank that has just
+    prefilled streams leaves out a step, in which it learns whether another one decodes by now.
     """
     state, last = scheduler.flashmoa, scheduler.last_batch
     if not scheduler.require_mlp_sync or last is None:
         state.elsewhere = 0
-    elif not last.is_extend_in_batch:
+    elif last.is_extend_in_batch:
+        state.elsewhere = max(1, state.elsewhere)
+    else:
         state.elsewhere = max([1, *(last.global_num_tokens or ())])
     return state.elsewhere
 

@@ -306,6 +306,11 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     assert not step(rank).queues
     rank.last_batch = None
     assert step(rank).increments() == [1024]
+    # Meanwhile another rank may have begun to decode.
+    rank.last_batch = OF_A_PREFILL
+    assert not step(rank).queues
+    rank.last_batch = None
+    assert step(rank).increments() == [1024]
 
 
 def test_all_is_as_before_if_no_batch_can_be_built() -> None:

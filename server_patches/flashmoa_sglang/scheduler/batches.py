@@ -440,14 +440,16 @@ def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) ->
     costs, streams = state.costs, state.streams
     state.earned += (state.options.itl_budget - 1) * costs.decode(decoding)
     growing = sum(streams.waiting_tokens(growing=True))
+    # Some tokens of those that grow wait for more at nearly every moment.
+    only_growing = growing >= least
     best = _TOLERANCE * costs.per_token_at_best
     efficient = next((n for n in _CHUNKS if costs.prefill(n) <= best * n), _CHUNKS[-1])
-    size = min(growing or sum(streams.waiting_tokens()), efficient)
+    size = min(growing if only_growing else sum(streams.waiting_tokens()), efficient)
     size = max(page, size - size % page)
     if state.earned < costs.prefill(size):
         return None
     state.earned = 0.0
-    return Step(size, least, only_streams=True, growing=growing > 0)
+    return Step(size, least, only_streams=True, growing=only_growing)
 
 
 def least_tokens(costs: Costs, page: int) -> int:

@@ -249,6 +249,20 @@ def test_streams_and_prompts_ride_as_the_engine_allows(
     assert built.clients() == [FINAL] and built.settings["mixed"] == mixed
 
 
+def test_what_is_known_does_not_wait_for_a_stream_of_which_a_few_tokens_wait_for_more() -> None:
+    busy = engine(2)
+    busy.flashmoa.no_rides = "the engine decodes speculatively"
+    busy.open_stream("resting", 700, grows=False)
+    busy.open_stream("a", 10)
+    done: list[int] = []
+    for _ in range(12):
+        for queue in step(busy, Build(takes=lambda _: True)).queues:
+            done += [len(req.origin_input_ids) for req in queue]
+            for req in queue:
+                busy.flashmoa.streams.settle(req)
+    assert done[-1] == 700
+
+
 def of_decodes(*requests: int) -> Any:
     """Make the last batch of ranks that step together, with what each of them has decoded."""
     return SimpleNamespace(is_extend_in_batch=False, global_num_tokens=[*requests])

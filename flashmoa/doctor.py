@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -162,7 +163,7 @@ def check_internals() -> list[Finding]:
         check = internals.looked_at(release, source, feature, _plugin("plugin").hooked(feature))
         count += len(check.seen)
         text = f"this SGLang {check.problem}"
-        # Without a GPU, each engine runs on the plugin's CPU platform.
+        # Without a GPU, each engine runs on the platform of flashmoa-cpu.
         is_needed = feature == internals.EVERYBODY or (
             feature == internals.CPU and not accelerators()
         )
@@ -223,8 +224,10 @@ def _check_accelerator() -> list[Finding]:
         return [fix("torch", "it is not installed", remedy)]
     torch = ok("torch", release)
     if not devices:
-        text = "there is none: engines run on the plugin's CPU platform"
-        return [torch, note("GPU", text)]
+        if find_spec("flashmoa_cpu") is None:
+            text = "there is none, and no platform for engines on a CPU"
+            return [torch, note("GPU", text, "for such engines: pip install ./cpu_platform")]
+        return [torch, note("GPU", "there is none: engines run on the CPU (flashmoa-cpu)")]
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
         return [torch, note("GPU", text, "unset CUDA_VISIBLE_DEVICES")]

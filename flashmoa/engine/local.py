@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -182,9 +183,14 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
     """Start a forkserver. Leaving the context ends it and all engines that it started."""
     with tempfile.TemporaryDirectory(prefix="flashmoa-engines-") as folder:
         logs = Path(folder)
+        if find_spec("flashmoa_cpu") is None:
+            raise RuntimeError(
+                "engines on this machine's CPU need SGLang, the plugin and the CPU platform: run "
+                "make setup, or pip install ./server_patches ./cpu_platform"
+            )
         with (logs / "forkserver.log").open("wb") as errors:
             process = await anyio.open_process(
-                [sys.executable, "-m", "flashmoa_sglang.forkserver"],
+                [sys.executable, "-m", "flashmoa_cpu.forkserver"],
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=errors,
@@ -263,7 +269,7 @@ def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
     """Return the folder of a tiny model; if ``cache`` lacks it, make it, which takes seconds.
 
     Args:
-        shape: a name in ``flashmoa_sglang.tiny_model.SHAPES``.
+        shape: a name in ``flashmoa_cpu.tiny_model.SHAPES``.
         texts: files to train its tokenizer on.
         cache: the folder for the folders of models.
 
@@ -274,7 +280,7 @@ def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:
         digest.update(text.read_bytes())
     out = cache / f"{shape}-{digest.hexdigest()[:12]}"
     if not out.exists():
-        command = [sys.executable, "-m", "flashmoa_sglang.tiny_model", "--out", str(out)]
+        command = [sys.executable, "-m", "flashmoa_cpu.tiny_model", "--out", str(out)]
         command += ["--shape", shape, "--text", *map(str, texts)]
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if process.returncode:

@@ -196,6 +196,13 @@ class Options:
         return cls(**values)
 
 
+def lacks_accelerator() -> bool:
+    """Return whether no accelerator can be used, so that SGLang runs on the CPU."""
+    import torch
+
+    return not (torch.cuda.is_available() or torch.xpu.is_available())
+
+
 def take_device_arguments(argv: list[str]) -> list[str]:
     """Put the arguments ``--flashmoa-device...`` into the environment; return the others."""
     parser = argparse.ArgumentParser(prog="flashmoa serve", add_help=False, allow_abbrev=False)

@@ -21,7 +21,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from flashmoa_sglang import asyncep, cpu, internals, kv_free, options
+from flashmoa_sglang import asyncep, internals, kv_free, options
 from flashmoa_sglang.http import client_requests, metrics, rendering
 from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
@@ -272,7 +272,7 @@ def verify(arguments: Any = None) -> None:
     is_pair = arguments is not None and arguments.disaggregation_mode not in (None, "null")
     uses = {
         internals.EVERYBODY: True,
-        internals.CPU: cpu.lacks_accelerator(),
+        internals.CPU: options.lacks_accelerator(),
         internals.ASYNCEP: own.asyncep != "off",
         internals.KV_OFF: own.kv_cache == "off",
         internals.PD: is_pair,
@@ -335,7 +335,7 @@ def _stop(problem: str) -> NoReturn:
 
 def _refuse_unsupported(arguments: Any) -> None:
     own = options.Options.from_environment()
-    if own.device and not cpu.lacks_accelerator():
+    if own.device and not options.lacks_accelerator():
         raise SystemExit("--flashmoa-device is for engines on a CPU; leave it out on a GPU.")
     if problem := asyncep.problem(arguments, own):
         raise SystemExit(problem)

@@ -7,21 +7,21 @@ SGLang would only write a line into its log.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu import torchvision_ops
-from flashmoa_sglang.modelled_gpu import hash_model
+from flashmoa_sglang.options import lacks_accelerator
 from flashmoa_sglang.releases import RELEASE, installed, too_old
 
+_ON_CPU = find_spec("flashmoa_cpu") is not None
 # This runs at import, because the processes that SGLang spawns import this module before SGLang.
-torchvision_ops.allow_mismatched_build()
-RELEASE.prepare_import()
+if _ON_CPU:
+    from flashmoa_cpu import torchvision_ops
 
-# Tokens. Longer than the prompts of any benchmark.
-_HASH_CONTEXT = 131_072
+    torchvision_ops.allow_mismatched_build()
+RELEASE.prepare_import()
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,10 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 
     from flashmoa_sglang import options, plugin
 
-    argv = _serve_hash_model(argv)
+    if _ON_CPU:
+        from flashmoa_cpu.modelled_gpu import hash_model
+
+        argv = hash_model.serve(argv)
     # Without the plugin, SGLang does not know the arguments of a modelled GPU.
     if is_stock():
         argv = options.take_device_arguments(argv)
@@ -74,28 +77,6 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     )
 
 
-def _serve_hash_model(argv: list[str]) -> list[str]:
-    """Write the hash model that ``--model-path hash:FOLDER`` asks for, and name its folder instead.
-
-    Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", "--model", default="")
-    known, rest = parser.parse_known_args(argv)
-    if not known.model_path.startswith(hash_model.PREFIX):
-        return argv
-    try:
-        folder = hash_model.write_hash_model(known.model_path, _HASH_CONTEXT)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--model-path {known.model_path}: {error}") from error
-    variable, package = hash_model.MODEL_PACKAGE
-    os.environ[variable] = package
-    # A forkserver has read the variable before.
-    if registry := sys.modules.get("sglang.srt.models.registry"):
-        registry.ModelRegistry.register(package, overwrite=True)
-    return ["--served-model-name", "hash", *rest, "--model-path", str(folder)]
-
-
 def is_stock() -> bool:
     """Return whether ``SGLANG_PLUGINS``, the names of plugins to load, leaves this one out."""
     names = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
@@ -105,6 +86,11 @@ def is_stock() -> bool:
 def main() -> None:
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
+    if not _ON_CPU and lacks_accelerator():
+        raise SystemExit(
+            "flashmoa-sglang: torch finds no GPU. For SGLang on a plain CPU install "
+            "./cpu_platform of FlashMoA's repository, too."
+        )
     if not is_stock():
         from flashmoa_sglang import plugin
 

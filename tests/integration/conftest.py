@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flashmoa_sglang.tiny_model import build
+from flashmoa_cpu.tiny_model import build
 
 from tests.integration.support import EXPERTS
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+from flashmoa_cpu.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 from flashmoa_sglang.costs import STEP_SIZES, Costs
-from flashmoa_sglang.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 
 from flashmoa.engine.local import LocalEngine
 

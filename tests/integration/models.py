@@ -45,10 +45,10 @@ def build_sliding_window_model(folder: Path, model: Path, *, hybrid: bool) -> Pa
         model: a tiny model, whose tokenizer it gets.
         hybrid: whether SGLang is told to keep the windows' KV in a pool of its own.
     """
-    from flashmoa_sglang.cpu import torchvision_ops
+    from flashmoa_cpu import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
-    from flashmoa_sglang.tiny_model import silence_unprintable
+    from flashmoa_cpu.tiny_model import silence_unprintable
     from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
     base = json.loads((model / "config.json").read_text())

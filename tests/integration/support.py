@@ -12,9 +12,9 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from flashmoa_cpu.tiny_model import SHAPES
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.releases.v0_5_18 import Release0518
-from flashmoa_sglang.tiny_model import SHAPES
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs

@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 PACKAGES = (
     ROOT / "flashmoa",
     ROOT / "server_patches" / "flashmoa_sglang",
+    ROOT / "cpu_platform" / "flashmoa_cpu",
     ROOT / "benchmarks" / "flashmoa_bench",
     ROOT / "examples",
 )

@@ -29,8 +29,11 @@ It needs no GPU; see docs/plan.md."""
 def main(arguments: Sequence[str]) -> int:
     """Plan a team, and print what linking it saves. Return the exit status."""
     options = make_parser().parse_args(arguments)
-    if find_spec("sglang") is None or find_spec("flashmoa_sglang") is None:
-        missing = "the engines need SGLang and the plugin: pip install './server_patches[device]'"
+    if find_spec("sglang") is None or find_spec("flashmoa_cpu") is None:
+        missing = (
+            "the engines need SGLang, the plugin and the CPU platform: "
+            "pip install ./server_patches './cpu_platform[device]'"
+        )
         print(f"flashmoa plan: {missing}", file=sys.stderr)
         return 1
     console = Console()

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.cpu import lacks_accelerator
-from flashmoa_sglang.options import Options
+from flashmoa_sglang.options import Options, lacks_accelerator
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
-from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
 from flashmoa_sglang.options import Options
 
 _OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id"]
@@ -112,7 +111,7 @@ class Api:
             "capabilities": self._capabilities(),
             "role": self._engine.role,
             "model": self._engine.model,
-            "modelled_gpu": modelled.name if (modelled := modelled_gpu()) else None,
+            "modelled_gpu": _modelled_gpu(),
             "tokenizer": {
                 "digest": tokenizer.digest if tokenizer else None,
                 "cuts": tokenizer.boundaries.kinds if tokenizer else [],
@@ -247,6 +246,16 @@ def _names_no_stream(record: logging.LogRecord) -> bool:
     for every few tokens.
     """
     return "/prompt_streams/" not in record.getMessage()
+
+
+def _modelled_gpu() -> str | None:
+    """Return the name of the GPU whose time this engine takes, if it takes one's."""
+    if not Options.from_environment().device:
+        return None
+    from flashmoa_cpu.modelled_gpu.gpu import modelled_gpu
+
+    modelled = modelled_gpu()
+    return modelled.name if modelled is not None else None
 
 
 def _make_endpoint(handler: Handler) -> Handler:

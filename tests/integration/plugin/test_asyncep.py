@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
-from flashmoa_sglang.tiny_model import build
+from flashmoa_cpu.tiny_model import build
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs

@@ -35,7 +35,7 @@ IMAGE = "flashmoa-engine"
 GENERATE, GENERATE_SECONDS = "/health_generate", 20
 PARSE_SGLANG = """
 import argparse, json, sys
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 from flashmoa_sglang.options import add_arguments
 from sglang.srt.server_args import ServerArgs

@@ -368,7 +368,7 @@ def test_graphs_are_turned_off_and_short_forwards_are_warned_of(
 
 PROGRAM = """
 import sys
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 from flashmoa_sglang import asyncep
 from sglang.srt import server_args

@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 
 torchvision_ops.allow_mismatched_build()
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flashmoa_cpu import torchvision_ops
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.cpu import torchvision_ops
 from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st

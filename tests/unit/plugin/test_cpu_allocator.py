@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def allocator_class() -> type:
-    from flashmoa_sglang.cpu import torchvision_ops
+    from flashmoa_cpu import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
-    from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
+    from flashmoa_cpu.allocator import CpuPagedAllocator
 
     return CpuPagedAllocator
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.cpu import pd_pairs
+from flashmoa_cpu import pd_pairs
 
 
 @pytest.mark.parametrize(("fully_idle", "naps"), [(False, 1), (True, 0)])

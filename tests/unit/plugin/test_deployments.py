@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 from flashmoa_sglang.releases import (
     RELEASE,
     TESTED,

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import flashmoa_cpu
 import pytest
 from flashmoa_sglang import internals, plugin, releases
 from flashmoa_sglang.internals import Source, used
@@ -64,8 +65,9 @@ def test_a_renamed_name_is_missed(feature: str, name: str) -> None:
 
 
 def test_nothing_is_listed_that_the_plugin_does_not_use() -> None:
-    root = Path(plugin.__file__).parent
-    words = set(re.findall(r"\w+", "".join(file.read_text() for file in root.rglob("*.py"))))
+    roots = (Path(package.__file__).parent for package in (plugin, flashmoa_cpu))
+    files = (file for root in roots for file in root.rglob("*.py"))
+    words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
     names = {name for one in releases.TESTED for each in FEATURES for _, name, _ in used(one, each)}
     assert names <= words
 

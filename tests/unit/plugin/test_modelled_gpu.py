@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.modelled_gpu.gpu import (
+from flashmoa_cpu.modelled_gpu.gpu import (
     Forward,
     Gpu,
     MeasuredTables,
@@ -22,8 +22,8 @@ from flashmoa_sglang.modelled_gpu.gpu import (
     memory_fraction,
     modelled_gpu,
 )
-from flashmoa_sglang.modelled_gpu.hash_model import write_hash_model
-from flashmoa_sglang.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
+from flashmoa_cpu.modelled_gpu.hash_model import write_hash_model
+from flashmoa_cpu.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

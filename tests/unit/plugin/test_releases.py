@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -48,6 +50,18 @@ def test_the_extra_names_exactly_the_tested_releases() -> None:
         (extra,) = tomllib.load(file)["project"]["optional-dependencies"]["sglang"]
     numbers = ["0.5.12.post1", *(f"0.5.{number}" for number in range(100)), "0.6.0"]
     assert tuple(Requirement(extra).specifier.filter(numbers)) == TESTED
+
+
+def test_without_the_cpu_platform_the_plugin_is_whole_and_says_what_a_cpu_needs() -> None:
+    pytest.importorskip("torch")
+    blocked = (
+        "import sys; sys.modules['flashmoa_cpu'] = None\n"
+        "from flashmoa_sglang import plugin, serve\n"
+        "plugin.verify()\n"
+        "serve.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
+    assert ended.returncode == 1 and "install ./cpu_platform" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize("release", TESTED)

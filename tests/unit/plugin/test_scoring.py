@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

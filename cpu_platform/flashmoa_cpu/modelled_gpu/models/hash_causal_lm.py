@@ -1,4 +1,4 @@
-"""The model class of :mod:`flashmoa_sglang.modelled_gpu.hash_model`."""
+"""The model class of :mod:`flashmoa_cpu.modelled_gpu.hash_model`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from flashmoa_sglang.modelled_gpu.hash_model import PRIME, WIDTH
+from flashmoa_cpu.modelled_gpu.hash_model import PRIME, WIDTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

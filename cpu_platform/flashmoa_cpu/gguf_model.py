@@ -1,6 +1,6 @@
 """Writes the model in a GGUF file as a folder that SGLang serves on a CPU.
 
-``python -m flashmoa_sglang.gguf_model --file MODEL.gguf --out DIR`` expands its weights to float32,
+``python -m flashmoa_cpu.gguf_model --file MODEL.gguf --out DIR`` expands its weights to float32,
 since many CPUs compute bfloat16 slowly, and keeps its tokenizer and chat template.
 """
 
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 
 
 def convert(file: Path, out: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.modelled_gpu.gpu import Forward, ModelledGpu, Prefills, modelled_gpu
+from flashmoa_cpu.modelled_gpu.gpu import Forward, ModelledGpu, Prefills, modelled_gpu
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVPoll

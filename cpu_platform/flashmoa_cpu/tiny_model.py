@@ -1,6 +1,6 @@
 """Builds a small Qwen3 with random weights and its own tokenizer, in seconds, without a model hub.
 
-``python -m flashmoa_sglang.tiny_model --out DIR --text FILE...`` trains a byte-level BPE tokenizer
+``python -m flashmoa_cpu.tiny_model --out DIR --text FILE...`` trains a byte-level BPE tokenizer
 on the given texts and writes a model that SGLang serves on a CPU. The architecture, the tokenizer
 and the chat template with tools are real, and the seed is fixed; the answers are noise.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashmoa_sglang.cpu import torchvision_ops
+from flashmoa_cpu import torchvision_ops
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system

@@ -1,7 +1,7 @@
 """Starts several engines on a CPU from one import of SGLang.
 
 An engine spends most of its start importing SGLang, in two processes. ``python -m
-flashmoa_sglang.forkserver`` imports it once, prints ``ready``, and then forks an engine for each
+flashmoa_cpu.forkserver`` imports it once, prints ``ready``, and then forks an engine for each
 line of JSON on standard input: ``{"args": [...], "env": {...}, "cores": [0], "log": PATH}``. For
 each it prints the engine's process id. Every engine leads its own process group. When standard
 input ends, the server and all its engines end.
@@ -39,9 +39,9 @@ def import_sglang() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
-
-    import flashmoa_sglang.cpu.attention  # noqa: F401
     from flashmoa_sglang import plugin
+
+    import flashmoa_cpu.attention  # noqa: F401
 
     # The forked engines inherit the result and need not verify again.
     plugin.verify()

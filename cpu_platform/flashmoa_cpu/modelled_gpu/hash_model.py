@@ -10,9 +10,11 @@ It answers at temperature 0 and has no log-probabilities.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,32 @@ FACTORS = 1 << 12
 PRIME = 16_777_213
 ARCHITECTURE = "HashForCausalLM"
 # SGLang's variable for a package with further model classes, and ours.
-MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_sglang.modelled_gpu.models")
+MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_cpu.modelled_gpu.models")
+# Tokens. Longer than the prompts of any benchmark.
+_CONTEXT = 131_072
 _TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
+
+
+def serve(argv: list[str]) -> list[str]:
+    """Write the hash model that ``--model-path hash:FOLDER`` asks for, and name its folder instead.
+
+    Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", default="")
+    known, rest = parser.parse_known_args(argv)
+    if not known.model_path.startswith(PREFIX):
+        return argv
+    try:
+        folder = write_hash_model(known.model_path, _CONTEXT)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model-path {known.model_path}: {error}") from error
+    variable, package = MODEL_PACKAGE
+    os.environ[variable] = package
+    # A forkserver has read the variable before.
+    if registry := sys.modules.get("sglang.srt.models.registry"):
+        registry.ModelRegistry.register(package, overwrite=True)
+    return ["--served-model-name", "hash", *rest, "--model-path", str(folder)]
 
 
 def write_hash_model(model_path: str, context: int) -> Path:

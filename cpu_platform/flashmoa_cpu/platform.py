@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from flashmoa_sglang.options import lacks_accelerator
+from flashmoa_sglang.releases import RELEASE
 from sglang.srt.platforms.interface import PlatformEnum
 
-from flashmoa_sglang import cpu
-from flashmoa_sglang.cpu.pd_pairs import prepare_pd_pairs
-from flashmoa_sglang.modelled_gpu import hooks
-from flashmoa_sglang.modelled_gpu.gpu import modelled_gpu
-from flashmoa_sglang.modelled_gpu.hash_model import ARCHITECTURE
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_cpu.modelled_gpu import hooks
+from flashmoa_cpu.modelled_gpu.gpu import modelled_gpu
+from flashmoa_cpu.modelled_gpu.hash_model import ARCHITECTURE
+from flashmoa_cpu.pd_pairs import prepare_pd_pairs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -41,7 +41,7 @@ _NEEDS_GPU = {
 
 def activate() -> str | None:
     """Return the path of the platform class if no accelerator can be used, else ``None``."""
-    return f"{__name__}:TorchCpuPlatform" if cpu.lacks_accelerator() else None
+    return f"{__name__}:TorchCpuPlatform" if lacks_accelerator() else None
 
 
 class _Pools:
@@ -53,7 +53,7 @@ class _Pools:
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from flashmoa_sglang.cpu.allocator import CpuPagedAllocator
+        from flashmoa_cpu.allocator import CpuPagedAllocator
 
         return CpuPagedAllocator
 
@@ -134,7 +134,7 @@ class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
             # Only now the classes that this hooks can be imported.
             hooks.install()
             prepare_pd_pairs(runner.server_args)
-            from flashmoa_sglang.cpu.attention import CpuAttentionBackend, HashAttentionBackend
+            from flashmoa_cpu.attention import CpuAttentionBackend, HashAttentionBackend
 
             hashes = ARCHITECTURE in (runner.model_config.hf_config.architectures or ())
             return HashAttentionBackend(runner) if hashes else CpuAttentionBackend(runner)

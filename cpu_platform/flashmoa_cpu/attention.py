@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from flashmoa_sglang.releases import RELEASE
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoa_sglang.modelled_gpu.hash_model import FACTORS, PRIME, WIDTH
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_cpu.modelled_gpu.hash_model import FACTORS, PRIME, WIDTH
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

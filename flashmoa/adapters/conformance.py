@@ -109,7 +109,8 @@ async def _check_released(engines: Sequence[EngineClient], events: Sequence[Even
 
 async def _holds_kv(engine: EngineClient) -> bool:
     info = await engine.info()
-    return bool(info.prompt_streams or any(kv.protected or kv.pinned_streams for kv in info.kv))
+    # A request that runs may have KV of which the radix tree does not know yet.
+    return bool(info.prompt_streams or any(kv.free + kv.evictable < kv.total for kv in info.kv))
 
 
 async def _check_cancelled(run_team: RunTeam, engines: Sequence[EngineClient]) -> None:

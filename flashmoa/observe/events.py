@@ -160,7 +160,7 @@ class StreamFound(Event):
     """A call behind a front end has ended: what its engine says of its prompt stream.
 
     ``figures`` is ``None`` if the request did not find the stream: it went to another engine, or
-    was there before the stream's end.
+    had ended before its stream.
     """
 
     stream_id: str

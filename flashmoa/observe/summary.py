@@ -199,7 +199,7 @@ def link_status(call: Call) -> str:
     ``late``: the call came before its stream was open. ``no gain``: its stream had computed nothing
     when it came, so that it waited as without a link. ``plain``: its link was to an engine without
     the plugin, which does not report whether it was of use. ``elsewhere``: a front end sent it to
-    another engine than the one with its stream, or it was there before the stream's end.
+    another engine than the one with its stream, or it had ended before its stream.
     ``unfinished``: its stream, behind a front end, was given up, as texts in it were still open.
     ``""``: there was no link to it.
     """

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.options import lacks_accelerator
 from flashmoa_sglang.releases import RELEASE, installed, too_old
 
-_ON_CPU = find_spec("flashmoa_cpu") is not None
+_HAS_CPU_PLATFORM = find_spec("flashmoa_cpu") is not None
 # This runs at import, because the processes that SGLang spawns import this module before SGLang.
-if _ON_CPU:
+if _HAS_CPU_PLATFORM:
     from flashmoa_cpu import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
@@ -55,10 +55,10 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
 
     from flashmoa_sglang import options, plugin
 
-    if _ON_CPU:
+    if _HAS_CPU_PLATFORM:
         from flashmoa_cpu.modelled_gpu import hash_model
 
-        argv = hash_model.serve(argv)
+        argv = hash_model.resolve_model_path(argv)
     # Without the plugin, SGLang does not know the arguments of a modelled GPU.
     if is_stock():
         argv = options.take_device_arguments(argv)
@@ -86,7 +86,7 @@ def is_stock() -> bool:
 def main() -> None:
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
-    if not _ON_CPU and lacks_accelerator():
+    if not _HAS_CPU_PLATFORM and lacks_accelerator():
         raise SystemExit(
             "flashmoa-sglang: torch finds no GPU. For SGLang on a plain CPU install "
             "./cpu_platform of FlashMoA's repository, too."

@@ -40,7 +40,7 @@ _CONTEXT = 131_072
 _TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
 
 
-def serve(argv: list[str]) -> list[str]:
+def resolve_model_path(argv: list[str]) -> list[str]:
     """Write the hash model that ``--model-path hash:FOLDER`` asks for, and name its folder instead.
 
     Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.

@@ -251,7 +251,7 @@ def _names_no_stream(record: logging.LogRecord) -> bool:
 def _modelled_gpu() -> str | None:
     """Return the name of the GPU whose time this engine takes, if it takes one's."""
     if not Options.from_environment().device:
-        return None
+        return None  # The package may not be there.
     from flashmoa_cpu.modelled_gpu.gpu import modelled_gpu
 
     modelled = modelled_gpu()

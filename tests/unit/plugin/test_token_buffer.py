@@ -296,12 +296,10 @@ def test_a_wrong_prediction_still_gives_the_real_tokens(
     buffer.append(shared)
     before = buffer.snapshot()
     buffer.append(streamed)
-    # Another thread may go on with what was known before.
-    assert before.encode(shared + real, add_special_tokens=False) == tokenizer.encode(shared + real)
-    assert buffer.encode(shared + real, add_special_tokens=False) == tokenizer.encode(shared + real)
-    assert buffer.encode(shared + real, add_special_tokens=True) == tokenizer.encode(
-        shared + real, True
-    )
+    text = shared + real
+    for each in (buffer, before):  # Another thread may go on with what was known before.
+        for special in (False, True):
+            assert each.encode(text, special) == tokenizer.encode(text, special)
 
 
 @pytest.mark.parametrize("name", NAMES)

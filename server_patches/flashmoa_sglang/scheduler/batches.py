@@ -448,7 +448,6 @@ def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) ->
     size = max(page, size - size % page)
     if state.earned < costs.prefill(size):
         return None
-    state.earned = 0.0
     return Step(size, least, only_streams=True, growing=only_growing)
 
 
@@ -526,6 +525,8 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
     """Share and count the KV that the built batch computes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
+    if step.only_streams and not step.rides:
+        state.earned = 0.0
     if step.rides:
         state.rode_along += sum(
             RELEASE.computed_until(req) - RELEASE.cached_tokens(req)

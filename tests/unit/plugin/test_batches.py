@@ -327,6 +327,17 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     assert step(rank).increments() == [1024]
 
 
+def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.no_rides = "the engine decodes speculatively"
+    busy.open_stream("a", 2500)
+    for _ in range(5):
+        assert not step(busy).queues
+    assert step(busy).increments() == [512]  # SGLang has no room for it in this step.
+    assert step(busy, Build(takes=lambda _: True)).increments() == [512]
+    assert busy.flashmoa.earned == 0
+
+
 def test_all_is_as_before_if_no_batch_can_be_built() -> None:
     busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)

@@ -14,7 +14,7 @@ rules of a batch:
    (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
    (:func:`choose_stream_ride`).
 3. *Which streams* get them: those whose requests are due, those that a step can complete, then one
-   after the other in the order in which they were opened, in whole pages (``streams.py``). A few
+   after the other in the order in which they were opened, in whole pages (``amounts.py``). A few
    tokens wait for more, unless their stream has ended: its request computes them at hardly any
    cost.
 4. *Room*: streams get the KV slots that requests leave, and give way when these need more
@@ -33,17 +33,27 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
+from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import (
     has_room_to_ride,
     held_back,
     make_room,
     room_for_streams,
+)
+from flashmoa_sglang.scheduler.amounts import (
+    CHUNKS,
+    TOLERANCE,
+    Ride,
+    choose_prompt_ride,
+    choose_stream_ride,
+    fewest_tokens,
+    fill_tokens,
+    least_tokens,
+    possible_rides,
+    stream_chunk,
 )
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.request import (
@@ -55,23 +65,13 @@ from flashmoa_sglang.scheduler.request import (
     uncached_tokens,
 )
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
-from flashmoa_sglang.scheduler.streams import fewest_tokens
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# A forward with more tokens is as good as one with few if it takes at most this factor of the time.
-_TOLERANCE = 1.1
 # Seconds of a forward that a request may have to wait for although it is expected. It comes some 10
 # to 20 ms after the text of the agent before has ended.
 _SHORT_FORWARD = 0.05
-# Sizes of forwards for streams alone.
-_CHUNKS = tuple(2**n for n in range(6, 14))
-# The bounds of how few tokens of all streams together are worth a forward.
-_SMALLEST_LEAST, _LARGEST_LEAST = 32, 128
-# A number of tokens that may ride, and the seconds by which they lengthen the step.
-Ride = tuple[int, float]
 # Forwards of more tokens than this are not told apart.
 _LARGE_FORWARD = 8192
 # Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
@@ -184,7 +184,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if not others:
         # Requests that are due wait for no tokens of others.
         urgent = sum(state.streams.waiting_tokens(next_only=True))
-        is_slow = costs.prefill(_CHUNKS[0]) > _SHORT_FORWARD
+        is_slow = costs.prefill(CHUNKS[0]) > _SHORT_FORWARD
         if is_slow and not urgent and state.streams.await_request():
             return None
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
@@ -316,120 +316,6 @@ def _can_be_mixed(scheduler: Any, joining: Sequence[Any]) -> bool:
     )
 
 
-@lru_cache(maxsize=1024)
-def possible_rides(
-    costs: Costs, decoding: int, budget: float, page: int, most: int
-) -> tuple[Ride, ...]:
-    """Return the numbers of tokens that may ride along with a decode step.
-
-    With the decodes, they fill the step up to one of :data:`STEP_SIZES`, or to so many tokens more
-    than a multiple of the largest. Each comes with the seconds that it adds, the smallest first.
-
-    Args:
-        decoding: number of requests that decode.
-        budget: the longest step, as a multiple of the step without them.
-        most: the most tokens that a forward may prefill (``--chunked-prefill-size``).
-    """
-    if budget <= 1:
-        return ()
-    longest = (budget - 1) * costs.decode(decoding)
-    below = decoding - decoding % STEP_SIZES[-1]
-    steps = (start + size for start in (below, below + STEP_SIZES[-1]) for size in STEP_SIZES)
-    rides = sorted({step - decoding - (step - decoding) % page for step in steps})
-    added = ((ride, costs.added(decoding, ride)) for ride in rides if FEWEST_RIDING <= ride <= most)
-    return tuple((ride, seconds) for ride, seconds in added if seconds <= longest)
-
-
-def choose_prompt_ride(
-    rides: Sequence[Ride], costs: Costs, decoding: int, prompts: int, tokens: int
-) -> int:
-    """Return how many tokens of requests' prompts ride along with a decode step; 0: none.
-
-    Prompts that do not ride have a forward of their own, for which the decodes wait. Prompts that
-    ride take longer, because each of their steps decodes, too. The way is the one in which all
-    these requests together wait for the shortest time, as measured.
-
-    Args:
-        rides: see :func:`possible_rides`.
-        decoding: number of requests that decode.
-        prompts: number of requests that could start.
-        tokens: how many tokens of these are to be computed, in all.
-    """
-    step = costs.decode(decoding)
-
-    def waited(ride: int, added: float) -> float:
-        return ceil(tokens / ride) * (prompts * (step + added) + decoding * added)
-
-    best, added = min(rides, key=lambda ride: waited(*ride), default=(0, 0.0))
-    alone = (prompts + decoding) * costs.prefill(tokens)
-    return best if best and waited(best, added) < alone else 0
-
-
-def choose_stream_ride(
-    rides: Sequence[Ride],
-    rate: float,
-    waiting: Sequence[int],
-    ends: Sequence[int],
-    fewest: int = 0,
-) -> int:
-    """Return how many tokens of streams ride along with a decode step: those that save the most.
-
-    Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
-    decodes. Few tokens in each of many steps cost less than many tokens in a few, as long as there
-    are enough steps. When a request ends, the request of an agent that reads it may come. So the
-    tokens of the first stream should ride until the first request ends, and so on.
-
-    Args:
-        rides: see :func:`possible_rides`.
-        rate: seconds of a token in a large forward.
-        waiting: how many tokens of each stream wait, in the order in which they ride.
-        ends: in how many steps each of the requests ends that decode, in any order.
-        fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
-    """
-    total, ends = sum(waiting), sorted(ends)
-
-    def seconds(ride: int, added: float) -> float:
-        late = _late_tokens(waiting, ends, ride) if total > ride * ends[0] else 0
-        return max(1.0, (total - late) / ride) * added + late * rate
-
-    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    if not best or seconds(best, added) >= total * rate:
-        return 0
-    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
-
-
-def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: int) -> int:
-    """Return how many tokens of streams have not ridden when the requests come that need them.
-
-    Args: ends: the steps after which requests come, ascending.
-    """
-    queued = late = 0
-    for position, tokens in enumerate(waiting):
-        queued += tokens
-        left = min(tokens, max(0, queued - ride * ends[min(position, len(ends) - 1)]))
-        queued, late = queued - left, late + left
-    return late
-
-
-def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
-    """Return the most tokens in a forward for streams alone, while nothing else runs.
-
-    A request that comes waits for the end of this forward, for half of it on average. So the size
-    is the one with which all ``waiting`` tokens and such a request take the least time in all:
-    some 128 tokens where each takes as long as the one before, as on a CPU, and thousands where
-    many wait and larger forwards take less time for each token. It is larger if the rest would not
-    be worth another forward.
-    """
-
-    def seconds(size: int) -> float:
-        return (max(1.0, waiting / size) + 0.5) * costs.prefill(size)
-
-    size = min(_CHUNKS, key=seconds)
-    if size < waiting < size + least_tokens(costs, page):
-        size = waiting
-    return max(page, size - size % page)
-
-
 def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) -> Step | None:
     """Plan a forward for streams alone, for which decodes wait, once these have left enough time.
 
@@ -442,34 +328,13 @@ def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) ->
     growing = sum(streams.waiting_tokens(growing=True))
     # Some tokens of those that grow wait for more at nearly every moment.
     only_growing = growing >= least
-    best = _TOLERANCE * costs.per_token_at_best
-    efficient = next((n for n in _CHUNKS if costs.prefill(n) <= best * n), _CHUNKS[-1])
+    best = TOLERANCE * costs.per_token_at_best
+    efficient = next((n for n in CHUNKS if costs.prefill(n) <= best * n), CHUNKS[-1])
     size = min(growing if only_growing else sum(streams.waiting_tokens()), efficient)
     size = max(page, size - size % page)
     if state.earned < costs.prefill(size):
         return None
     return Step(size, least, only_streams=True, growing=only_growing)
-
-
-def least_tokens(costs: Costs, page: int) -> int:
-    """Return the fewest tokens of streams that are worth a forward, or riding along with one.
-
-    If fewer are left for the final request, its forward takes hardly longer than without them.
-    """
-    return max(page, _SMALLEST_LEAST, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
-
-
-def _nearly_free_tokens(costs: Costs) -> int:
-    return costs.tokens_within(_TOLERANCE * costs.prefill(_SMALLEST_LEAST))
-
-
-def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:
-    """Return how many tokens of streams join a forward that prefills for clients.
-
-    The forward takes hardly longer with them, if it is so small that its tokens do not fill it.
-    """
-    tokens = max(0, _nearly_free_tokens(costs) - prefilling)
-    return tokens - tokens % page
 
 
 @contextmanager

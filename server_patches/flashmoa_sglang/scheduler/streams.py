@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler.amounts import Growth, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
 from flashmoa_sglang.scheduler.request import state_of
 
@@ -29,10 +30,6 @@ _REMEMBERED_ENDINGS = 4096
 # A stream that has grown by fewer tokens is not matched with the radix tree again: hardly any
 # other request can have computed just these.
 _WORTH_MATCHING = 64
-# The fewest tokens in an increment that does not complete its stream: SGLang's scheduler takes a
-# millisecond or two for each. Streams that end together are left with that many each, which their
-# requests compute in one forward.
-_LEAST_INCREMENT = 16
 # In so many steps an idle engine waits for the request of a stream: it may never come. On a CPU,
 # such a step lasts until a message comes, for at most a second.
 _MOST_AWAITED = 4
@@ -42,9 +39,6 @@ _MOST_AWAITED = 4
 _HELD_FOR = 8
 # Of so many requests at most it is remembered that they have ended: as many as streams may be open.
 _MOST_RETURNING = 256
-# Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
-# an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
-_TOKENS_PER_STREAM = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -462,83 +456,6 @@ class SchedulerStreams:
             waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
             RELEASE.to_tokenizer(self._scheduler, StreamProgress(tuple(self._progress), waiting))
             self._progress, self._known_waiting = [], self._waiting
-
-
-@dataclass(slots=True)
-class Growth:
-    """How far a prompt stream could be prefilled; sizes in tokens.
-
-    It is not frozen, because there may be one for each of hundreds of streams in each step, and
-    frozen objects take several times as long to make.
-
-    Attributes:
-        prefilled: number of tokens that have KV, in whole pages.
-        new: number of tokens that have none, in whole pages.
-        ended: whether no more tokens come.
-        output: the decode steps of the stream's request, in prefill tokens, if jobs are ordered by
-            their sizes.
-        is_next: whether the stream's request is due.
-    """
-
-    prefilled: int
-    new: int
-    ended: bool = False
-    output: float = 0.0
-    is_next: bool = False
-
-
-def choose_increments(
-    streams: Sequence[Growth], tokens: int, least: int, fewest: int, page: int
-) -> list[tuple[int, int]]:
-    """Choose which streams to prefill in a step, and how far.
-
-    First come those whose requests are due, and among these and among the others
-    those of which the step can compute all, the smallest job first. The rest is computed one after
-    the other, so that if there is not room for all, some are complete: the smallest job first, or
-    without ``output`` the one that was opened first, whose request may come first. Increments are
-    whole pages.
-
-    Args:
-        streams: in the order in which they were opened.
-        tokens: the most tokens of all increments together.
-        least: the fewest new tokens of all streams together, unless one has ended.
-        fewest: the fewest tokens of an increment that does not complete its stream, or ``tokens``
-            if that is less; see :func:`fewest_tokens`.
-        page: number of tokens in a KV page.
-
-    Return the chosen streams' positions and the number of tokens that have KV afterwards.
-    """
-    if sum(s.new for s in streams) < least and not any(s.ended and s.new for s in streams):
-        return []
-    fewest = max(min(fewest, tokens - tokens % page), min(_LEAST_INCREMENT, least))
-    chosen: list[tuple[int, int]] = []
-    whole_step = tokens
-
-    def order(position: int) -> tuple[bool, bool, float, int]:
-        stream = streams[position]
-        lasts = stream.new > whole_step
-        size = 0.0 if lasts and not stream.output else stream.new + stream.output
-        return not stream.is_next, lasts, size, position
-
-    for position in sorted(range(len(streams)), key=order):
-        if tokens < page:
-            break
-        stream = streams[position]
-        count = min(stream.new, tokens)
-        count -= count % page
-        completes = stream.ended and count == stream.new
-        if count and (completes or count >= fewest):
-            chosen.append((position, stream.prefilled + count))
-            tokens -= count
-    return chosen
-
-
-def fewest_tokens(streams: int, least: int) -> int:
-    """Return the fewest tokens of an increment while so many streams are open.
-
-    Args: least: the fewest tokens of all streams together.
-    """
-    return min(least, max(_LEAST_INCREMENT, int(_TOKENS_PER_STREAM * streams)))
 
 
 def take_request(

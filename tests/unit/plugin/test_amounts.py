@@ -7,17 +7,19 @@ from math import inf
 
 import pytest
 from flashmoa_sglang.costs import FEWEST_RIDING, Costs
-from flashmoa_sglang.scheduler.batches import _SMALLEST_LEAST as LEAST
-from flashmoa_sglang.scheduler.batches import (
+from flashmoa_sglang.scheduler.amounts import _LEAST_INCREMENT as SMALLEST
+from flashmoa_sglang.scheduler.amounts import _SMALLEST_LEAST as LEAST
+from flashmoa_sglang.scheduler.amounts import (
+    Growth,
+    choose_increments,
     choose_prompt_ride,
     choose_stream_ride,
+    fewest_tokens,
     fill_tokens,
     least_tokens,
     possible_rides,
     stream_chunk,
 )
-from flashmoa_sglang.scheduler.streams import _LEAST_INCREMENT as SMALLEST
-from flashmoa_sglang.scheduler.streams import Growth, choose_increments, fewest_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
@@ -20,6 +22,7 @@ from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
 from flashmoa.openai import AsyncOpenAI, run
 from tests.conftest import GUIDE, ROOT
+from tests.integration.support import fetch_kv_state
 from tests.waiting import until
 
 pytest.importorskip("dynamo.frontend", reason="make test-dynamo has Dynamo")
@@ -30,10 +33,12 @@ pytestmark = pytest.mark.anyio
 HANG_SECONDS = 4
 
 
-def serve_dynamo(folder: Path) -> AbstractAsyncContextManager[Dynamo]:
+def serve_dynamo(
+    folder: Path, *more: str, pool: int = 12000, workers: int = 2
+) -> AbstractAsyncContextManager[Dynamo]:
     model = tiny_model("small", [GUIDE], ROOT / ".cache" / "models")
-    arguments = ["--max-total-tokens", "12000", "--enable-cache-report", *WITHOUT_OVERLAP]
-    return start_dynamo(model, folder, *arguments)
+    arguments = ["--max-total-tokens", str(pool), "--enable-cache-report", *WITHOUT_OVERLAP]
+    return start_dynamo(model, folder, *arguments, *more, workers=workers)
 
 
 @pytest.fixture
@@ -226,6 +231,47 @@ async def takes_requests(dynamo: Dynamo, engine: str) -> bool:
     """Return whether the front end sends requests to an engine, asked anew."""
     async with EngineClient(dynamo.url) as client:
         return await client.takes_requests(f"{engine} stream")
+
+
+async def test_a_prompt_is_held_while_tools_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine is sent token ids only; others fill the pool meanwhile."""
+    monkeypatch.setenv("DYN_TOOL_CALL_PARSER", "hermes")
+    call = r'<tool_call>\{"name": "weather", "arguments": \{"city": "(Rome|Oslo)"\}\}</tool_call>'
+    arguments = ["--tool-call-parser", "hermes", "--flashmoa-hold-tool-calls", "60"]
+    arguments += ["--preferred-sampling-params", json.dumps({"regex": call})]
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    guide = GUIDE.read_text()
+    messages: list[Any] = [{"role": "user", "content": guide[:2000]}]
+    weather = {"name": "weather", "parameters": parameters}
+    async with (
+        serve_dynamo(tmp_path, *arguments, pool=4000, workers=1) as dynamo,
+        EngineClient(dynamo.engines[0]) as engine,
+        AsyncOpenAI(base_url=f"{dynamo.url}/v1", api_key="-") as openai,
+    ):
+
+        async def ask(tokens: int) -> tuple[Any, int]:
+            answer = await openai.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=tokens, temperature=1,
+                tools=[{"type": "function", "function": weather}],
+            )  # fmt: skip
+            usage = answer.usage
+            assert usage is not None and usage.prompt_tokens_details is not None
+            cached = usage.prompt_tokens_details.cached_tokens or 0
+            return answer.choices[0].message, usage.prompt_tokens - cached
+
+        said, whole = await ask(200)
+        with anyio.fail_after(10):
+            while not (await fetch_kv_state(engine)).pinned_streams:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        for number in range(3):
+            await engine.prefill_only(text=f"{number} {guide[:6000]}")
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "It rains."}
+        messages += [said.model_dump(exclude_none=True), result]
+        _, computed = await ask(8)
+        assert computed < whole / 4
+        assert (await engine.info()).prompt_streams == 0
 
 
 def opened(events: list[Event]) -> list[LinkOpened]:

@@ -366,14 +366,21 @@ def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
     return prompt is not None and _shares_kv(obj, stream) and stream.agrees_with(prompt) > 0
 
 
-def _tokens(obj: Any) -> array[int] | None:
-    """Return the tokens of a prompt that is nothing else, and ``None`` of any other."""
+def has_one_prompt(obj: Any) -> bool:
+    """Return whether a request has one prompt, of tokens, which is all of its prompt."""
     ids = obj.input_ids
     if not ids or isinstance(ids[0], list) or obj.session_params is not None:
-        return None
-    if obj.image_data or obj.video_data or obj.audio_data:
-        return None
-    return array("q", ids)
+        return False
+    return not (obj.image_data or obj.video_data or obj.audio_data)
+
+
+def has_one_answer(obj: Any) -> bool:
+    return all(params.get("n") in (None, 1) for params in _list_params(obj.sampling_params or {}))
+
+
+def _tokens(obj: Any) -> array[int] | None:
+    """Return the tokens of a prompt that is nothing else, and ``None`` of any other."""
+    return array("q", obj.input_ids) if has_one_prompt(obj) else None
 
 
 def generate_request(
@@ -428,7 +435,7 @@ async def prewarm(
         raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
     if reason := table.engine.why_no_kv():
         raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
-    if obj.sampling_params.get("n", 1) != 1:
+    if not has_one_answer(obj):
         raise ValueError("One answer is enough to warm a prompt: leave n out.")
     put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}

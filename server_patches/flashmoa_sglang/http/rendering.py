@@ -145,6 +145,20 @@ class ChatRenderer:
         # SGLang gives the template of a file to the tokenizer.
         return str(getattr(tokenizer, "chat_template", None) or arguments.chat_template or "")
 
+    @property
+    def knows_calls(self) -> bool:
+        """Whether SGLang was told how the model writes tool calls (``--tool-call-parser``)."""
+        chat = self._chat()
+        return bool(chat.tool_call_parser) and chat.tokenizer_manager.tokenizer is not None
+
+    def calls_tools(self, ids: Sequence[int]) -> bool:
+        """Return whether an answer of these tokens calls tools."""
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        chat = self._chat()
+        text = chat.tokenizer_manager.tokenizer.decode([*ids], skip_special_tokens=False)
+        return FunctionCallParser([], chat.tool_call_parser).detector.has_tool_call(text)
+
     def parse(self, request: Any, output: dict[str, Any]) -> Any:
         """Return the message that SGLang makes of a request's last output; ``None`` if none.
 

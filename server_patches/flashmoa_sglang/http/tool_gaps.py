@@ -6,6 +6,9 @@ not from the tokens that were decoded, which often differ. What the radix tree h
 and the rest is prefilled. The request is known by its prompt, so that every client gains and none
 has to name the stream. They give way before streams that grow, but not to requests that are held
 back (``scheduler/admission.py``).
+
+Of a request of token ids, as one that came through a front end which renders chats itself, the next
+prompt is not known. What is held is its own prompt with the tokens of its answer.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import asyncio
 import logging
 from array import array
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http import client_requests, metrics, rendering
@@ -57,27 +61,32 @@ class ToolGaps:
 
     def watch(self, obj: Any, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         """Return the outputs of a ``GenerateReqInput``; hold its agent's next prompt at the end."""
-        if hasattr(obj, "stream"):  # It is no request for an embedding.
-            for come in self._tasks.values():
-                come.append(obj)
+        if not hasattr(obj, "stream"):
+            return outputs  # This is a request for an embedding.
+        for come in self._tasks.values():
+            come.append(obj)
+        # Requests of a session find no streams by their prompts.
+        if not client_requests.has_one_prompt(obj) or not client_requests.has_one_answer(obj):
+            return outputs
         chat = rendering.served.get()
         # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
-        if not hasattr(chat, "messages") or not chat.tools or (chat.n or 1) > 1:
-            return outputs
-        # Requests of a session find no streams by their prompts.
-        if not obj.input_ids or obj.session_params is not None:
-            return outputs
-        return self._watch(chat, obj, outputs)
+        if not hasattr(chat, "messages"):
+            return self._watch(None, obj, outputs) if self._renderer.knows_calls else outputs
+        return self._watch(chat, obj, outputs) if chat.tools else outputs
 
     async def _watch(
         self, chat: Any, obj: Any, outputs: AsyncGenerator[Any]
     ) -> AsyncGenerator[Any]:
-        text = ""
+        text, ids = "", array("q")
         async with aclosing(outputs):
             async for output in outputs:
-                text = (text if self._engine.streams_pieces(obj) else "") + output["text"]
+                if not self._engine.streams_pieces(obj):
+                    text, ids = "", array("q")
+                text += output.get("text") or ""
+                ids.extend(output.get("output_ids") or ())
                 if (output["meta_info"].get("finish_reason") or {}).get("type") == "stop":
-                    whole, come = {**output, "text": text}, list[Any]()
+                    whole = {**output, "text": text, "output_ids": ids}
+                    come: list[Any] = []
                     task = asyncio.create_task(self._hold(chat, obj, whole, come))
                     self._tasks[task] = come
                     task.add_done_callback(self._tasks.pop)
@@ -89,12 +98,12 @@ class ToolGaps:
 
         try:
             # A long prompt takes tens of milliseconds, in which no other token would go out.
-            buffer = await asyncio.to_thread(self._next_prompt, chat, output)
-            if buffer is not None:
-                since = common_length(array("q", obj.input_ids), buffer.tokens)
+            next_tokens = partial(self._next_tokens, chat, array("q", obj.input_ids), output)
+            tokens = await asyncio.to_thread(next_tokens)
+            if tokens is not None:
+                since = common_length(array("q", obj.input_ids), tokens)
                 meta = output["meta_info"]
                 # A tool may have ended before, and its result can take no stream any more.
-                tokens = buffer.tokens
                 if self._table.hold(obj, meta, tokens, self._seconds, since, has_come):
                     metrics.count("tool_calls_held")
         except ApiError as error:
@@ -104,6 +113,16 @@ class ToolGaps:
             log = logger.debug if self._has_failed else logger.warning
             self._has_failed = True
             log("A prompt is not held while tools run: %s: %s", type(error).__name__, error)
+
+    def _next_tokens(
+        self, chat: Any, prompt: array[int], output: dict[str, Any]
+    ) -> array[int] | None:
+        """Return what is known of the next prompt, or ``None`` without tool calls."""
+        if chat is not None:
+            buffer = self._next_prompt(chat, output)
+            return buffer.tokens if buffer is not None else None
+        calls = self._renderer.calls_tools(output["output_ids"])
+        return prompt + output["output_ids"] if calls else None
 
     def _next_prompt(self, chat: Any, output: dict[str, Any]) -> TokenBuffer | None:
         """Return the next prompt up to its first result, or ``None`` without tool calls."""

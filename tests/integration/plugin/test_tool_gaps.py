@@ -174,6 +174,32 @@ async def test_the_next_prompt_of_any_client_is_held_and_found(
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_prompt_of_token_ids_is_held_with_its_answer(
+    http: httpx.AsyncClient, client: EngineClient, words: Words, stream: bool
+) -> None:
+    """A front end, as Dynamo's, renders chats itself, and reads the calls in answers."""
+    await client.flush_cache()
+
+    async def generate(ids: list[int], regex: str, tokens: int) -> Body:
+        sampling = {"regex": regex, "max_new_tokens": tokens, "temperature": 0}
+        body = {"input_ids": ids, "sampling_params": sampling, "stream": stream}
+        return (await post(http, "/generate", body))[-1]
+
+    (prompt, result) = await client.tokenize([words(500, 30), " It rains."])
+    await generate(prompt, "It rains!", 100)
+    assert (await client.info()).prompt_streams == 0
+    answer = await generate(prompt, CALL, 100)
+    await wait_until_held(client)
+    for seed in range(3):
+        await client.prefill_only(text=words(POOL // 2, 33 + seed))
+    # The front end renders the answer anew, which may end in another way.
+    again = [*prompt, *answer["output_ids"][:-3], *result]
+    meta = (await generate(again, CALL, 8))["meta_info"]
+    assert meta["prompt_tokens"] - meta["cached_tokens"] <= 30
+    assert (await wait_until_idle(client)).pinned_streams == 0
+
+
 @pytest.mark.nightly
 async def test_a_program_with_anthropics_client_finds_its_prompt(engine: LocalEngine) -> None:
     await run_frameworks("test_anthropic.py", FLASHMOA_ENGINES=engine.url)

@@ -154,19 +154,28 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     assert request.status == "expired" and not stream.claimed
 
 
-@pytest.mark.parametrize("kind", ["of Harmony", "without tools", "of a session"])
-def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(kind: str) -> None:
+_TOOLS = SimpleNamespace(messages=["Hi"], tools=["a tool"])
+
+
+@pytest.mark.parametrize(
+    ("chat", "fields"),
+    [
+        (None, {}),
+        (SimpleNamespace(messages=["Hi"], tools=None), {}),
+        (_TOOLS, {"session_params": {"id": "s"}}),
+        (_TOOLS, {"sampling_params": {"n": 2}}),
+    ],
+    ids=["of tokens, without a parser", "without tools", "of a session", "of two answers"],
+)
+def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(
+    chat: Any, fields: dict[str, Any]
+) -> None:
     engine: Any = FakeEngine()
-    table, renderer = StreamTable(engine), SimpleNamespace()
-    gaps = tool_gaps.ToolGaps(engine, table, renderer)  # type: ignore[arg-type]
-    chat = SimpleNamespace(messages=["Hi"], tools=["a tool"], n=1)
-    response = SimpleNamespace(input="Hi", tools=["a tool"])
-    toolless = SimpleNamespace(messages=["Hi"], tools=None, n=1)
-    chats = {"of Harmony": response, "without tools": toolless, "of a session": chat}
-    token = rendering.served.set(chats[kind])
-    body = generation([1, 2], session_params={"id": "s"} if kind == "of a session" else None)
+    renderer: Any = SimpleNamespace(knows_calls=False)
+    gaps = tool_gaps.ToolGaps(engine, StreamTable(engine), renderer)
+    token = rendering.served.set(chat)
     outputs: Any = object()
-    assert gaps.watch(body, outputs) is outputs
+    assert gaps.watch(generation([1, 2], stream=False, **fields), outputs) is outputs
     rendering.served.reset(token)
 
 
@@ -199,7 +208,7 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
     engine.streams_pieces = lambda _: False
     request = {"priority": None, "stream": False}
-    token = rendering.served.set(SimpleNamespace(messages=["Hi"], tools=["a tool"], n=1))
+    token = rendering.served.set(_TOOLS)
     try:
         async for _ in gaps.watch(generation([1, 2, 3], **request), answer()):
             pass
@@ -395,7 +404,8 @@ async def test_a_prompt_finds_the_stream_that_agrees_most(
 def generation(ids: Any, **fields: Any) -> Any:
     """Return the fields of a ``GenerateReqInput``."""
     names = "text session_params image_data video_data audio_data cache_salt extra_key lora_path"
-    return SimpleNamespace(**{**dict.fromkeys(names.split()), "input_ids": ids, **fields})
+    none = dict.fromkeys([*names.split(), "sampling_params"])
+    return SimpleNamespace(**{**none, "input_ids": ids, **fields})
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,10 @@ def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStream:
-    """Tells every scheduler that a stream has ended, and that its KV need not be kept."""
+    """Tells every scheduler that a stream has ended, and that its KV need not be kept.
+
+    ``stream``: its id, or that of a stream's request, whose agent does not return from tools.
+    """
 
     stream: str
 

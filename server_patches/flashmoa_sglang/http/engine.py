@@ -321,7 +321,7 @@ class Engine:
         RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
 
     def release(self, stream: str) -> None:
-        """Release a stream's KV in every scheduler, so that it can be evicted."""
+        """Release the KV of a stream, or of its request, in every scheduler; it can be evicted."""
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:

@@ -65,14 +65,16 @@ class ToolGaps:
             return outputs  # This is a request for an embedding.
         for come in self._tasks.values():
             come.append(obj)
+        chat = rendering.served.get()
+        may_call = self._may_call(chat, obj)
+        return self._watch(chat, obj, outputs) if may_call else self._watch_without_calls(outputs)
+
+    def _may_call(self, chat: Any, obj: Any) -> bool:
+        """Return whether a request may be answered with calls, and the next prompt be known."""
         # Requests of a session find no streams by their prompts.
         if not client_requests.has_one_prompt(obj) or not client_requests.has_one_answer(obj):
-            return outputs
-        chat = rendering.served.get()
-        # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
-        if not hasattr(chat, "messages"):
-            return self._watch(None, obj, outputs) if self._renderer.knows_calls else outputs
-        return self._watch(chat, obj, outputs) if chat.tools else outputs
+            return False
+        return bool(chat.tools) if _is_chat(chat) else self._renderer.knows_calls
 
     async def _watch(
         self, chat: Any, obj: Any, outputs: AsyncGenerator[Any]
@@ -84,7 +86,7 @@ class ToolGaps:
                     text, ids = "", array("q")
                 text += output.get("text") or ""
                 ids.extend(output.get("output_ids") or ())
-                if (output["meta_info"].get("finish_reason") or {}).get("type") == "stop":
+                if _has_stopped(output):
                     whole = {**output, "text": text, "output_ids": ids}
                     come: list[Any] = []
                     task = asyncio.create_task(self._hold(chat, obj, whole, come))
@@ -92,20 +94,33 @@ class ToolGaps:
                     task.add_done_callback(self._tasks.pop)
                 yield output
 
+    async def _watch_without_calls(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+        async with aclosing(outputs):
+            async for output in outputs:
+                # The output is a list if the request asks for several answers.
+                for answer in output if isinstance(output, list) else [output]:
+                    if _has_stopped(answer):
+                        self._expect_no_more(answer["meta_info"])
+                yield output
+
+    def _expect_no_more(self, meta: dict[str, Any]) -> None:
+        """Tell the scheduler that the agent of a stream's request does not return from tools."""
+        if "prompt_stream" in meta:
+            self._engine.release(meta["id"])
+
     async def _hold(self, chat: Any, obj: Any, output: dict[str, Any], come: list[Any]) -> None:
         def has_come(stream: PromptStream) -> bool:
             return any(client_requests.has_prompt_of(request, stream) for request in come)
 
+        is_held, meta = False, output["meta_info"]
         try:
             # A long prompt takes tens of milliseconds, in which no other token would go out.
             next_tokens = partial(self._next_tokens, chat, array("q", obj.input_ids), output)
             tokens = await asyncio.to_thread(next_tokens)
             if tokens is not None:
                 since = common_length(array("q", obj.input_ids), tokens)
-                meta = output["meta_info"]
                 # A tool may have ended before, and its result can take no stream any more.
-                if self._table.hold(obj, meta, tokens, self._seconds, since, has_come):
-                    metrics.count("tool_calls_held")
+                is_held = self._table.hold(obj, meta, tokens, self._seconds, since, has_come)
         except ApiError as error:
             logger.debug("A prompt is not held while tools run: %s", error)
         except Exception as error:
@@ -113,12 +128,16 @@ class ToolGaps:
             log = logger.debug if self._has_failed else logger.warning
             self._has_failed = True
             log("A prompt is not held while tools run: %s: %s", type(error).__name__, error)
+        if is_held:
+            metrics.count("tool_calls_held")
+        else:
+            self._expect_no_more(meta)
 
     def _next_tokens(
         self, chat: Any, prompt: array[int], output: dict[str, Any]
     ) -> array[int] | None:
         """Return what is known of the next prompt, or ``None`` without tool calls."""
-        if chat is not None:
+        if _is_chat(chat):
             buffer = self._next_prompt(chat, output)
             return buffer.tokens if buffer is not None else None
         calls = self._renderer.calls_tools(output["output_ids"])
@@ -146,3 +165,14 @@ class ToolGaps:
         buffer = TokenBuffer(tokenizer, last.add_special_tokens)
         buffer.append(text)
         return buffer
+
+
+def _is_chat(chat: Any) -> bool:
+    """Return whether a request's messages are known, which is then SGLang's chat."""
+    # SGLang makes one of a request of the Responses API, but not for models of Harmony.
+    return hasattr(chat, "messages")
+
+
+def _has_stopped(output: dict[str, Any]) -> bool:
+    """Return whether an answer has ended by itself, as one does that calls tools."""
+    return (output["meta_info"].get("finish_reason") or {}).get("type") == "stop"

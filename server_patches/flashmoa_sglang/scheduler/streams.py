@@ -125,7 +125,8 @@ class SchedulerStreams:
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._returning: list[Returning] = []
+        # By the ids of the requests.
+        self._returning: dict[str, Returning] = {}
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
         self._progress: list[tuple[str, int, int, float]] = []
@@ -266,6 +267,9 @@ class SchedulerStreams:
             self._stream(id_).claimed = claimed
 
     def end(self, id_: str) -> None:
+        """End a stream, or expect the agent of a request that has ended no more."""
+        if self._returning.pop(id_, None) is not None:
+            return
         self._ended[id_] = None
         if len(self._ended) > _REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
@@ -293,29 +297,31 @@ class SchedulerStreams:
         It leaves none unless prompts are held while tools run.
         """
         state = self._scheduler.flashmoa
-        if not state.options.hold_tool_calls:
+        if not state.options.hold_tool_calls or req.finished_reason.to_json()["type"] != "stop":
             return
         tokens, prompt = len(req.origin_input_ids) + len(req.output_ids), len(req.origin_input_ids)
         ended = Returning(tokens, prompt, req.origin_input_ids[-1], state.work)
-        self._returning = [*self._still_returning(), ended][-_MOST_RETURNING:]
+        returning = [*self._still_returning().items(), (req.rid, ended)]
+        self._returning = dict(returning[-_MOST_RETURNING:])
 
     def returning_tokens(self) -> int:
         """Return how many tokens the requests have that have just ended, until they are pinned.
 
-        Before the HTTP process has rendered their agents' next prompts, nothing pins their KV.
+        Before the HTTP process has rendered their agents' next prompts, nothing pins their KV. It
+        also says which of them do not return.
         """
         self._returning = self._still_returning()
-        return sum(returning.tokens for returning in self._returning)
+        return sum(returning.tokens for returning in self._returning.values())
 
-    def _still_returning(self) -> list[Returning]:
+    def _still_returning(self) -> dict[str, Returning]:
         now = self._scheduler.flashmoa.work
-        return [r for r in self._returning if now - r.ended_at < r.tokens]
+        return {rid: r for rid, r in self._returning.items() if now - r.ended_at < r.tokens}
 
     def _has_returned(self, stream: SchedulerStream) -> None:
         tokens = stream.tokens
-        for place, returning in enumerate(self._returning):
+        for rid, returning in self._returning.items():
             if returning.prompt <= len(tokens) and tokens[returning.prompt - 1] == returning.last:
-                del self._returning[place]
+                del self._returning[rid]
                 return
 
     def keep_cached(self) -> None:
@@ -328,7 +334,8 @@ class SchedulerStreams:
         """
         opened = [stream for stream in self._new if stream.id in self._open]
         for stream in opened:
-            if self._growth(stream) and self._match(stream, len(stream.tokens)):
+            if self._growth(stream):
+                self._match(stream, len(stream.tokens))
                 self._has_returned(stream)
         self._new = [stream for stream in opened if not stream.tokens]
 

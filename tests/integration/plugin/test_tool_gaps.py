@@ -218,6 +218,26 @@ async def test_an_answer_without_calls_leaves_nothing(
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 
+@pytest.mark.parametrize("tools", [True, False], ids=["no call", "no tools"])
+async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
+    http: httpx.AsyncClient, client: EngineClient, words: Words, tools: bool
+) -> None:
+    """Streams need no other request to be prefilled as a whole."""
+    await client.flush_cache()
+    messages = [{"role": "user", "content": words(2500, 9)}]
+    weather = {"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}
+    chat = {"messages": messages, **({"tools": [weather]} if tools else {})}
+    (own,) = await post(http, "/prompt_streams", chat)
+    body = {**chat, "prompt_stream_id": own["id"], "regex": "It rains!", "max_tokens": 100}
+    (answer,) = await post(http, "/v1/chat/completions", body)
+    assert answer["usage"]["prompt_stream"]["status"] == "hit"
+    (other,) = await post(http, "/prompt_streams", {"text": words(POOL - 500, 10)})
+    with anyio.fail_after(10):
+        while other["prefilled_tokens"] < other["received_tokens"]:
+            other = (await http.get(f"/prompt_streams/{other['id']}")).json()
+    await http.delete(f"/prompt_streams/{other['id']}")
+
+
 async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
     http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:

@@ -93,6 +93,7 @@ def request(
         finished=lambda: False,
         is_retracted=False,
         finished_output=None,
+        finished_reason=SimpleNamespace(to_json=lambda: {"type": "stop"}),
         origin_input_ids=[1] * tokens,
         output_ids=[1] * written,
         sampling_params=sampling,

@@ -167,16 +167,28 @@ _TOOLS = SimpleNamespace(messages=["Hi"], tools=["a tool"])
     ],
     ids=["of tokens, without a parser", "without tools", "of a session", "of two answers"],
 )
-def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(
+async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(
     chat: Any, fields: dict[str, Any]
 ) -> None:
     engine: Any = FakeEngine()
     renderer: Any = SimpleNamespace(knows_calls=False)
     gaps = tool_gaps.ToolGaps(engine, StreamTable(engine), renderer)
+    ended = {"finish_reason": {"type": "stop"}, "prompt_stream": {}}
+    cut = {"id": "cut", "finish_reason": {"type": "length"}, "prompt_stream": {}}
+    without_stream = {"id": "other", "finish_reason": {"type": "stop"}}
+
+    async def answer() -> AsyncGenerator[Any]:
+        yield {"meta_info": {"id": "one", "finish_reason": None, "prompt_stream": {}}}
+        for metas in ([{"id": "one", **ended}], [{"id": "two", **ended}, cut, without_stream]):
+            outputs = [{"meta_info": meta} for meta in metas]
+            yield outputs if len(outputs) > 1 else outputs[0]
+
     token = rendering.served.set(chat)
-    outputs: Any = object()
-    assert gaps.watch(generation([1, 2], stream=False, **fields), outputs) is outputs
+    outputs = gaps.watch(generation([1, 2], stream=False, **fields), answer())
     rendering.served.reset(token)
+    assert len([output async for output in outputs]) == 3 and not gaps._tasks
+    # Room is kept in the scheduler for the agents of streams' requests until it knows this.
+    assert engine.released == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +215,8 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
         return SimpleNamespace(tokens=array("q", [1, 2, 3, 4, 5]))
 
     async def answer() -> AsyncGenerator[dict[str, Any]]:
-        yield {"text": "", "meta_info": {"finish_reason": {"type": "stop"}}}
+        meta = {"id": "one", "finish_reason": {"type": "stop"}, "prompt_stream": {}}
+        yield {"text": "", "meta_info": meta}
 
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
     engine.streams_pieces = lambda _: False
@@ -221,6 +234,7 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
         rendered.set()
         rendering.served.reset(token)
     assert len(table) == held and not gaps._tasks
+    assert engine.released == ([] if held else ["one"])
     for stream in list(table._open.values()):
         table.close(stream, "deleted")
 

@@ -91,12 +91,24 @@ def test_only_the_last_requests_that_have_ended_are_kept_and_none_if_no_prompt_i
 ) -> None:
     scheduler.flashmoa.options = Options(hold_tool_calls=seconds)
     streams = scheduler.flashmoa.streams
-    for _ in range(300):
-        streams.note_end(request(20, 5, 5, stream="a", final=True))
-    assert len(streams._returning) == kept
+
+    def end(rid: str, reason: str = "stop") -> None:
+        req = request(20, 5, 5, stream="a", final=True)
+        req.rid, req.finished_reason.to_json = rid, lambda: {"type": reason}
+        streams.note_end(req)
+
+    for number in range(300):
+        end(str(number))
+    assert streams.returning_tokens() == 25 * kept
     scheduler.flashmoa.work = 1000
-    streams.note_end(request(20, 5, 5, stream="a", final=True))
-    assert len(streams._returning) == min(kept, 1)
+    end("a")
+    assert streams.returning_tokens() == 25 * min(kept, 1)
+    # No tool was called, or the HTTP process says so.
+    end("b", "length")
+    end("c", "abort")
+    assert streams.returning_tokens() == 25 * min(kept, 1)
+    streams.end("a")
+    assert streams.returning_tokens() == 0
 
 
 def test_answers_without_text_pass_the_detokenizer(

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy
 from fastapi import HTTPException
 
 from flashmoa_sglang import kv_free
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (400, 503)
 
 
-def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
+def check(obj: Any, vocabulary: int, tokenizer: Any) -> array[int] | None:
     """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
 
     A client's own mark could pin KV for a stream that was never opened, and so is never released.
@@ -52,15 +53,17 @@ def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
     Args:
         tokenizer: the served one; ``None`` if there is none.
 
+    Return the tokens of its prompt, if these are all of it.
+
     Raises:
         ValueError: if its prompt has no tokens, or it has a token outside of the vocabulary, or a
             mark that the plugin has not set (SGLang answers 400).
     """
     if any(_is_empty(prompt, tokenizer) for prompt in _prompts(obj)):
         raise ValueError("The prompt is empty; give at least one token.")
-    input_ids = getattr(obj, "input_ids", None) or []
+    input_ids, checked = getattr(obj, "input_ids", None) or [], array("q")
     for ids in input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]:
-        check_ids(ids, vocabulary)
+        checked = check_ids(ids, vocabulary)
     for ids in getattr(obj, "token_ids_logprob", None) or ():
         check_ids(ids if isinstance(ids, list) else [ids], vocabulary, "token_ids_logprob")
     for params in _list_params(getattr(obj, "sampling_params", None)):
@@ -71,6 +74,7 @@ def check(obj: Any, vocabulary: int, tokenizer: Any) -> None:
             raise ValueError(f"custom_params must be an object, not {type(custom).__name__}.")
         if CUSTOM_PARAMS_KEY in custom:
             raise ValueError(f"{CUSTOM_PARAMS_KEY!r} in custom_params is reserved; leave it out.")
+    return checked if hasattr(obj, "stream") and has_one_prompt(obj) else None
 
 
 def _prompts(obj: Any) -> Sequence[Any]:
@@ -94,14 +98,28 @@ def _is_empty(prompt: Any, tokenizer: Any) -> bool:
     return prompt == []
 
 
-def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
-    """Raise ValueError if a token id is outside of the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-        wrong = min(ids) if min(ids) < 0 else max(ids)
+def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> array[int]:
+    """Return token ids as an array.
+
+    Long prompts are compared several times on a request's way, which takes arrays no time.
+
+    Raises: ValueError if one is outside of the vocabulary.
+    """
+    if not ids:
+        return array("q")
+    try:
+        tokens = array("q", ids)
+        numbers: Any = numpy.frombuffer(tokens, numpy.int64)
+    except OverflowError:
+        tokens, numbers = array("q"), numpy.array(ids, object)
+    least, most = numbers.min(), numbers.max()
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
         raise ValueError(
             f"{name} must be in [0, {vocabulary}), but has {wrong}; tokenise with this model's "
             "tokenizer."
         )
+    return tokens
 
 
 def put_mark(obj: Any, mark: RequestMark) -> None:
@@ -161,10 +179,18 @@ class StreamRequest:
         first, self._text = not self._text, self._text + text
         return self._buffer.encode_piece(text, add_special_tokens, first)
 
-    def use(self, obj: Any, multimodal: bool, expected_output: int | None = None) -> None:
+    def use(
+        self,
+        obj: Any,
+        multimodal: bool,
+        expected_output: int | None = None,
+        prompt: array[int] | None = None,
+    ) -> None:
         """Claim the stream for a ``GenerateReqInput``, and give the request the stream's tokens.
 
-        Args: multimodal: whether the model's processor tokenises the text, which stays as it is.
+        Args:
+            multimodal: whether the model's processor tokenises the text, which stays as it is.
+            prompt: the tokens of the prompt, if it has any yet and these are all of it.
         Raises: ValueError if the request is a batch (SGLang answers 400).
         """
         if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
@@ -179,7 +205,9 @@ class StreamRequest:
             ids = self.encode(obj.text, add_special_tokens=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
-        self.status = "hit" if self._is_prefix(stream, obj.input_ids) else "mispredicted"
+        if prompt is None and obj.input_ids is not None:
+            prompt = array("q", obj.input_ids)
+        self.status = "hit" if self._is_prefix(stream, prompt) else "mispredicted"
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
         mark = RequestMark(stream.id, final=True, expected_output=expected_output)
@@ -201,14 +229,14 @@ class StreamRequest:
             self._claimed = True
         return self._stream
 
-    def _is_prefix(self, stream: PromptStream, ids: list[int] | None) -> bool:
+    def _is_prefix(self, stream: PromptStream, prompt: array[int] | None) -> bool:
         # Texts are compared, because tokens of the end of the stream's text may be held back.
         buffer, expected = stream.buffer, stream.known()
         if buffer is not None and self._text and not self._text.startswith(buffer.whole_text):
             return False
         if buffer is not None and (self._text or stream.ended_at is None):
             expected = buffer.tokens[: buffer.certain_tokens]
-        return ids is not None and ids[: len(expected)] == list(expected)
+        return prompt is not None and prompt[: len(expected)] == expected
 
     def annotate(self, output: dict[str, Any]) -> None:
         """Add to the answer of a request that names a stream how much of its prompt was computed.
@@ -309,14 +337,15 @@ def convert_chat(
         _current.reset(token)
 
 
-def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:
+def find_by_prompt(table: StreamTable, obj: Any, prompt: array[int] | None) -> StreamRequest | None:
     """Find the stream of a ``GenerateReqInput`` that names none, by its tokens and namespace.
 
     Behind a front end a stream's id does not arrive, and a client does not know the streams that
     the server holds. Of several, the one that agrees most is taken, and of equal ones the one that
     was opened first.
+
+    Args: prompt: its tokens, if these are all of its prompt.
     """
-    prompt = _tokens(obj) if table else None
     if prompt is None:
         return None
     agreed = {stream: stream.agrees_with(prompt) for stream in _usable(table, obj)}
@@ -325,14 +354,13 @@ def find_by_prompt(table: StreamTable, obj: Any) -> StreamRequest | None:
     return StreamRequest(table, found.id, is_named=False) if found and is_own else None
 
 
-def watch_for_end(outputs: Any, table: StreamTable, obj: Any) -> Any:
+def watch_for_end(outputs: Any, table: StreamTable, obj: Any, prompt: array[int] | None) -> Any:
     """Return the outputs of a ``GenerateReqInput`` that may have overtaken the end of its stream.
 
     A front end may be faster than a stream's last text, without which a request cannot be known to
     be that of the stream, though it uses its KV. Once that text has come, the stream is closed as
     that of any other request.
     """
-    prompt = _tokens(obj) if table else None
     if prompt is None:
         return outputs
     growing = [stream for stream in _usable(table, obj) if stream.may_become(prompt)]
@@ -362,8 +390,9 @@ def _usable(table: StreamTable, obj: Any) -> list[PromptStream]:
 
 def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
     """Return whether a stream would be that of a ``GenerateReqInput``, by tokens and namespace."""
-    prompt = _tokens(obj)
-    return prompt is not None and _shares_kv(obj, stream) and stream.agrees_with(prompt) > 0
+    if not (has_one_prompt(obj) and _shares_kv(obj, stream)):
+        return False
+    return stream.agrees_with(array("q", obj.input_ids)) > 0
 
 
 def has_one_prompt(obj: Any) -> bool:
@@ -378,11 +407,6 @@ def has_one_answer(obj: Any) -> bool:
     return all(params.get("n") in (None, 1) for params in _list_params(obj.sampling_params or {}))
 
 
-def _tokens(obj: Any) -> array[int] | None:
-    """Return the tokens of a prompt that is nothing else, and ``None`` of any other."""
-    return array("q", obj.input_ids) if has_one_prompt(obj) else None
-
-
 def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, http_request: Any
 ) -> Any:
@@ -391,7 +415,7 @@ def generate_request(
     Raises: ValueError if a hint is malformed, a token id or the named data-parallel rank does not
         exist, or the client has set the plugin's mark.
     """
-    check(obj, manager.model_config.vocab_size, manager.tokenizer)
+    prompt = check(obj, manager.model_config.vocab_size, manager.tokenizer)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
     kv_free.check(obj)
@@ -409,7 +433,7 @@ def generate_request(
             return outputs
     else:
         table: StreamTable = manager.flashmoa_table
-        by_prompt = find_by_prompt(table, obj)
+        by_prompt = find_by_prompt(table, obj, prompt)
         if request is None:
             request = by_prompt
         elif by_prompt is not None:
@@ -417,8 +441,9 @@ def generate_request(
         outputs = original(manager, obj, http_request)
         if request is None:
             _put_expectation(obj, expected_output)
-            return watch_for_end(outputs, table, obj)
-    prepare = partial(request.use, obj, manager.mm_processor is not None, expected_output)
+            return watch_for_end(outputs, table, obj, prompt)
+    is_multimodal = manager.mm_processor is not None
+    prepare = partial(request.use, obj, is_multimodal, expected_output, prompt)
     return run_with_stream(outputs, request, prepare, http_request)
 
 

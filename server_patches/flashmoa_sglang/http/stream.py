@@ -117,7 +117,7 @@ class PromptStream:
     waits_for_room: bool = False
     held_from: int | None = None
 
-    def known(self) -> array[int] | list[int]:
+    def known(self) -> array[int]:
         """Return the tokens so far; the last ones of a stream of text may be taken back."""
         if self.buffer is None:
             return self.ids
@@ -139,7 +139,7 @@ class PromptStream:
         # Most streams are told apart by one token, where comparing all would take a while.
         if not 0 < need <= len(prompt) or prompt[need - 1] != known[need - 1]:
             return 0
-        agreed = common_length(array("q", known), prompt)
+        agreed = common_length(known, prompt)
         goes_on = self.held_from is None or agreed > need
         return agreed if agreed >= need and goes_on else 0
 

@@ -409,7 +409,7 @@ async def test_a_prompt_finds_the_stream_that_agrees_most(
         agreed = may_be_its_own(prompt, stream)
         if agreed > most and not (claimed or salted):
             expected, most = stream, agreed
-    found = client_requests.find_by_prompt(table, generation(prompt))
+    found = client_requests.find_by_prompt(table, generation(prompt), array("q", prompt))
     assert (found.stream_id if found else None) == (expected.id if expected else None)
     for stream in list(table._open.values()):
         table.close(stream, "deleted")
@@ -427,21 +427,33 @@ def generation(ids: Any, **fields: Any) -> Any:
     [
         generation([[1, 2, 3]]),
         generation(None, text="1 2 3"),
-        generation([]),
         generation([1, 2, 3], session_params={"id": "s"}),
         generation([1, 2, 3], image_data=["cat.png"]),
         generation([1, 2, 3], extra_key="other"),
     ],
-    ids=["batch", "text", "nothing", "session", "picture", "namespace"],
+    ids=["batch", "text", "session", "picture", "namespace"],
 )
 async def test_a_prompt_that_is_more_than_tokens_finds_no_stream(request_: Any) -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     stream = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0)
     table.add(stream, [1, 2])
     table.open(stream)
-    assert client_requests.find_by_prompt(table, generation([1, 2, 3])) is not None
-    assert client_requests.find_by_prompt(table, request_) is None
+
+    def find(obj: Any) -> Any:
+        obj.stream = True
+        return client_requests.find_by_prompt(table, obj, client_requests.check(obj, 10, None))
+
+    assert find(generation([1, 2, 3])) is not None
+    assert find(request_) is None
     table.close(stream, "deleted")
+
+
+@pytest.mark.parametrize("wrong", [-1, 10, 2**63, -(2**70)])
+def test_a_token_outside_of_the_vocabulary_is_refused_and_named(wrong: int) -> None:
+    assert client_requests.check_ids([9, 0], 10) == array("q", [9, 0])
+    assert client_requests.check_ids([], 10) == array("q")
+    with pytest.raises(ValueError, match=f"but has {wrong};"):
+        client_requests.check_ids([1, wrong, 2], 10)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +473,7 @@ async def test_a_request_may_overtake_the_end_of_its_stream(
         for _ in range(3):
             yield {"meta_info": dict(figures)}
 
-    outputs = client_requests.watch_for_end(answer(), table, generation(prompt))
+    outputs = client_requests.watch_for_end(answer(), table, generation(prompt), array("q", prompt))
     await anext(outputs)
     assert stream.closed is None
     table.append(stream, 1, end, end=True)
@@ -484,7 +496,9 @@ async def test_a_refused_request_that_has_overtaken_its_streams_end_leaves_it_to
         table.append(stream, 1, [3], end=True)
         yield refusal(503)
 
-    outputs = client_requests.watch_for_end(answer(), table, generation([1, 2, 3]))
+    outputs = client_requests.watch_for_end(
+        answer(), table, generation([1, 2, 3]), array("q", [1, 2, 3])
+    )
     assert [output async for output in outputs] == [refusal(503)]
     assert stream.closed is None and not stream.claimed
     table.close(stream, "deleted")

@@ -42,10 +42,11 @@ class Options:
         ("auto", "level", "off"),
     )
     itl_budget: float = _option(
-        2.0,
-        "The longest decode step with tokens of prompt streams that ride along with it, as a "
-        "multiple of the step without them. Where nothing can ride, streams take as much time in "
-        "forwards of their own. At most 1: streams wait until no request decodes.",
+        1.25,
+        "Beside requests that belong to no linked workflow: how long most decode steps may be with "
+        "tokens of prompt streams that ride along, as a multiple of the step without them. Where "
+        "nothing can ride, streams have as much time in forwards of their own as decodes have. At "
+        "most 1: streams wait until no request decodes.",
     )
     costs: str = _option(
         "",

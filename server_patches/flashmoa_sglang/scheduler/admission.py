@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.releases import RELEASE
@@ -217,7 +217,7 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     kept += state.streams.returning_tokens()
     if running.reqs or len(state.streams) > 1:
         kept += int(scheduler.max_total_num_tokens * _HEADROOM)
-    wanted = sum(state.streams.waiting_tokens(growing=True))
+    wanted = sum(state.streams.waiting_tokens(before=inf))
     room = unpromised(scheduler, running) - kept
     while wanted > max(room, 0) and room + state.streams.overdue_tokens() > 0:
         if not state.pins.give_way(state.streams.is_overdue):
@@ -324,6 +324,21 @@ def order_queue(
     waiting_queue[: len(requests)] = [requests[position] for position in order]
 
 
+def first_job(scheduler: Any) -> float:
+    """Return which place the first of the waiting requests has; a stream's is
+    ``SchedulerStreams._job``. Unless the shortest job comes first, none is before a stream.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    if state.options.schedule != "sjf":
+        return inf
+    jobs = (
+        _job(scheduler.policy, state, req, matched=False)
+        for req in scheduler.waiting_queue
+        if not is_increment(req)
+    )
+    return min((_place(job, state.costs.decode_weight) for job in jobs), default=inf)
+
+
 def _job(policy: Any, state: SchedulerState, req: Any, *, matched: bool) -> Job:
     req_state = state_of(req)
     if req_state.queued_at is None:
@@ -363,9 +378,8 @@ def shortest_first(jobs: Sequence[Job], costs: Costs) -> list[int]:
     the time that the job takes itself, so that none starves. Priorities come before sizes.
     """
     step = costs.decode_weight
+    return sorted(range(len(jobs)), key=lambda n: (jobs[n].priority, _place(jobs[n], step), n))
 
-    def key(position: int) -> tuple[int, float, int]:
-        job = jobs[position]
-        return job.priority, job.queued_at + job.uncached + step * job.output, position
 
-    return sorted(range(len(jobs)), key=key)
+def _place(job: Job, step: float) -> float:
+    return job.queued_at + job.uncached + step * job.output

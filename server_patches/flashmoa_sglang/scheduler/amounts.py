@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES
@@ -26,6 +26,8 @@ _LEAST_INCREMENT = 16
 # Many streams have fewer and larger increments, so that the scheduler makes at most one in two of
 # an H200's steps of 5 ms, in which a stream of 50 tokens a second grows by a quarter of a token.
 _TOKENS_PER_STREAM = 0.5
+# The rank of streams that are no reason for a step, but may fill it.
+FILLS = 2
 # A number of tokens that may ride, and the seconds by which they lengthen the step.
 Ride = tuple[int, float]
 
@@ -85,7 +87,8 @@ def choose_stream_ride(
     waiting: Sequence[int],
     ends: Sequence[int],
     fewest: int = 0,
-) -> int:
+    short: tuple[float, float] = (inf, 1.0),
+) -> Ride:
     """Return how many tokens of streams ride along with a decode step: those that save the most.
 
     Tokens that do not ride are prefilled later at the rate of a large forward, in which no request
@@ -99,28 +102,33 @@ def choose_stream_ride(
         waiting: how many tokens of each stream wait, in the order in which they ride.
         ends: in how many steps each of the requests ends that decode, in any order.
         fewest: if any ride, at least this many do, if the rides allow it: fewer times then.
+        short: rides that add more seconds than the first number do so in a smaller share of the
+            steps, which is the second.
     """
     total, ends = sum(waiting), sorted(ends)
 
     def seconds(ride: int, added: float) -> float:
-        late = _late_tokens(waiting, ends, ride) if total > ride * ends[0] else 0
+        pace = ride if added <= short[0] else ride * short[1]
+        late = _late_tokens(waiting, ends, pace) if total > pace * ends[0] else 0
         return max(1.0, (total - late) / ride) * added + late * rate
 
-    best, added = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
-    if not best or seconds(best, added) >= total * rate:
-        return 0
-    return max(best, next((ride for ride, _ in rides if ride >= fewest), rides[-1][0]))
+    best = min(rides, key=lambda ride: seconds(*ride), default=(0, 0.0))
+    if not best[0] or seconds(*best) >= total * rate:
+        return 0, 0.0
+    return max(best, next((ride for ride in rides if ride[0] >= fewest), rides[-1]))
 
 
-def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: int) -> int:
+def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: float) -> float:
     """Return how many tokens of streams have not ridden when the requests come that need them.
 
-    Args: ends: the steps after which requests come, ascending.
+    Args:
+        ends: the steps after which requests come, ascending.
+        ride: how many tokens ride along with a step on average.
     """
-    queued = late = 0
+    queued = late = 0.0
     for position, tokens in enumerate(waiting):
         queued += tokens
-        left = min(tokens, max(0, queued - ride * ends[min(position, len(ends) - 1)]))
+        left = min(tokens, max(0.0, queued - ride * ends[min(position, len(ends) - 1)]))
         queued, late = queued - left, late + left
     return late
 
@@ -178,14 +186,15 @@ class Growth:
         ended: whether no more tokens come.
         output: the decode steps of the stream's request, in prefill tokens, if jobs are ordered by
             their sizes.
-        is_next: whether the stream's request is due.
+        rank: streams of a smaller one come first, whatever their sizes. With :data:`FILLS` they
+            only fill what others leave.
     """
 
     prefilled: int
     new: int
     ended: bool = False
     output: float = 0.0
-    is_next: bool = False
+    rank: int = 0
 
 
 def choose_increments(
@@ -193,8 +202,8 @@ def choose_increments(
 ) -> list[tuple[int, int]]:
     """Choose which streams to prefill in a step, and how far.
 
-    First come those whose requests are due, and among these and among the others
-    those of which the step can compute all, the smallest job first. The rest is computed one after
+    Among those of a rank, first come those of which the step can compute all, the smallest job
+    first. The rest is computed one after
     the other, so that if there is not room for all, some are complete: the smallest job first, or
     without ``output`` the one that was opened first, whose request may come first. Increments are
     whole pages.
@@ -202,24 +211,26 @@ def choose_increments(
     Args:
         streams: in the order in which they were opened.
         tokens: the most tokens of all increments together.
-        least: the fewest new tokens of all streams together, unless one has ended.
+        least: the fewest new tokens of all streams together that do not only fill the step, unless
+            one of these has ended.
         fewest: the fewest tokens of an increment that does not complete its stream, or ``tokens``
             if that is less; see :func:`fewest_tokens`.
         page: number of tokens in a KV page.
 
     Return the chosen streams' positions and the number of tokens that have KV afterwards.
     """
-    if sum(s.new for s in streams) < least and not any(s.ended and s.new for s in streams):
+    leading = [s for s in streams if s.rank < FILLS]
+    if sum(s.new for s in leading) < least and not any(s.ended and s.new for s in leading):
         return []
     fewest = max(min(fewest, tokens - tokens % page), min(_LEAST_INCREMENT, least))
     chosen: list[tuple[int, int]] = []
     whole_step = tokens
 
-    def order(position: int) -> tuple[bool, bool, float, int]:
+    def order(position: int) -> tuple[int, bool, float, int]:
         stream = streams[position]
         lasts = stream.new > whole_step
         size = 0.0 if lasts and not stream.output else stream.new + stream.output
-        return not stream.is_next, lasts, size, position
+        return stream.rank, lasts, size, position
 
     for position in sorted(range(len(streams)), key=order):
         if tokens < page:

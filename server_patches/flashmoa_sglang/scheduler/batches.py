@@ -9,10 +9,11 @@ rules of a batch:
    step reads all weights for a few tokens, and has time left for more: what rides costs the engine
    less than in a forward of its own, for which decodes would have to wait. With the decodes, the
    tokens fill a step up to one of ``STEP_SIZES``, because kernels compute blocks, and no step
-   becomes longer than ``--flashmoa-itl-budget`` times the step without them. Prompts ride in the
-   chunk with which they and the decodes wait for the shortest time in all
-   (:func:`choose_prompt_ride`); streams as many in each step as costs the engine the least time
-   (:func:`choose_stream_ride`).
+   becomes longer than :data:`_LONGEST_STEP` steps without them. Prompts ride in the chunk with
+   which they and the decodes wait for the shortest time in all (:func:`choose_prompt_ride`);
+   streams as many in each step as costs the engine the least time (:func:`choose_stream_ride`).
+   Beside requests of others than linked workflows, fewer than half of the steps are longer than
+   ``--flashmoa-itl-budget`` times a step without, which bounds their median time between tokens.
 3. *Which streams* get them: those whose requests are due, those that a step can complete, then one
    after the other in the order in which they were opened, in whole pages (``amounts.py``). A few
    tokens wait for more, unless their stream has ended: its request computes them at hardly any
@@ -33,11 +34,13 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import (
+    first_job,
     has_room_to_ride,
     held_back,
     make_room,
@@ -72,6 +75,12 @@ if TYPE_CHECKING:
 # Seconds of a forward that a request may have to wait for although it is expected. It comes some 10
 # to 20 ms after the text of the agent before has ended.
 _SHORT_FORWARD = 0.05
+# How many times as long each step may be with the tokens that ride along as it is without them.
+_LONGEST_STEP = 2.0
+# Beside requests of others than linked workflows, most steps are within the budget. This share of
+# the steps, with a margin to a half, may be so many times as long: enough for 512 tokens with a
+# model of 8B on an H200.
+_LONG_STEPS, _LONGEST_OF_FEW = 0.4, 3.2
 # Forwards of more tokens than this are not told apart.
 _LARGE_FORWARD = 8192
 # Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
@@ -89,14 +98,17 @@ class Step:
             start in this step.
         rides: the most tokens that ride along with the decodes, of streams and of prompts; 0 if the
             decodes wait for this forward.
-        growing: whether only streams that grow are prefilled.
+        before: if not ``None``, streams that grow and are smaller jobs come first, and others fill
+            what these leave.
+        spends: how much of what decodes have earned it takes, in seconds.
     """
 
     streams: int = 0
     least: int = 1
     only_streams: bool = False
     rides: int = 0
-    growing: bool = False
+    before: float | None = None
+    spends: float = 0.0
 
 
 def next_prefill_batch(
@@ -156,8 +168,8 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     4. No request decodes: streams have a forward of their own. On a slow engine they leave it idle
        for a moment after a stream has ended, for its request.
     5. Tokens of streams ride along with the decode step, if SGLang can mix the two. What is known
-       of a prompt before the agent before writes does not ride: its request comes later than
-       others, which it would delay.
+       of a prompt before the agent before writes only fills such a step: its request comes later
+       than others, which it would delay.
     6. If it cannot, streams have a forward of their own now and then (:func:`_own_forward`).
     """
     state: SchedulerState = scheduler.flashmoa
@@ -166,9 +178,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if _waits_for_saturation(scheduler, running, decoding):
         return None
     rides: tuple[Ride, ...] = ()
-    if decoding and not state.no_rides:
-        budget, most = state.options.itl_budget, scheduler.chunked_prefill_size
-        rides = possible_rides(costs, decoding, budget, page, most)
+    step: Step | None = None
+    if decoding and not state.no_rides and state.options.itl_budget > 1:
+        most = scheduler.chunked_prefill_size
+        rides = possible_rides(costs, decoding, _LONGEST_STEP, page, most)
         step = _riding_prompts(scheduler, running, rides, decoding)
         if step is not None:
             return step
@@ -190,13 +203,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
     if rides:
-        ends = [expected_output_left(req) for req in running.reqs]
-        fewest = fewest_tokens(len(state.streams), least) - decoding
-        waiting = state.streams.waiting_tokens(growing=True)
-        ride = choose_stream_ride(rides, costs.per_token_at_best, waiting, ends, fewest)
-        if ride:
-            return Step(ride, least, only_streams=True, rides=ride, growing=True)
-    elif (state.no_rides or not decoding) and (step := _own_forward(state, others, least, page)):
+        step = _riding_streams(scheduler, running, rides, least)
+    elif state.no_rides or not decoding:
+        step = _own_forward(scheduler, others, least)
+    if step is not None:
         return step
     return Step() if scheduler.waiting_queue else None
 
@@ -316,25 +326,62 @@ def _can_be_mixed(scheduler: Any, joining: Sequence[Any]) -> bool:
     )
 
 
-def _own_forward(state: SchedulerState, decoding: int, least: int, page: int) -> Step | None:
-    """Plan a forward for streams alone, for which decodes wait, once these have left enough time.
+def _riding_streams(
+    scheduler: Any, running: Any, rides: tuple[Ride, ...], least: int
+) -> Step | None:
+    """Plan a decode step along with which tokens of streams ride.
 
-    They leave as much in each of their steps as riding tokens could add to it. The forward is the
-    smallest one whose tokens take hardly longer than those of a large one: streams cost the engine
-    little more than without links, and decodes wait for a short time.
+    Args: rides: those of a step in which no requests but those of linked workflows decode.
     """
-    costs, streams = state.costs, state.streams
-    state.earned += (state.options.itl_budget - 1) * costs.decode(decoding)
-    growing = sum(streams.waiting_tokens(growing=True))
+    state: SchedulerState = scheduler.flashmoa
+    costs, decoding = state.costs, len(running.reqs)
+    step = costs.decode(decoding)
+    price = step / _LONG_STEPS
+    state.earned = min(state.earned + step, price + step)
+    short, share = inf, 1.0
+    if any(map(state.streams.is_stranger, running.reqs)):
+        short, share = (state.options.itl_budget - 1) * step, _LONG_STEPS
+        most = scheduler.chunked_prefill_size
+        rides = possible_rides(costs, decoding, _LONGEST_OF_FEW, scheduler.page_size, most)
+        if state.earned < price:
+            rides = tuple(ride for ride in rides if ride[1] <= short)
+    before = first_job(scheduler)
+    waiting = state.streams.waiting_tokens(before=before)
+    ends = [expected_output_left(req) for req in running.reqs]
+    fewest = fewest_tokens(len(state.streams), least) - decoding
+    rate = costs.per_token_at_best
+    ride, added = choose_stream_ride(rides, rate, waiting, ends, fewest, (short, share))
+    if not ride:
+        return None
+    spends = price if added > short else 0.0
+    return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
+
+
+def _own_forward(scheduler: Any, decoding: int, least: int) -> Step | None:
+    """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
+
+    The forward is the smallest one whose tokens take hardly longer than those of a large one:
+    streams cost the engine little more than without links, and decodes wait for a short time.
+    """
+    state: SchedulerState = scheduler.flashmoa
+    costs, streams, page = state.costs, state.streams, scheduler.page_size
+    if state.options.itl_budget <= 1:
+        return None
+    step = costs.decode(decoding)
+    state.earned += step
+    before = first_job(scheduler)
+    growing = sum(streams.waiting_tokens(before=before))
+    waiting = growing
     # Some tokens of those that grow wait for more at nearly every moment.
-    only_growing = growing >= least
+    if growing < least:
+        before, waiting = None, sum(streams.waiting_tokens())
     best = TOLERANCE * costs.per_token_at_best
     efficient = next((n for n in CHUNKS if costs.prefill(n) <= best * n), CHUNKS[-1])
-    size = min(growing if only_growing else sum(streams.waiting_tokens()), efficient)
+    size = min(waiting, efficient)
     size = max(page, size - size % page)
-    if state.earned < costs.prefill(size):
+    if state.earned < max(costs.prefill(size), step / _LONG_STEPS):
         return None
-    return Step(size, least, only_streams=True, growing=only_growing)
+    return Step(size, least, only_streams=True, before=before, spends=state.earned)
 
 
 @contextmanager
@@ -382,7 +429,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
         step.least,
         room_for_streams(scheduler, running),
         min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
-        growing=step.growing,
+        before=step.before,
     )
 
 
@@ -390,8 +437,7 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
     """Share and count the KV that the built batch computes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
-    if step.only_streams and not step.rides:
-        state.earned = 0.0
+    state.earned -= step.spends
     if step.rides:
         state.rode_along += sum(
             RELEASE.computed_until(req) - RELEASE.cached_tokens(req)

@@ -8,6 +8,8 @@ from typing import Any
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
 
+# By so many tokens of an answer a prompt is known in which it is.
+SAMPLE = 16
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096
 
@@ -24,6 +26,8 @@ class RequestState:
         first_wait: length of its cached prefix when it first waited for another request to compute
             tokens that both need.
         last_wait: length of its cached prefix when it last waited so.
+        read_by: a stream that reads its answer, if one is known.
+        sought_at: from how many tokens of its answer on one is looked for.
     """
 
     mark: RequestMark | None = None
@@ -32,6 +36,8 @@ class RequestState:
     unshared: int | None = None
     first_wait: int | None = None
     last_wait: int | None = None
+    read_by: str | None = None
+    sought_at: int = 2 * SAMPLE
 
     @property
     def stream(self) -> str | None:

@@ -15,13 +15,14 @@ from copy import copy
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.amounts import Growth, choose_increments, fewest_tokens
+from flashmoa_sglang.scheduler.amounts import FILLS, Growth, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
-from flashmoa_sglang.scheduler.request import state_of
+from flashmoa_sglang.scheduler.request import SAMPLE, state_of
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.pins import StreamPins
@@ -141,16 +142,49 @@ class SchedulerStreams:
     def can_prefill_more(self) -> bool:
         return any(self._growth(stream) for stream in self._changed.values())
 
-    def waiting_tokens(self, *, growing: bool = False, next_only: bool = False) -> list[int]:
+    def waiting_tokens(self, *, before: float | None = None, next_only: bool = False) -> list[int]:
         """Return how many tokens of each stream could be prefilled that has any, in their order.
 
-        Args: growing, next_only: whether to count only streams that grow, or whose request is due.
+        Args:
+            before: count only streams that grow, and are smaller jobs than this one.
+            next_only: whether to count only those whose request is due.
         """
         return [
             new
             for stream, new in self._growths()
-            if (stream.grows or not growing) and (stream.is_next or not next_only)
+            if (before is None or self._leads(stream, new, before))
+            and (stream.is_next or not next_only)
         ]
+
+    def is_stranger(self, req: Any) -> bool:
+        """Return whether a running request is of no linked workflow, as far as is known.
+
+        It is of one if its prompt has come as a stream, or a stream reads its answer. Such streams
+        get its tokens some steps later, so they are looked for whenever twice as many have come.
+        """
+        mine = state_of(req)
+        if mine.read_by is not None or (mine.mark is not None and mine.mark.final):
+            return False
+        written = len(req.output_ids)
+        if written < mine.sought_at:
+            return True
+        mine.sought_at = 2 * written
+        start = (written - SAMPLE) // 2
+        sample = array("q", req.output_ids[start : start + SAMPLE]).tobytes()
+        for stream in self._open.values():
+            # The answer is at the end of what has come, perhaps with a few words after it.
+            if stream.grows and sample in stream.tokens[-2 * written :].tobytes():
+                mine.read_by = stream.id
+                return False
+        return True
+
+    def _leads(self, stream: SchedulerStream, new: int, before: float) -> bool:
+        return stream.grows and (before == inf or self._job(stream, new) < before)
+
+    def _job(self, stream: SchedulerStream, new: int) -> float:
+        """Return how large a job its request would be if it came now; see ``admission.Job``."""
+        state = self._scheduler.flashmoa
+        return state.work + new + state.costs.decode_weight * stream.output
 
     def _growths(self) -> list[tuple[SchedulerStream, int]]:
         """Return the streams of which tokens could be prefilled, and how many, in their order.
@@ -342,7 +376,7 @@ class SchedulerStreams:
     # Increments.
 
     def make(
-        self, tokens: int, least: int, room: int, most: int, *, growing: bool = False
+        self, tokens: int, least: int, room: int, most: int, *, before: float | None = None
     ) -> list[Any]:
         """Make increments for the batch that is built next, and return them.
 
@@ -351,7 +385,7 @@ class SchedulerStreams:
             least: the fewest new tokens of all streams for which increments are made.
             room: number of KV slots that streams may take.
             most: the most increments.
-            growing: whether to make them only for streams that grow.
+            before: streams that grow, and are smaller jobs than this one, come first.
         """
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
         fewest = fewest_tokens(len(self), least)
@@ -361,15 +395,13 @@ class SchedulerStreams:
 
         def size(stream: SchedulerStream, new: int) -> Growth:
             output = stream.output * weight
-            return Growth(stream.prefilled, new, stream.ended, output, stream.is_next)
+            leads = before is None or self._leads(stream, new, before)
+            rank = FILLS if not leads else 0 if stream.is_next else 1
+            return Growth(stream.prefilled, new, stream.ended, output, rank)
 
-        streams: list[SchedulerStream] = []
-        sizes: list[Growth] = []
         growths = self._growths()
-        for stream, new in growths:
-            if stream.grows or not growing:
-                streams.append(stream)
-                sizes.append(size(stream, new))
+        streams = [stream for stream, _ in growths]
+        sizes = [size(stream, new) for stream, new in growths]
         # Only the chosen few are matched, since matching takes as long as their prompts are. Those
         # that turn out to be computed already leave their place in the batch to others.
         matched: set[int] = set()

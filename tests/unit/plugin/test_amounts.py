@@ -10,6 +10,7 @@ from flashmoa_sglang.costs import FEWEST_RIDING, Costs
 from flashmoa_sglang.scheduler.amounts import _LEAST_INCREMENT as SMALLEST
 from flashmoa_sglang.scheduler.amounts import _SMALLEST_LEAST as LEAST
 from flashmoa_sglang.scheduler.amounts import (
+    FILLS,
     Growth,
     choose_increments,
     choose_prompt_ride,
@@ -41,7 +42,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
         prefilled=st.integers(0, 50).map(lambda pages: pages * page),
         new=st.integers(1, 40).map(lambda pages: pages * page),
         ended=st.booleans(),
-        is_next=st.booleans(),
+        rank=st.integers(0, FILLS),
     )
     return page, draw(st.lists(stream, max_size=8))
 
@@ -65,14 +66,15 @@ def test_increments_are_whole_pages_of_due_streams_of_completed_ones_and_then_of
     left = tokens - sum(sizes.values())
     assert left >= 0
 
-    def order(position: int) -> tuple[bool, int, int]:
+    def order(position: int) -> tuple[int, int, int]:
         new = streams[position].new
-        return (not streams[position].is_next, new if new <= tokens else tokens + 1, position)
+        return (streams[position].rank, new if new <= tokens else tokens + 1, position)
 
     # Only the last stream may not be completed.
     assert [*sizes] == sorted(sizes, key=order)
     assert all(sizes[position] == streams[position].new for position in [*sizes][:-1])
-    if sum(stream.new for stream in streams) < least and not any(s.ended for s in streams):
+    leading = [stream for stream in streams if stream.rank != FILLS]
+    if sum(stream.new for stream in leading) < least and not any(s.ended for s in leading):
         assert not chosen
         return
 
@@ -181,7 +183,7 @@ def allowed_rides(costs: Costs, decoding: int, budget: float, page: int) -> set[
     decoding=st.integers(1, 64),
     waiting=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
     ends=st.lists(st.integers(1, 100), min_size=1, max_size=6),
-    budget=BUDGETS,
+    limits=st.tuples(BUDGETS, st.sampled_from([0.0, 0.25, 1.0]), st.sampled_from([0.1, 0.4, 1.0])),
     page=PAGES,
 )
 def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
@@ -189,28 +191,36 @@ def test_the_ride_is_the_one_of_all_sizes_that_saves_the_most(
     decoding: int,
     waiting: list[int],
     ends: list[int],
-    budget: float,
+    limits: tuple[float, float, float],
     page: int,
 ) -> None:
     tokens, forward = costs.points[-1]
+    budget, longer, share = limits
+    short = longer * costs.decode(decoding)
 
     def seconds(ride: int) -> float:
-        """Go through the steps one by one; the tokens of a stream are late after its end."""
+        """Go through the steps one by one; the tokens of a stream are late after its end.
+
+        Of a ride that may not be in each step, its share rides in each.
+        """
         if not ride:
             return sum(waiting) * forward / tokens
-        left, late = [*waiting], 0
+        left, late = [*map(float, waiting)], 0.0
+        added = costs.added(decoding, ride)
         for done in range(max(ends)):
-            room = ride
+            room = ride * share if added > short else float(ride)
             for stream, wanted in enumerate(left):
                 taken = min(wanted, room)
                 left[stream], room = wanted - taken, room - taken
                 if done + 1 == sorted(ends)[min(stream, len(ends) - 1)]:
                     late, left[stream] = late + left[stream], 0
         used = max(1.0, (sum(waiting) - late) / ride)
-        return used * costs.added(decoding, ride) + late * forward / tokens
+        return used * added + late * forward / tokens
 
     rides = possible_rides(costs, decoding, budget, page, MANY)
-    chosen = choose_stream_ride(rides, forward / tokens, waiting, ends)
+    rate = forward / tokens
+    chosen, added = choose_stream_ride(rides, rate, waiting, ends, short=(short, share))
+    assert (chosen, added) in [*rides, (0, 0.0)]
     allowed = allowed_rides(costs, decoding, budget, page)
     assert chosen in allowed | {0}
     least = min(map(seconds, allowed | {0}))
@@ -229,7 +239,7 @@ def test_rides_are_in_order_and_within_the_budget(
 def test_few_tokens_ride_in_each_of_many_steps_and_more_in_a_few() -> None:
     def ride(waiting: int, steps: int, budget: float, fewest: int = 0) -> int:
         rides = possible_rides(MIXED, 1, budget, 1, MANY)
-        return choose_stream_ride(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)
+        return choose_stream_ride(rides, MIXED.per_token_at_best, [waiting], [steps], fewest)[0]
 
     assert ride(160, 100, 4) == 31
     assert ride(1600, 5, 4) > 63

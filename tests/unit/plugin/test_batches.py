@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler import batches, results
@@ -70,6 +71,7 @@ def engine(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
     """Make a scheduler with so many requests that decode, and whose KV is published late."""
     made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
     made.flashmoa.costs = COSTS
+    made.flashmoa.options = Options(intra_turn="off", itl_budget=2.0)
     made.flashmoa.late_kv = "of the test"
     made.running.batch_is_full = full
     return made
@@ -261,6 +263,95 @@ def test_what_is_known_does_not_wait_for_a_stream_of_which_a_few_tokens_wait_for
             for req in queue:
                 busy.flashmoa.streams.settle(req)
     assert done[-1] == 700
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(1.03, 16), (1.25, 40)])
+def test_fewer_than_half_of_the_steps_are_longer_than_most_may_be(
+    budget: float, steps: int
+) -> None:
+    busy = engine(decoding=2)
+    # 62 tokens take 0.98 ms longer than a step of 10.
+    busy.flashmoa.options = Options(intra_turn="off", itl_budget=budget)
+    busy.open_stream("a", 62 * 40)
+    rides: list[int] = []
+    for _ in range(40):
+        built = step(busy, Build(takes=lambda _: True))
+        for req in built.queues[0] if built.queues else ():
+            busy.flashmoa.streams.settle(req)
+        rides.append(len(built.queues))
+    assert sum(rides) == steps
+    assert budget == 1.25 or rides[:10] == [0, 0, 1, 0, 1, 0, 0, 1, 0, 1]
+
+
+def test_steps_in_which_nothing_rides_leave_time_for_one_ride_only() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.03)
+    busy.open_stream("a", 10)
+    for _ in range(100):
+        step(busy)
+    busy.flashmoa.streams.extend(new_tokens("a", range(10, 2500)))
+    rides: list[int] = []
+    for _ in range(4):
+        built = step(busy, Build(takes=lambda _: True))
+        for req in built.queues[0] if built.queues else ():
+            busy.flashmoa.streams.settle(req)
+        rides.append(len(built.queues))
+    assert rides == [1, 0, 1, 0]
+
+
+def test_steps_may_be_longer_if_only_linked_workflows_decode() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.03)
+    final, writer = busy.running.reqs
+    final.flashmoa.mark = RequestMark("claimed", final=True)
+    busy.open_stream("a", 62 * 40)
+
+    def rides() -> int:
+        """Return how many of 20 steps are longer."""
+        found = 0
+        for _ in range(20):
+            built = step(busy, Build(takes=lambda _: True))
+            found += len(built.queues)
+            for req in built.queues[0] if built.queues else ():
+                busy.flashmoa.streams.settle(req)
+        return found
+
+    writer.output_ids = [7000 + n for n in range(40)]
+    assert rides() == 8
+    # The stream gets the answer a little later, and not all of it.
+    busy.flashmoa.streams.extend(new_tokens("a", [1, 2, *range(7003, 7070), 3]))
+    assert rides() == 8
+    writer.output_ids += range(7040, 7080)
+    assert rides() == 20
+
+
+# A step that mixes takes 1.8 ms longer, whatever rides.
+MIXING = Costs(COSTS.points, 0.01, ((2, 0, 0.01), (2, 30, 0.0118), (2, 62, 0.012)))
+
+
+def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ride() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.costs = MIXING
+    busy.open_stream("resting", 5000, grows=False)
+    assert not step(busy).queues
+    busy.open_stream("a", 40, ended=True)
+    assert step(busy).increments() == [40, 22]
+
+
+def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_ordered() -> None:
+    busy = engine(decoding=2, full=True)
+    busy.flashmoa.costs = MIXING
+    busy.policy = SimpleNamespace(enable_priority_scheduling=False)
+    busy.flashmoa.options = replace(busy.flashmoa.options, schedule="sjf")
+    busy.open_stream("large", 2500, output=100)
+    waiting = busy.waiting_queue = [request(300, 5)]
+    assert not step(busy).increments()
+    busy.open_stream("small", 40, output=1, ended=True)
+    assert step(busy).increments() == [40, 22]
+    busy.flashmoa.streams.end("small")
+    busy.waiting_queue = []
+    assert step(busy).increments() == [62]
+    assert waiting
 
 
 def of_decodes(*requests: int) -> Any:

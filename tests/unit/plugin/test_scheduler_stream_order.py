@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import pytest
@@ -83,11 +84,11 @@ class Ranks(RuleBasedStateMachine):
         least=st.integers(1, 10),
         room=st.one_of(st.just(MANY), st.integers(-5, 40)),
         most=st.one_of(st.just(16), st.integers(0, 3)),
-        growing=st.booleans(),
+        before=st.sampled_from([None, 0.0, 500.0, inf]),
     )
-    def make(self, tokens: int, least: int, room: int, most: int, growing: bool) -> None:
+    def make(self, tokens: int, least: int, room: int, most: int, before: float | None) -> None:
         made = [
-            streams.make(tokens, least, room, most, growing=growing) for streams in self.streams()
+            streams.make(tokens, least, room, most, before=before) for streams in self.streams()
         ]
         self.note(made)
         assert len(made[0]) <= most

@@ -26,7 +26,7 @@ from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
 ROLES = (
     Role("stock", plugin=False),
-    Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",)),
+    Role("stock_mixed", plugin=False, arguments=("--enable-mixed-chunk",), optional=True),
     Role("flashmoa", plugin=True),
 )
 # From light to heavy; prompts of the last rows are as long as those of agents with documents.

@@ -4,7 +4,8 @@ The same prompts are prefilled in forwards of several sizes, by an engine with i
 device and by one that copies them there, layer by layer. The longer a forward, the more of the
 copying is hidden; the rest is exposed. Each batch is one forward, and each prompt is answered with
 one token. A third engine has its experts on the device and keeps no KV (§6.3); the second table
-shows how much memory that saves.
+shows how much memory that saves. A running engine with SGLang's own ``--cpu-offload-gb``, which
+needs a GPU, can be compared, too.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ ROLES = (
     Role(RESIDENT, plugin=True, arguments=(_NO_GRAPHS,)),
     Role(H2D, plugin=True, arguments=("--flashmoa-asyncep", "h2d", _NO_GRAPHS)),
     Role(KV_FREE, plugin=True, arguments=(*_KEEP_NOTHING, _NO_GRAPHS), optional=True),
+)
+_OFFLOAD = Role(
+    "cpu_offload", plugin=True, arguments=("--cpu-offload-gb", _NO_GRAPHS), optional=True
 )
 _COMPARED_TOKENS = 64
 _MIB = 1 << 20
@@ -100,7 +104,8 @@ async def _measure(report: Report) -> None:
     most = max(options.tokens)
     sizes = ("--chunked-prefill-size", str(most), "--max-prefill-tokens", str(most))
     options.engine_arguments = [*sizes, *options.engine_arguments]
-    async with report.connect(ROLES, 2 * most) as engines:
+    roles = (*ROLES, _OFFLOAD) if options.cpu_offload_url else ROLES
+    async with report.connect(roles, 2 * most) as engines:
         differences = await _compare_logprobs(engines, random.Random(options.seed))
         seconds = await _play_all(engines, report)
         memory = await _fetch_memory(engines)
@@ -249,7 +254,7 @@ main = command(
     "asyncep",
     __doc__,
     _measure,
-    ROLES,
+    (*ROLES, _OFFLOAD),
     (
         Option("--tokens", positive, [256, 1024, 4096], "tokens of a forward"),
         Option("--prompt", positive, 1024, "tokens of each prompt"),

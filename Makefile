@@ -12,6 +12,8 @@
 # make test-vllm   links on real vLLM servers on the CPU (another environment)
 # make test-conformance   AutoGen's own tests with our model client in the stock one's
 #                      place; needs the package index
+# make gpu-prepare   fill .gpu/ with what a machine with one GPU and no network needs for the
+#                    checks there (docs/gpu.md)
 # make check   lint, format, types, and the files of deploy/
 # make docs    build the documentation site in .site; a broken link is an error
 # make clean   remove what these made
@@ -34,7 +36,7 @@ DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sgl
 # Some frameworks do not go with the newest client of OpenAI.
 FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
-.PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) check format docs clean
+.PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) gpu-prepare check format docs clean
 setup: $(READY)
 
 define CHECK_MACHINE
@@ -147,6 +149,9 @@ $(FRAMEWORKS): .venvs/%/.ready: requirements/%.txt pyproject.toml
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+gpu-prepare: $(READY)
+	@$(BIN)/python benchmarks/gpu/prepare.py
+
 check: $(READY)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -164,4 +169,4 @@ docs: $(READY)
 	@echo "The site: .site/index.html"
 
 clean:
-	rm -rf $(VENV) .venvs .cache .site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .cache .site .gpu .pytest_cache .ruff_cache .hypothesis

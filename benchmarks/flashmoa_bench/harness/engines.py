@@ -210,7 +210,7 @@ async def make_model(
     Args:
         documents: files on which its tokenizer is trained; without any, on random words.
     """
-    texts, cache = documents or [_random_words(arguments.cache)], arguments.cache / "models"
+    texts, cache = documents or [random_words(arguments.cache)], arguments.cache / "models"
     return await anyio.to_thread.run_sync(tiny_model, shape, texts, cache)
 
 
@@ -237,7 +237,7 @@ def _keep_off_cores(cores: set[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _random_words(cache: Path) -> Path:
+def random_words(cache: Path) -> Path:
     """Return a file of random words, the same ones every time."""
     file = cache / "words.txt"
     if not file.exists():

@@ -1,0 +1,265 @@
+"""Test what the checks on one GPU do without one: starts, comparisons, the kit's own kernels."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from flashmoa_bench.gpu import engines, forwards
+from flashmoa_bench.gpu.__main__ import STAGES, Run, play
+from flashmoa_bench.gpu.engines import Wanted, Way, gpu_engines
+from flashmoa_bench.gpu.kernels import error_of, rotated
+from flashmoa_bench.gpu.stages import CPU_SIZES
+
+from flashmoa.errors import EngineError
+from tests.conftest import ROOT
+
+WAYS = (Way("best", ()), Way("modest", ("--slow",)))
+
+
+def load(name: str) -> ModuleType:
+    """Return a module of the kit, which is in no package."""
+    spec = spec_from_file_location(f"gpu_{name}", ROOT / "benchmarks" / "gpu" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def shims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that Python imports at the start of an engine, which no import finds here."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return load("shims/sitecustomize")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Engines that start in none of these ways; each try is noted as (engine, way)."""
+    tried: list[tuple[str, str]] = []
+    fails = {("plugin", "best"), ("broken", "best"), ("broken", "modest")}
+
+    class Fake:
+        client = SimpleNamespace(url="http://engine")
+        engine = SimpleNamespace(tail=lambda _lines: "the end of its log")
+
+        def __init__(self, key: tuple[str, str]) -> None:
+            self.key = key
+
+        @classmethod
+        async def launch(cls, name: str, _wanted: Wanted, way: Way, _logs: Path) -> Fake:
+            tried.append((name, way.name))
+            return cls((name, way.name))
+
+        async def prepare(self, *, plugin: bool) -> dict[str, Any]:
+            if self.key in fails:
+                raise EngineError("it ended")
+            return {"plugin": plugin}
+
+        async def stop(self) -> None:
+            tried.append((self.key[0], "stopped"))
+
+    monkeypatch.setattr(engines, "_Running", Fake)
+    return tried
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_does_not_start_is_started_in_the_next_way(
+    launches: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    async with gpu_engines(WAYS, tmp_path) as started:
+        await started.use({"plugin": Wanted(tmp_path, True)})
+        assert launches == [("plugin", "best"), ("plugin", "stopped"), ("plugin", "modest")]
+        first, second = started.starts
+        assert first.problem is not None and "the end of its log" in first.problem
+        assert second.problem is None and second.settings == {"plugin": True}
+        # What did not work for one is not tried with others, and what runs already is kept.
+        await started.use({"plugin": Wanted(tmp_path, True), "stock": Wanted(tmp_path, False)})
+        assert launches[3:] == [("stock", "modest")]
+        await started.use({"stock": Wanted(tmp_path, False)})
+        assert launches[4:] == [("plugin", "stopped")]
+    assert launches[5:] == [("stock", "stopped")]
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_starts_in_no_way_is_not_tried_again(
+    launches: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    async with gpu_engines(WAYS, tmp_path) as started:
+        both = {"stock": Wanted(tmp_path, False), "broken": Wanted(tmp_path, True)}
+        with pytest.raises(EngineError, match="no way to start broken"):
+            await started.use(both)
+        assert "stock" in started
+        del launches[:]
+        with pytest.raises(EngineError, match="no way to start broken"):
+            await started.use(both)
+        assert launches == []
+
+
+@pytest.mark.anyio
+async def test_a_stage_that_fails_or_takes_too_long_does_not_stop_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def fail(_run: Run) -> None:
+        raise EngineError("no engine")
+
+    async def hang(_run: Run) -> None:
+        await anyio.sleep_forever()
+
+    async def find(run: Run) -> None:
+        run.found["2"] = {"is": "found"}
+
+    for name, action, limit in (("0", fail, 9), ("1", hang, 0.05), ("2", find, 9)):
+        monkeypatch.setitem(STAGES, name, SimpleNamespace(about="", limit=limit, play=action))
+    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True)
+    async with gpu_engines(WAYS, tmp_path) as started:
+        models = (tmp_path, tmp_path)
+        run = Run(options, started, models, CPU_SIZES, time.perf_counter())
+        assert await play(run, ["0", "1", "2"]) == 2
+    assert "no engine" in run.found["0 problem"] and "ended" in run.found["1 problem"]
+    assert run.found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
+
+
+def test_modelled_times_are_compared_with_those_of_the_same_gpu() -> None:
+    expected = {
+        "h100_sxm": {"prefills": {"1": 9.0}, "decodes": {"1x8": 9.0}},
+        "h200_sxm": {"prefills": {"1": 1.0}, "decodes": {"1x8": 3.0}},
+    }
+    found = forwards.errors(
+        expected, {"prefills": {"1": 2.0}, "decodes": {"1x8": 2.0}}, "NVIDIA H200"
+    )
+    assert found["modelled_gpu"] == "h200_sxm"
+    assert found["error"] == {"prefills": {"1": -0.5}, "decodes": {"1x8": 0.5}}
+    assert found["median_error"] == {"prefills": 0.5, "decodes": 0.5}
+
+
+def test_modelled_times_of_all_sizes_are_known_beforehand() -> None:
+    for times in forwards.expected_times().values():
+        assert len(times["prefills"]) == len(forwards.PREFILLS)
+        ordered = [times["prefills"][str(tokens)] for tokens in forwards.PREFILLS]
+        assert ordered == sorted(ordered) and 0 < ordered[0] < ordered[-1] < 2
+        assert all(0 < seconds < 1 for seconds in times["decodes"].values())
+
+
+def test_torch_computes_what_replaces_compiled_kernels(
+    shims: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = SimpleNamespace()
+    shims.replace_clamp(module)
+    lengths = torch.tensor([0, 1, 9])
+    assert module.clamp_position_cuda(lengths).tolist() == [0, 0, 8]
+    shims.replace_resolve(module)
+    ids = torch.tensor([5, -2, 0])
+    module.resolve_future_token_ids_cuda(ids, torch.tensor([0, 11, 22]))
+    assert ids.tolist() == [5, 22, 0]
+
+    def rotary_embedding(
+        positions: Any, query: Any, key: Any, size: int, table: Any, is_neox: bool
+    ) -> None:
+        assert size == query.shape[-1] and table.dtype == query.dtype and is_neox
+        for heads in (query, key):
+            heads.copy_(rotated(heads, table, positions))
+
+    def silu_and_mul(rows: Any, out: Any) -> None:
+        gate, up = rows.chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    kernels = SimpleNamespace(rotary_embedding=rotary_embedding, silu_and_mul=silu_and_mul)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", kernels)
+    shims.replace_activation(module)
+    rows = torch.randn(3, 8)
+    right = torch.nn.functional.silu(rows[:, :4]) * rows[:, 4:]
+    assert torch.equal(module.silu_and_mul(rows), right)
+    assert torch.equal(module.run_activation("silu", rows), right)
+
+    shims.replace_rope(module)
+    positions, table = torch.tensor([3, 1]), torch.randn(8, 4)
+    query, key, value = torch.randn(2, 2, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 4)
+    turned = rotated(key, table, positions)
+    keys, values = torch.zeros(5, 1, 4), torch.zeros(5, 1, 4)
+    places = torch.tensor([4, 2])
+    fused = SimpleNamespace(k_buffer=keys, v_buffer=values, cache_loc=places, value=value)
+    module.apply_rope_with_cos_sin_cache_inplace(
+        query, key, table, positions, is_neox=True, fused_args=fused
+    )
+    assert error_of(key, turned) < 1e-6 and torch.equal(keys[places], key)
+    assert torch.equal(values[places], value) and keys[0].abs().sum() == 0
+
+
+def test_dummy_weights_are_the_same_in_every_engine_and_matter(shims: ModuleType) -> None:
+    module: Any = SimpleNamespace()
+    shims.replace_weights(module)
+
+    def make() -> Mapping[str, Any]:
+        model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "up": torch.nn.Linear(4, 9)})
+        module.initialize_dummy_weights(model)
+        return model.state_dict()
+
+    one, two = make(), make()
+    assert all(torch.equal(weight, two[name]) for name, weight in one.items())
+    assert torch.equal(one["norm.weight"], torch.ones(4))
+    assert 0.01 < one["up.weight"].abs().max() <= shims.WEIGHTS
+    assert not torch.equal(one["up.weight"][:1, :4].flatten(), one["up.bias"][:4])
+
+
+def test_the_shims_patch_a_module_once_it_is_imported(
+    shims: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "compiled_kernel.py").write_text("def can_use_it(size):\n    return True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    shims.PATCHES["compiled_kernel"] = shims.switch_off
+    import compiled_kernel
+
+    assert compiled_kernel.can_use_it(8) is False
+    # A package that is not there, of which SGLang imports a name; nothing else of it is found.
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    from flashinfer.prefill import (
+        cudnn_batch_prefill_with_kv_cache,
+    )
+
+    assert cudnn_batch_prefill_with_kv_cache is None
+    with pytest.raises(ImportError):
+        import flashinfer.gemm  # noqa: F401
+    for name in [name for name in sys.modules if name.startswith("flashinfer")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def prepare() -> ModuleType:
+    return load("prepare")
+
+
+def test_a_kit_that_is_too_large_is_refused(prepare: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "one.whl").write_bytes(b"0" * 60)
+    own = tmp_path.parent / "tracked"
+    own.write_bytes(b"0" * 40)
+    assert "together 100 of 100" in prepare.check_sizes(tmp_path, [own], 100)
+    with pytest.raises(SystemExit, match="too large"):
+        prepare.check_sizes(tmp_path, [own], 99)
+
+
+def test_the_kit_has_the_plugins_entry_point_and_the_models_shapes(
+    prepare: ModuleType, tmp_path: Path
+) -> None:
+    prepare.write_metadata(tmp_path)
+    (plugin,) = tmp_path.glob("flashmoa_sglang-*.dist-info")
+    text = (plugin / "entry_points.txt").read_text()
+    assert text == "[sglang.srt.plugins]\nflashmoa = flashmoa_sglang.plugin:register\n"
+    prepare.write_models(tmp_path)
+    assert "Qwen3MoeForCausalLM" in (tmp_path / "qwen3-30b-a3b" / "config.json").read_text()
+
+
+def test_only_hopper_kernels_are_taken(prepare: ModuleType) -> None:
+    needed: Callable[[str], bool] = prepare.is_needed
+    assert needed("sgl_kernel/sm90/common_ops.abi3.so") and needed("sgl_kernel/moe.py")
+    assert not needed("sgl_kernel/sm100/common_ops.abi3.so")
+    assert not needed("sgl_kernel/flash_ops.abi3.so")

@@ -43,10 +43,10 @@ _NOT_WITH_DYNAMO = {
 # How long requests may still come through a sidecar that says that it takes no more.
 _LEAVE_SECONDS = 5.0
 # How often the schedulers of a worker of Dynamo are asked whether they go on, and for how long they
-# may not answer, as in a long forward. SGLang's own limit is the same. The engine says after 5 s
-# that one of them does not answer.
+# may not answer, as in a long forward. SGLang's own limit is the same, and its default. The engine
+# says after 5 s that one of them does not answer.
 _LOOK_SECONDS, _INFO_SECONDS = 2.0, 6.0
-_HANG_SECONDS = float(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", 20))
+_HANG_LIMIT, _HANG_SECONDS = "SGLANG_HEALTH_CHECK_TIMEOUT", "20"
 # How long a sidecar has to leave its front end.
 _GONE_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -196,7 +196,7 @@ def _installation_problem() -> str | None:
 
 
 def _argument_problem(options: argparse.Namespace) -> str | None:
-    """Return what is wrong with arguments that SGLang reads only after half a minute, if any."""
+    """Return what is wrong with what SGLang reads only after half a minute, if anything."""
     path = options.model_path
     if path is None and options.config is None:
         return "no model is given; add --model-path PATH"
@@ -204,6 +204,8 @@ def _argument_problem(options: argparse.Namespace) -> str | None:
         return f"--model-path {path} does not exist"
     if not options.drain_seconds >= 0:
         return f"--drain-seconds {options.drain_seconds:g} is not at least 0"
+    if not (limit := os.environ.get(_HANG_LIMIT, _HANG_SECONDS)).isdecimal():
+        return f"{_HANG_LIMIT}={limit} is no whole number of seconds; set one, or unset it"
     if problem := port_problem(options.port):
         return problem
     try:
@@ -238,6 +240,7 @@ class Server:
         self._stopping_since = self._kill_at = math.inf
         # When the schedulers are asked again, and since when they do not answer.
         self._look_at = 0.0
+        self._hang_seconds = int(os.environ.get(_HANG_LIMIT, _HANG_SECONDS)) if sidecar else 0
         self._silent_since = math.inf
 
     def run(self) -> int:
@@ -325,8 +328,8 @@ class Server:
                 self._start(self._sidecar)
             return
         self._silent_since = min(self._silent_since, now)
-        if is_joined and time.monotonic() - self._silent_since >= _HANG_SECONDS:
-            _print_message(f"its schedulers hang for {_HANG_SECONDS:g} s, so it leaves Dynamo")
+        if is_joined and time.monotonic() - self._silent_since >= self._hang_seconds:
+            _print_message(f"its schedulers hang for {self._hang_seconds} s, so it leaves Dynamo")
             sidecar = self._processes.pop(0)
             sidecar.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -299,6 +299,14 @@ def test_bad_arguments_are_refused_before_the_start(
     assert problem in capsys.readouterr().err
 
 
+def test_a_limit_of_time_that_sglang_cannot_read_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_HEALTH_CHECK_TIMEOUT", "20s")
+    assert serve.main(["--model-path", "a/b"]) == 2
+    assert "SGLANG_HEALTH_CHECK_TIMEOUT=20s is no whole number" in capsys.readouterr().err
+
+
 ENGINE = ["--engine", "http://127.0.0.1:9"]
 PAIR = ["--prefill", "http://127.0.0.1:8", "--pd-router", "http://127.0.0.1:9"]
 SERVE = ["serve", "moa.toml"]

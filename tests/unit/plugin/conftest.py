@@ -7,11 +7,15 @@ from collections.abc import Generator
 from types import SimpleNamespace
 
 import pytest
+from flashmoa_cpu import torchvision_ops
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler import streams
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler
+
+# Before any of these tests imports SGLang.
+torchvision_ops.allow_mismatched_build()
 
 
 @pytest.fixture(scope="module")

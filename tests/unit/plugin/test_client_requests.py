@@ -13,25 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_cpu import torchvision_ops
+from fastapi import HTTPException
 from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps
+from flashmoa_sglang.http.api import Api
+from flashmoa_sglang.http.bodies import PromptReader
+from flashmoa_sglang.http.engine import Engine
+from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
+from flashmoa_sglang.http.hints import Hints, read_hints
+from flashmoa_sglang.http.stream import PromptStream, Terms
+from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
 
-torchvision_ops.allow_mismatched_build()
-
-from fastapi import HTTPException  # noqa: E402
-from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps  # noqa: E402
-from flashmoa_sglang.http.api import Api  # noqa: E402
-from flashmoa_sglang.http.bodies import PromptReader  # noqa: E402
-from flashmoa_sglang.http.engine import Engine  # noqa: E402
-from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams  # noqa: E402
-from flashmoa_sglang.http.hints import Hints, read_hints  # noqa: E402
-from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
-from flashmoa_sglang.http.streams import StreamTable  # noqa: E402
-
-from tests.unit.plugin.fake_engine import FakeEngine, open_stream  # noqa: E402
+from tests.unit.plugin.fake_engine import FakeEngine, open_stream
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,8 @@ they call the original.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import asyncio
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,7 +122,10 @@ def note_served(
     """
     is_rendered = _rendering.get() is not None
     if not is_rendered:
-        served.set(request)
+        with suppress(RuntimeError):
+            # A thread of a pool has no loop. Its context is not the request's, and would keep it.
+            asyncio.get_running_loop()
+            served.set(request)
     return original(chat, request, is_multimodal and not is_rendered, **kwargs)
 
 

@@ -527,8 +527,13 @@ async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context()
     stream = PromptStream(ttl_seconds=9, buffer=buffer)
     table._open[stream.id] = stream
 
-    def convert(_chat: object, text: str, _request: object) -> list[int]:
+    def process(_chat: object, text: str, _is_multimodal: bool) -> list[int]:
         return rendering.encode_chat(lambda tokenizer, *_: tokenizer.encode(), tokenizer, text)
+
+    def convert(chat: object, text: str, _request: object) -> list[int]:
+        ids = rendering.note_served(process, chat, text, is_multimodal=False)
+        assert rendering.served.get() is None
+        return ids
 
     linked, other = HttpRequest(prompt_stream_id=stream.id), HttpRequest()
     loop = asyncio.get_running_loop()
@@ -542,7 +547,7 @@ async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context()
     client_requests._current.set(None)
 
 
-def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> None:
+async def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> None:
     """It does so for models of pictures, and would take none for the prompt of a later request."""
     kept: list[bool] = []
 
@@ -556,7 +561,7 @@ def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> None:
         rendering.note_served(process, None, "of /render_response", True)
     assert rendered.text == "A prompt." and rendering.served.get() is None
     rendering.note_served(process, None, "of a client", is_multimodal=True)
-    assert kept == [False, True]
+    assert kept == [False, True] and rendering.served.get() == "of a client"
     rendering.served.set(None)
 
 

@@ -79,15 +79,14 @@ class ToolGaps:
     async def _watch(
         self, chat: Any, obj: Any, outputs: AsyncGenerator[Any]
     ) -> AsyncGenerator[Any]:
-        text, ids = "", array("q")
+        pieces, text, ids = self._engine.streams_pieces(obj), "", list[int]()
         async with aclosing(outputs):
             async for output in outputs:
-                if not self._engine.streams_pieces(obj):
-                    text, ids = "", array("q")
-                text += output.get("text") or ""
-                ids.extend(output.get("output_ids") or ())
+                if pieces:
+                    text += output.get("text") or ""
+                    ids += output.get("output_ids") or ()
                 if _has_stopped(output):
-                    whole = {**output, "text": text, "output_ids": ids}
+                    whole = {**output, "text": text, "output_ids": ids} if pieces else output
                     come: list[Any] = []
                     task = asyncio.create_task(self._hold(chat, obj, whole, come))
                     self._tasks[task] = come
@@ -140,8 +139,8 @@ class ToolGaps:
         if _is_chat(chat):
             buffer = self._next_prompt(chat, output)
             return buffer.tokens if buffer is not None else None
-        calls = self._renderer.calls_tools(output["output_ids"])
-        return prompt + output["output_ids"] if calls else None
+        ids = output["output_ids"]
+        return prompt + array("q", ids) if self._renderer.calls_tools(ids) else None
 
     def _next_prompt(self, chat: Any, output: dict[str, Any]) -> TokenBuffer | None:
         """Return the next prompt up to its first result, or ``None`` without tool calls."""

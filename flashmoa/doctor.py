@@ -372,7 +372,7 @@ def _check_capacity(info: EngineInfo) -> list[Finding]:
         room = note("room", text, "raise --mem-fraction-static or --max-total-tokens")
     streams = f"{info.prompt_streams} prompt streams open"
     if info.costs is None:
-        busy = "the engine is still measuring its forwards, which takes some seconds"
+        busy = "the engine is still learning what forwards cost, which takes some seconds"
         text = f"{streams}; {busy}"
         return [room, note("costs", text)]
     step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"

@@ -123,11 +123,17 @@ class StreamedTokens(_EngineAnswer):
 
 
 class Costs(_EngineAnswer):
-    """The duration of forwards in seconds: a decode step, and prefills as (tokens, seconds)."""
+    """The duration of forwards in seconds: a decode step, and prefills as (tokens, seconds).
+
+    Without context. Each token whose KV a decode step reads adds ``per_kv_token``, and each pair of
+    a prefilled token and one before it that is cached adds ``per_pair``.
+    """
 
     points: list[tuple[int, float]]
     decode_step: float
     mixed: list[tuple[int, int, float]] = []
+    per_kv_token: float = 0.0
+    per_pair: float = 0.0
 
 
 class Saturation(_EngineAnswer):
@@ -146,7 +152,7 @@ class Saturation(_EngineAnswer):
 
 
 class EngineInfo(_EngineAnswer):
-    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until it is measured.
+    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until they are learned.
 
     ``saturation`` is measured with ``--flashmoa-asyncep``. ``prefills_wait_for`` is the size of the
     forward, in tokens, until which prefills are held back; ``None`` if they are not.

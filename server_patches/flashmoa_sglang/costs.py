@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 Points = tuple[tuple[int, float], ...]
 # The numbers of tokens in steps, decodes included, that are measured and considered for riding
@@ -15,9 +17,28 @@ STEP_SIZES = (32, 64, 128, 256, 512)
 FEWEST_RIDING = 16
 
 
-@dataclass(frozen=True, slots=True)
+class TimedForward(NamedTuple):
+    """What a forward computed, and how many seconds it took.
+
+    Attributes:
+        decodes: number of requests that decode in it.
+        kv: number of tokens that these have, whose KV it reads.
+        tokens: number of tokens that it prefills.
+        pairs: the sum of these, each times the number of tokens that were cached before it.
+    """
+
+    decodes: int
+    kv: int
+    tokens: int
+    pairs: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds of a forward by what it computes, interpolated between measured points.
+
+    The points are of forwards without context, to whose seconds those of their context are added.
 
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
@@ -26,6 +47,9 @@ class Costs:
             time, because decoding has other kernels, and on a GPU CUDA graphs.
         mixed: measured steps of several decodes, without and with a prefill, as (decodes, tokens of
             the prefill or 0, seconds); empty if this engine cannot mix the two.
+        per_kv_token: seconds that a decode step takes longer for each token whose KV it reads.
+        per_pair: seconds that a prefill takes longer for each pair of one of its tokens and one of
+            the tokens before it that are cached.
 
     Raises: ValueError if all points have the same size.
     """
@@ -33,6 +57,8 @@ class Costs:
     points: Points
     decode_step: float
     mixed: tuple[tuple[int, int, float], ...] = ()
+    per_kv_token: float = 0.0
+    per_pair: float = 0.0
 
     def __post_init__(self) -> None:
         points: list[tuple[int, float]] = []
@@ -44,42 +70,58 @@ class Costs:
             raise ValueError(f"Costs need measurements at two different sizes, not at {sizes}.")
         object.__setattr__(self, "points", tuple(points))
 
-    def prefill(self, tokens: float) -> float:
-        """Return the seconds of a forward that prefills ``tokens`` tokens."""
-        return _interpolate(self.points, tokens)
+    def prefill(self, tokens: float, context: float = 0) -> float:
+        """Return the seconds of a forward that prefills ``tokens`` tokens.
 
-    def decode(self, requests: int) -> float:
-        """Return the seconds of a decode step of ``requests`` requests."""
-        steps = {
-            1: self.decode_step,
-            **{n: seconds for n, tokens, seconds in self.mixed if not tokens},
-        }
+        Args: context: how many tokens are cached before each of them.
+        """
+        return _interpolate(self.points, tokens) + self.per_pair * tokens * context
+
+    def decode(self, requests: int, kv: float = 0) -> float:
+        """Return the seconds of a decode step of ``requests`` requests with ``kv`` tokens."""
+        steps = self._decodes
         if len(steps) == 1:
-            return steps[1] + self.per_token * (requests - 1)
-        return _interpolate(sorted(steps.items()), requests)
+            alone = steps[0][1] + self.per_token * (requests - 1)
+        else:
+            alone = _interpolate(steps, requests)
+        return alone + self.per_kv_token * kv
 
-    def added(self, decodes: int, tokens: int) -> float:
+    def added(self, decodes: int, tokens: int, context: float = 0) -> float:
         """Return by how many seconds a prefill of ``tokens`` tokens lengthens a decode step.
 
         It is as much as in the measured steps with as many tokens in all, since that is what the
         kernels' times depend on, and with the next smaller number of decodes. More tokens than in
         any measured step take as long as they add to a prefill.
 
-        Args: decodes: number of requests that decode in the step.
+        Args:
+            decodes: number of requests that decode in the step.
+            context: how many tokens are cached before each token of the prefill.
         """
         if not tokens:
             return 0.0
+        read = self.per_pair * tokens * context
+        lines = self._lines
+        if not lines:
+            return max(0.0, self.prefill(tokens + decodes) - self.decode(decodes)) + read
+        count = max((one for one in lines if one <= decodes), default=min(lines))
+        line, total = lines[count], max(count, decodes) + tokens
+        most = min(total, line[-1][0])
+        more = self.prefill(total) - self.prefill(most)
+        return max(0.0, _interpolate(line, most) - line[0][1] + more) + read
+
+    @cached_property
+    def _decodes(self) -> list[tuple[int, float]]:
+        """Decode steps as (requests, seconds)."""
+        measured = {n: seconds for n, tokens, seconds in self.mixed if not tokens}
+        return sorted({1: self.decode_step, **measured}.items())
+
+    @cached_property
+    def _lines(self) -> dict[int, list[tuple[int, float]]]:
+        """By numbers of decodes, their steps as (tokens with those of decodes, seconds)."""
         steps: dict[int, list[tuple[int, float]]] = {}
         for count, prefill, seconds in sorted(self.mixed):
             steps.setdefault(count, []).append((count + prefill, seconds))
-        measured = [count for count, line in steps.items() if len(line) > 1]
-        if not measured:
-            return max(0.0, self.prefill(tokens + decodes) - self.decode(decodes))
-        count = max((one for one in measured if one <= decodes), default=min(measured))
-        line, total = steps[count], max(count, decodes) + tokens
-        most = min(total, line[-1][0])
-        more = self.prefill(total) - self.prefill(most)
-        return max(0.0, _interpolate(line, most) - line[0][1] + more)
+        return {count: line for count, line in steps.items() if len(line) > 1}
 
     @property
     def per_token(self) -> float:

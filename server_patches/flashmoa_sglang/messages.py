@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.costs import Costs, TimedForward
 from flashmoa_sglang.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
 # How a scheduler ends the request that opens a prompt stream.
 STREAM_OPENED = "the prompt stream is open"
-# The number of decode steps that a measurement of them spans.
-MEASURED_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class RequestMark:
         final: whether it is the stream's final request. A request of a stream that neither opens it
             nor is final is an increment, which the scheduler has made.
         expected_output: number of tokens that the client expects the request to decode, if given.
-        timed: whether the request is a prefill that measures the engine.
+        timed: whether the request runs only for the times of its forwards.
         rides: whether it is to ride along with a decode step, in the same forward.
     """
 
@@ -128,20 +126,15 @@ class MeasuredCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardTime:
-    """Tells the HTTP process how many seconds the forward of a timed request took.
+class ForwardTimes:
+    """Tells the HTTP process how many seconds the last forwards took.
 
-    Attributes:
-        layers: the times of its layers, if their experts are copied to the device.
-        decodes: number of requests that decoded in the same forward.
-        step: the median seconds of the last steps before, in which only these requests decoded.
+    ``layers``: the times of the layers of the last one, if it was timed and their experts are
+    copied to the device.
     """
 
-    rid: str
-    seconds: float
+    forwards: tuple[TimedForward, ...]
     layers: LayerTimes | None = None
-    decodes: int = 0
-    step: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,8 @@ SCHEDULER_HOOKS = [
     *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
     Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
+    Hook(f"{_SCHEDULER}.run_batch", "around", state.run_batch),
+    Hook(f"{_SCHEDULER}.process_batch_result", "around", state.process_result),
     Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
     Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
     Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),

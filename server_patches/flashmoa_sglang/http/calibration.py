@@ -1,8 +1,9 @@
-"""Measures the costs of a forward on this engine, once the server is up, or reads them from a file.
+"""Learns what a forward costs on this engine while it serves, or reads it from a file.
 
-Prefills of growing size are run, which the scheduler times from the built batch to its result.
-Each waits until no other request uses the engine. Their KV stays in the cache until it is evicted:
-SGLang's own switch to cache nothing of a request loses the KV of requests that are cut into chunks.
+Every scheduler tells the times of its forwards. Before the first request of a client comes, some
+of the sizes that matter most run, so that their costs are known from the start. Their KV stays in
+the cache until it is evicted: SGLang's own switch to cache nothing of a request loses the KV of
+requests that are cut into chunks.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ import logging
 import random
 import time
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from math import isfinite
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs
+from flashmoa_sglang.cost_learner import DECODES, FEWEST, CostLearner, differ
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED, Costs
 from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import EngineBusy
 from flashmoa_sglang.http.stream import Prefilled
-from flashmoa_sglang.messages import MEASURED_STEPS, ForwardTime, RequestMark
+from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
@@ -37,219 +37,181 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
-# Other processes may use the same core. So each time is taken until the two least ones agree.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
-_AGREE = 1.1
-# If a forward of one token takes so many times as long at the end as it did at the start, or the
-# other way round, the machine's load has changed, and all is measured again, up to so often.
-_CHANGED, _MOST_PASSES = 1.4, 3
-_DECODE_STEPS = 8
-# The numbers of requests that decode in measured steps.
-_DECODES = (1, 8, 32)
-_MIXED_ROUNDS = 2
-# Forwards that take longer than this are not measured; their costs are extrapolated linearly.
+# Forwards that take longer than this do not warm up; their costs are extrapolated linearly.
 _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
-# How many tokens the answers have that decode while something else is measured.
-MEASURED_ANSWER = 64
-# After so many polls, which take a minute, it is said what costs that are not measured mean.
-_LONG_WAIT = 1200
+# How many decode steps are timed, and how many tokens the answers have that decode meanwhile.
+_STEPS, _ANSWER = 8, 64
+# Costs are learned from so many new forwards, and not more often than after so many seconds.
+_LEARNED_TOGETHER, _LEARN_SECONDS = 64, 2.0
 
 
-class TimedRequests:
-    """Runs forwards and answers on an engine, and takes their time."""
+class LearnedCosts:
+    """What an engine has learned from the times of its forwards.
+
+    Attributes:
+        layers: the times of layers whose experts are copied to the device.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.layers: list[LayerTimes] = []
         self._engine = engine
-        self._forwards: dict[str, ForwardTime] = {}
-        engine.handle(ForwardTime, lambda report: self._forwards.update({report.rid: report}))
+        self._learner = CostLearner(Options.from_environment().device_slowdown)
+        self._learns = False
+        self._learned_at = 0.0
+        engine.handle(ForwardTimes, self._receive)
 
-    async def time_forward(self, input_ids: Sequence[int], rides: bool = False) -> ForwardTime:
-        """Run one forward with these tokens. Return its time as measured by the scheduler.
+    def _receive(self, report: ForwardTimes) -> None:
+        new = self._learner.add(report.forwards)
+        if report.layers is not None:
+            self.layers.append(report.layers)
+        is_due = time.monotonic() - self._learned_at >= _LEARN_SECONDS
+        if self._learns and is_due and new >= _LEARNED_TOGETHER:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from the forwards so far, and go on whenever some more have run."""
+        self._learns, self._learned_at = True, time.monotonic()
+        costs, before = self._learner.learn(), self._engine.costs
+        if costs is None or (before is not UNMEASURED and not differ(before, costs)):
+            return
+        self._engine.use_costs(costs, self._engine.waits_for)
+        if before is UNMEASURED:
+            _log_costs("As measured", costs)
+
+
+class _ClientCame(Exception):
+    """A request of a client has come, so that the engine measures no more on its own."""
+
+
+class WarmUp:
+    """Runs forwards and answers on an engine, for the times that its schedulers tell.
+
+    Args: waits: whether it goes on when no other request runs; otherwise the first one ends it.
+    """
+
+    def __init__(self, engine: Engine, learned: LearnedCosts, *, waits: bool = False) -> None:
+        self._engine = engine
+        self._learned = learned
+        self._waits = waits
+        # A prompt that ran before would be found in the cache.
+        self._dice = random.Random(0)
+        self._longest = _LONG_SECONDS * Options.from_environment().device_slowdown
+
+    async def run(self, ranks: Sequence[KvReport]) -> None:
+        """Run each forward that matters a few times, unless a request of a client comes."""
+        try:
+            await self._run_all(ranks)
+        except* _ClientCame:
+            pass
+
+    async def _run_all(self, ranks: Sequence[KvReport]) -> None:
+        sizes = [size for size in _SIZES if size <= self._engine.max_unchunked_prompt]
+        for _ in range(FEWEST):
+            sizes = await self._prefill_all(sizes)
+        # Every decode takes a place, and together at most half of the KV pool.
+        bounds = (min(rank.max_running, rank.total // (2 * _ANSWER)) for rank in ranks)
+        most = min(bounds, default=1)
+        mixes = not any(rank.no_rides for rank in ranks)
+        steps = [size for size in STEP_SIZES if mixes and size <= sizes[-1]]
+        for decodes in (number for number in DECODES if number <= most):
+            for _ in range(FEWEST):
+                await self._ride_all(decodes, steps)
+        await self._read_context(sizes, min(most, DECODES[-1]))
+
+    async def _prefill_all(self, sizes: list[int]) -> list[int]:
+        """Prefill as many tokens as each of ``sizes`` says; return those that are not too long."""
+        for position, size in enumerate(sizes):
+            seconds = await self._forward(self._tokens(size))
+            layers = self._learned.layers
+            hides_transfers = not layers or layers[-1].hides_transfers
+            # Two sizes are needed at least.
+            if seconds > self._longest and position and hides_transfers:
+                return sizes[: position + 1]
+        return sizes
+
+    async def _ride_all(self, decodes: int, sizes: Sequence[int]) -> None:
+        """Run decode steps, and some with so many tokens, decodes included."""
+        async with self._decoding(decodes, [0]):
+            for riding in (size - decodes for size in sizes):
+                if riding >= FEWEST_RIDING:
+                    seconds = await self._forward(self._tokens(riding), rides=True)
+                    if seconds > self._longest:
+                        break
+
+    async def _read_context(self, sizes: list[int], decodes: int) -> None:
+        """Run prefills that have run without context behind a long one, and decodes."""
+        if self._engine.why_no_kv() is not None:
+            return
+        context: list[int] = []
+        while len(context) < min(2 * sizes[-1], self._engine.max_prompt_tokens // 2):
+            context += self._tokens(sizes[-1])
+            await self._forward(context)
+        for size in sizes[-3:-1] * FEWEST:
+            await self._forward([*context, *self._tokens(size)])
+        for number in (1, decodes):
+            async with self._decoding(number, context):
+                # The times of decode steps are told with those of the prefill after them.
+                await self._forward([0])
+
+    def _tokens(self, number: int) -> list[int]:
+        return self._dice.choices(range(self._engine.vocabulary), k=number)
+
+    async def _wait_or_give_up(self) -> None:
+        # SGLang would wait for these requests before it shuts down, and has no event for its end.
+        while (starts := self._engine.warming_up) or self._is_in_use():
+            if not (starts or self._waits):
+                raise _ClientCame
+            await asyncio.sleep(_IDLE_POLL)
+
+    def _is_in_use(self) -> bool:
+        return self._engine.draining or self._engine.others_active()
+
+    async def _forward(self, input_ids: list[int], *, rides: bool = False) -> float:
+        """Run a forward with these tokens; return about how many seconds it took.
 
         Args: rides: whether the tokens ride along with a decode step, if one can be mixed with it.
         """
-        rid = new_rid()
-        mark = RequestMark(timed=True, rides=rides)
-        try:
-            meta = await self._engine.generate(list(input_ids), mark, rid=rid)
-            Prefilled.read(meta)  # This raises if the request was aborted.
-            return self._forwards[rid]
-        finally:
-            self._forwards.pop(rid, None)
-
-    async def time_answer(self, tokens: int) -> float:
-        """Return the seconds of a request that decodes ``tokens`` tokens, with waiting."""
+        await self._wait_or_give_up()
         started = time.perf_counter()
-        # A prompt of one token is never cached, so that each request computes the same.
-        await self._engine.generate([0], RequestMark(), new_tokens=tokens)
+        mark = RequestMark(timed=True, rides=rides)
+        Prefilled.read(await self._engine.generate(input_ids, mark))
         return time.perf_counter() - started
 
     @asynccontextmanager
-    async def decoding(self, requests: int) -> AsyncGenerator[None]:
-        """Let this many requests decode in the meantime, for a few dozen steps."""
-        answers = {new_rid(): asyncio.Event() for _ in range(requests)}
+    async def _decoding(self, requests: int, prompt: list[int]) -> AsyncGenerator[None]:
+        """Let this many requests decode in the meantime, and a few steps before."""
+        await self._wait_or_give_up()
+        decode = asyncio.Event()
+        rids = [new_rid() for _ in range(requests)]
         async with asyncio.TaskGroup() as group:
-            for rid, decodes in answers.items():
-                group.create_task(self._decode(rid, decodes))
+            for rid in rids:
+                group.create_task(self._decode(rid, prompt, decode if rid == rids[-1] else None))
             try:
-                for decodes in answers.values():
-                    await decodes.wait()
+                await decode.wait()
                 yield
             finally:
-                for rid in answers:
+                for rid in rids:
                     self._engine.abort(rid)
 
-    async def _decode(self, rid: str, decodes: asyncio.Event) -> None:
+    async def _decode(self, rid: str, prompt: list[int], decodes: asyncio.Event | None) -> None:
         """Decode an answer; set ``decodes`` after some steps, or if it is refused."""
 
         def note(meta: dict[str, Any]) -> None:
-            if meta["completion_tokens"] > MEASURED_STEPS:
+            if decodes is not None and meta["completion_tokens"] > _STEPS:
                 decodes.set()
 
         with suppress(EngineBusy):
             await self._engine.generate(
-                [0], RequestMark(), new_tokens=MEASURED_ANSWER, rid=rid, on_token=note
+                prompt,
+                RequestMark(timed=True),
+                new_tokens=_ANSWER,
+                rid=rid,
+                # Each token that is told of takes the scheduler time.
+                on_token=None if decodes is None else note,
             )
-        decodes.set()
-
-
-async def measure(engine: Engine, timed: TimedRequests) -> tuple[Costs, list[LayerTimes]]:
-    """Measure the costs of forwards, all under the same load of the machine.
-
-    If another engine starts on the same core, some of them would be twice too long for as long as
-    this engine runs. What decides about rides are the ratios between them.
-
-    Returns: see :func:`_measure_once`.
-    """
-    # A prompt that was measured before would be found in the cache.
-    dice = random.Random(0)
-    costs, layers = await _measure_once(engine, timed, dice)
-    for _ in range(_MOST_PASSES - 1):
-        if not await _has_load_changed(engine, timed, costs):
-            break
-        costs, layers = await _measure_once(engine, timed, dice)
-    return costs, layers
-
-
-async def _has_load_changed(engine: Engine, timed: TimedRequests, costs: Costs) -> bool:
-    """Return whether a forward of one token takes another time now than it did at the start."""
-    if Options.from_environment().device:
-        return False  # A modelled GPU takes the same time whatever the machine does.
-    times: list[float] = []
-    for _ in range(_LEAST_ROUNDS):
-        await _until_idle(engine)
-        times.append((await timed.time_forward([0])).seconds)
-    first, last = costs.points[0][1], min(times)
-    return max(first, last) > _CHANGED * min(first, last)
-
-
-async def _measure_once(
-    engine: Engine, timed: TimedRequests, dice: random.Random
-) -> tuple[Costs, list[LayerTimes]]:
-    """Measure the costs of forwards, as the least time of several rounds, since noise only adds.
-
-    Return also the times of their layers, if experts are copied to the device. The costs of a
-    modelled GPU that is slowed down are those without the slowdown, so that it changes no decision.
-    """
-    slowdown = Options.from_environment().device_slowdown
-    sizes = [size for size in _SIZES if size <= engine.max_unchunked_prompt]
-    forwards: dict[int, list[float]] = {}
-    layers: list[LayerTimes] = []
-    # The seconds of whole answers, by their numbers of tokens.
-    answers: dict[int, list[float]] = {1: [], 1 + _DECODE_STEPS: []}
-    for _ in range(_MOST_ROUNDS):
-        for tokens, seconds in answers.items():
-            if not _is_steady(seconds):
-                await _until_idle(engine)
-                seconds.append(await timed.time_answer(tokens))
-        # Under the overlap schedule, a decode step of the answer is still running. The next forward
-        # would have to wait for it.
-        await timed.time_forward([0])
-        for size in sizes:
-            hides_transfers = True
-            if layers or not _is_steady(forwards.get(size, [])):
-                await _until_idle(engine)
-                ids = dice.choices(range(engine.vocabulary), k=size)
-                forward = await timed.time_forward(ids)
-                forwards.setdefault(size, []).append(forward.seconds)
-                if forward.layers is not None:
-                    layers.append(forward.layers)
-                    hides_transfers = forward.layers.hides_transfers
-            # Two sizes are always measured. The least time counts, because this forward may have
-            # been slow only because the machine was busy.
-            longest = _LONG_SECONDS * slowdown
-            if hides_transfers and size != sizes[0] and min(forwards[size]) > longest:
-                break
-        measured = [*forwards.values(), *answers.values()]
-        if all(map(_is_steady, measured)):
-            break
-    shorter, longer = (min(seconds) / slowdown for seconds in answers.values())
-    points = tuple((size, min(seconds) / slowdown) for size, seconds in forwards.items())
-    mixed = await _measure_mixed(
-        engine, timed, [size for size in STEP_SIZES if size <= sizes[-1]], dice
-    )
-    mixed_points = tuple((*step, seconds / slowdown) for step, seconds in mixed.items())
-    return Costs(points, max(0.0, longer - shorter) / _DECODE_STEPS, mixed_points), layers
-
-
-async def _measure_mixed(
-    engine: Engine, timed: TimedRequests, sizes: list[int], dice: random.Random
-) -> dict[tuple[int, int], float]:
-    """Return the seconds of steps by the numbers of requests that decode and of tokens that ride.
-
-    Args: sizes: numbers of tokens in steps, decodes included.
-
-    A step in which no tokens ride counts as one with 0. There are no times for numbers of requests
-    that this engine does not decode together, and none at all if it mixes no steps.
-    """
-    times: dict[tuple[int, int], list[float]] = {}
-    # In at most half of the KV pool. Requests that do not fit together would be retracted.
-    bounds = (
-        min(rank.max_running, rank.total // (2 * MEASURED_ANSWER)) for rank in await engine.kv()
-    )
-    most = min(bounds, default=1)
-    longest = _LONG_SECONDS * Options.from_environment().device_slowdown
-    for decodes in (number for number in _DECODES if number <= most):
-        rides = [size - decodes for size in sizes if size - decodes >= FEWEST_RIDING]
-        for _ in range(_MIXED_ROUNDS):
-            await _until_idle(engine)
-            async with timed.decoding(decodes):
-                for riding in rides:
-                    ids = dice.choices(range(engine.vocabulary), k=riding)
-                    forward = await timed.time_forward(ids, rides=True)
-                    if forward.decodes != decodes:
-                        break
-                    times.setdefault((decodes, 0), []).append(forward.step)
-                    times.setdefault((decodes, riding), []).append(forward.seconds)
-                    if forward.seconds > longest:
-                        break
-            if (decodes, 0) not in times:  # It does not decode more together, either.
-                return _medians(times)
-    return _medians(times)
-
-
-def _medians(times: dict[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
-    # Results that come late make the next step look short, so the least time says nothing.
-    return {step: median(seconds) for step, seconds in times.items()}
-
-
-def _is_steady(times: list[float]) -> bool:
-    return len(times) >= _LEAST_ROUNDS and sorted(times)[1] <= _AGREE * min(times)
-
-
-async def _until_idle(engine: Engine) -> None:
-    # SGLang would wait for the measurements before it shuts down, and has no event for its end.
-    for polls in count():
-        if not engine.draining and not engine.others_active():
-            return
-        if polls == _LONG_WAIT:
-            logger.warning(
-                "The costs of forwards are not measured yet, because the engine has not been idle "
-                "for a minute: hardly any tokens ride along with decode steps until it is. "
-                "--flashmoa-costs reads them from a file instead."
-            )
-        await asyncio.sleep(_IDLE_POLL)
+        if decodes is not None:
+            decodes.set()
 
 
 def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
@@ -266,34 +228,42 @@ def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
 
 
 async def calibrate(engine: Engine) -> None:
-    """Measure the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
+    """Learn the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
     If that fails, it is logged, and the guess ``UNMEASURED`` stays in use.
     """
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
-    file = Options.from_environment().costs
+    options = Options.from_environment()
+    learned = None if options.costs else LearnedCosts(engine)
     try:
         ranks = await engine.kv()
         _log_what_is_off(ranks)
         most = engine.largest_forward(ranks)
-        if file:
-            costs, saturation = read_costs(file)
+        if learned is None:
+            costs, engine.saturation = read_costs(options.costs)
         else:
-            costs, layers = await measure(engine, TimedRequests(engine))
-            saturation = find_saturation(layers, most)
+            costs = UNMEASURED
+            await WarmUp(engine, learned, waits=options.asyncep != "off").run(ranks)
+            engine.saturation = find_saturation(learned.layers, most)
     except Exception as error:
         text = (
             "The cost of a forward could not be measured, so streams are scheduled by a guess: %s"
         )
         logger.warning(text, error)
         return
-    engine.saturation = saturation
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
     engine.use_costs(costs, waits_for)
+    if learned is None:
+        _log_costs(f"As {options.costs} says", costs)
+    else:
+        learned.learn()
+
+
+def _log_costs(found: str, costs: Costs) -> None:
     logger.info(
         "%s, a decode step takes %.1f ms, a prefill %s",
-        f"As {file} says" if file else "As measured",
+        found,
         1000 * costs.decode_step,
         ", ".join(f"of {tokens} tokens {1000 * time:.1f} ms" for tokens, time in costs.points),
     )
@@ -325,12 +295,14 @@ def read_costs(file: str) -> tuple[Costs, Saturation | None]:
     if info.costs is None:
         raise ValueError(
             f"--flashmoa-costs {file} is the answer of an engine that had not measured its costs "
-            "yet; ask GET /flashmoa/info again when it has been idle for some seconds."
+            "yet; ask GET /flashmoa/info again when it has served for some seconds."
         )
-    steps = [seconds for *_, seconds in (*info.costs.points, *info.costs.mixed)]
-    if not all(isfinite(seconds) and seconds >= 0 for seconds in (*steps, info.costs.decode_step)):
+    costs = info.costs
+    found = [seconds for *_, seconds in (*costs.points, *costs.mixed)]
+    found += [costs.decode_step, costs.per_kv_token, costs.per_pair]
+    if not all(isfinite(seconds) and seconds >= 0 for seconds in found):
         raise ValueError(f"--flashmoa-costs {file} has seconds that are not numbers from 0 on.")
-    return info.costs, info.saturation
+    return costs, info.saturation
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:

@@ -19,6 +19,7 @@ from flashmoa_sglang.http.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CountUpdate,
+    ForwardTimes,
     KvQuery,
     KvReport,
     MeasuredCosts,
@@ -53,7 +54,8 @@ class Engine:
         self._manager = tokenizer_manager
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
-        self._prefills = 0
+        # How many requests run only for the times of their forwards.
+        self._timed = 0
         self._queries = itertools.count()
         # The reports that have come to each query.
         self._reports: dict[int, asyncio.Queue[KvReport]] = {}
@@ -63,6 +65,8 @@ class Engine:
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
+        # A message without a handler would end SGLang's process. Costs are not always learned.
+        self.handle(ForwardTimes, lambda _: None)
 
     @cached_property
     def _arguments(self) -> Any:
@@ -195,8 +199,14 @@ class Engine:
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
-        """Return whether requests are in flight that are not the plugin's own prefills."""
-        return len(self._manager.rid_to_state) > self._prefills
+        """Return whether requests are in flight besides those that measure the engine.
+
+        SGLang's own, with which it asks an engine whether it is well, do not count.
+        """
+        from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+        rids = self._manager.rid_to_state
+        return sum(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in rids) > self._timed
 
     async def prefill(
         self,
@@ -270,7 +280,7 @@ class Engine:
             **terms.namespace(),
             **(unsent() if self.role == "prefill" else {}),
         )
-        self._prefills += 1
+        self._timed += mark.timed
         meta: dict[str, Any] | None = None
         try:
             async with aclosing(self.run(request, http_request)) as outputs:
@@ -279,7 +289,7 @@ class Engine:
                     if on_token is not None:
                         on_token(output["meta_info"])
         finally:
-            self._prefills -= 1
+            self._timed -= mark.timed
         if meta is None:
             raise EngineFailed("SGLang ended the prefill without an answer; see its log")
         return meta

@@ -444,7 +444,6 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
             for req in batch.reqs
             if is_increment(req)
         )
-    state.timer.start(batch.reqs, batch.extend_num_tokens, len(batch.decoding_reqs or ()))
     if state.shared is not None:
         state.shared.settle(scheduler, batch)
         state.duplicates_avoided += state.shared.avoided

@@ -66,7 +66,7 @@ def stream_output(
     if state is None:
         original(streamer, reqs, return_logprob, skip_req)
         return
-    times = state.timer.stop(reqs)
+    state.timer.stop(reqs)
     for req in reqs:
         mark = state_of(req).mark
         # Under the overlap schedule, SGLang hands a request that has ended over twice.
@@ -79,7 +79,7 @@ def stream_output(
             key = RELEASE.radix_key(req, len(req.origin_input_ids))
             pin, _ = match_and_pin(streamer.tree_cache, key)
             state.pins.replace(stream, pin)
-        state.streams.finish(req, times.get(req.rid, 0.0))
+        state.streams.finish(req, state.timer.seconds)
     if increments:
         state.increments_ended = True
         state.streams.report()

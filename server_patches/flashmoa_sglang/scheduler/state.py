@@ -7,15 +7,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Any
 
+import torch
+
 from flashmoa_sglang import asyncep, kv_free
-from flashmoa_sglang.costs import UNMEASURED
+from flashmoa_sglang.costs import FEWEST_RIDING, UNMEASURED, TimedForward
 from flashmoa_sglang.messages import (
-    MEASURED_STEPS,
     CountUpdate,
-    ForwardTime,
+    ForwardTimes,
     KvQuery,
     KvReport,
     MeasuredCosts,
@@ -28,7 +29,7 @@ from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.saturation import SaturationGate
 from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
-from flashmoa_sglang.scheduler.request import is_increment, state_of
+from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # Rows for requests that are added to SGLang's table, which is the most increments in a batch.
 SPARE_ROWS = 16
+# The most forwards that are launched and not processed, and how many times are told together.
+_MOST_LAUNCHED, _TOLD_TOGETHER = 64, 64
 
 
 class SchedulerState:
@@ -121,56 +124,145 @@ class SchedulerState:
             self.shared = SharedPrefill(scheduler.page_size, within_forward=within_forward)
 
 
-class ForwardTimer:
-    """Times the forwards of increments and of requests that are marked ``timed``.
+class _Watched:
+    """Notes when the scheduler has waited for a device's event, which it stands for."""
 
-    One without decodes takes from its built batch to its result. One with decodes is the step that
-    is longer than the others: its own, or, if launching a forward takes as long as the forward, as
-    under the overlap schedule on a CPU, the one before.
-    Only this class reads a clock in a scheduler. The times are reported and decide nothing here.
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        # Whether the event had occurred before the scheduler looked.
+        self.is_late: bool = event.query()
+        # A CPU's event says nothing: what is launched has occurred.
+        self.is_on_cpu = isinstance(event, torch.cpu.Event)
+        self.at: float | None = None
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self.at = self.at or time.perf_counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._event, name)
+
+
+class ForwardTimer:
+    """Times an engine's forwards, and tells the HTTP process, which learns what they cost.
+
+    A device computes one forward after the other, and under the overlap schedule the next one is
+    launched before a result is processed. So each takes from the result before it to its own. On a
+    CPU, a forward is computed while it is launched.
+
+    Only this class reads a clock in a scheduler. The times decide nothing here.
+
+    Attributes:
+        seconds: how long the last forward took that has ended.
     """
 
     def __init__(self, scheduler: Any) -> None:
+        self.seconds = 0.0
         self._scheduler = scheduler
-        # For each request, when its batch was built, and how many others decode in the batch.
-        self._started: dict[str, tuple[float, int]] = {}
-        self._last_result = 0.0
-        self._steps: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._has_stages = RELEASE.pipeline_stages(scheduler) > 1
+        # For each forward whose result is not processed yet: its result, what it computes, when it
+        # was launched, and for how long.
+        self._launched: deque[tuple[Any, TimedForward, float, float]] = deque(maxlen=_MOST_LAUNCHED)
+        # That of the result that is processed, until its end is noted.
+        self._ending: tuple[Any, TimedForward, float, float] | None = None
+        self._done: _Watched | None = None
+        self._ended_at, self._was_late = 0.0, False
+        self._forwards: list[TimedForward] = []
 
-    def start(self, reqs: list[Any], tokens: int, decodes: int) -> None:
-        """Note the time at which a batch of ``tokens`` tokens is about to run.
+    def launch(self, original: Callable[[], Any], batch: Any) -> Any:
+        """Let SGLang launch the forward of a batch; return what it returns."""
+        forward, offloader = _describe(self._scheduler, batch), asyncep.own_offloader()
+        if offloader and _is_timed(batch.reqs):
+            offloader.time_next(forward.tokens)
+        began = time.perf_counter()
+        result = original()
+        self._launched.append((result, forward, began, time.perf_counter() - began))
+        return result
 
-        Args: decodes: number of requests that decode in the batch.
-        """
-        for req in reqs:
-            mark = state_of(req).mark
-            if mark is not None and (mark.timed or is_increment(req)):
-                # If the request is cut into chunks, the time of the first chunk stays.
-                self._started.setdefault(req.rid, (time.perf_counter(), decodes))
-                if mark.timed and (offloader := asyncep.own_offloader()):
-                    offloader.time_next(tokens)
+    def process(self, original: Callable[[], None], result: Any, reqs: list[Any]) -> None:
+        """Let SGLang process a result; it calls :meth:`stop` once the forward has ended."""
+        while self._launched and self._ending is None:
+            launch = self._launched.popleft()
+            # A result of pipeline stages is made anew, but results come in order.
+            if launch[0] is result or self._has_stages:
+                self._ending = launch
+        self._done = None
+        if getattr(result, "copy_done", None) is not None:
+            self._done = result.copy_done = _Watched(result.copy_done)
+        original()
+        self.stop(reqs)
 
-    def stop(self, reqs: list[Any]) -> dict[str, float]:
-        """Return the seconds of increments that have been computed; report timed requests."""
-        now, times = time.perf_counter(), dict[str, float]()
-        before, self._last_result = self._last_result, now
-        for req in reqs if self._started else ():
-            if req.rid not in self._started:
-                continue
-            started, decodes = self._started.pop(req.rid)
-            seconds, step = now - started, 0.0
-            if decodes and self._steps:
-                step = median(self._steps)
-                seconds = now - before + self._steps[-1] - step
-            times[req.rid] = seconds
-            mark = state_of(req).mark
-            if mark is not None and mark.timed:
-                offloader = asyncep.own_offloader()
-                layers = offloader.take_times() if offloader else None
-                report = ForwardTime(req.rid, seconds, layers, decodes, step)
-                RELEASE.to_tokenizer(self._scheduler, report)
-        self._steps.append(now - before)
-        return times
+    def stop(self, reqs: list[Any]) -> None:
+        """Note once that the forward has ended whose result is processed; ``reqs``: its batch's."""
+        if self._ending is None:
+            return
+        (_, forward, began, launching), self._ending = self._ending, None
+        done = self._done
+        now = done.at if done and done.at else time.perf_counter()
+        before, self._ended_at = self._ended_at, now
+        was_late, self._was_late = self._was_late, bool(done and done.is_late)
+        self.seconds = now - max(began, before)
+        # Nobody knows when it began if the scheduler came late for the one before, but not for it.
+        is_known = began >= before or not (self._has_stages or (was_late and not self._was_late))
+        if done and done.is_on_cpu:
+            self.seconds, is_known = launching, True
+        if is_known:
+            self._forwards.append(forward._replace(seconds=self.seconds))
+        # Prefills come first in a batch.
+        is_timed = forward.tokens > 0 and _is_timed(reqs[: len(reqs) - forward.decodes])
+        offloader = asyncep.own_offloader()
+        layers = offloader.take_times() if offloader and is_timed else None
+        if is_timed or len(self._forwards) >= _TOLD_TOGETHER:
+            report = ForwardTimes(tuple(self._forwards), layers)
+            self._forwards.clear()
+            RELEASE.to_tokenizer(self._scheduler, report)
+
+
+def _is_timed(reqs: list[Any]) -> bool:
+    marks = (state_of(req).mark for req in reqs)
+    return any(mark is not None and mark.timed for mark in marks)
+
+
+def _describe(scheduler: Any, batch: Any) -> TimedForward:
+    """Return what a batch computes; nothing if its time says nothing of other forwards'."""
+    mode = batch.forward_mode
+    if mode.is_extend():
+        decodes = len(batch.decoding_reqs or ())
+        rows = list(zip(batch.prefix_lens, batch.extend_lens, strict=True))
+        prefills = rows[: len(rows) - decodes]
+        tokens = sum(new for _, new in prefills)
+        kv = sum(prefix + 1 for prefix, _ in rows[len(prefills) :])
+        # Of many requests of a few tokens each, most of the time is for what each request takes.
+        if tokens >= FEWEST_RIDING * len(prefills) or len(prefills) == 1:
+            pairs = sum(prefix * new for prefix, new in prefills)
+            return TimedForward(decodes, kv, tokens, pairs, 0.0)
+    # A rank that prefills holds up the others, which step together with it.
+    elif mode.is_decode() and not (scheduler.require_mlp_sync and batch.is_extend_in_batch):
+        lengths = batch.seq_lens_cpu
+        kv = 0 if lengths is None else int(lengths.sum())
+        return TimedForward(len(batch.reqs), kv, 0, 0, 0.0)
+    return TimedForward(0, 0, 0, 0, 0.0)
+
+
+def run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Time forwards; wraps ``Scheduler.run_batch``."""
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    run = partial(original, scheduler, batch, *args, **kwargs)
+    return run() if state is None else state.timer.launch(run, batch)
+
+
+def process_result(
+    original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any
+) -> None:
+    """Do the same; wraps ``Scheduler.process_batch_result``."""
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    work = partial(original, scheduler, batch, result, *args)
+    if state is None:
+        work()
+    else:
+        state.timer.process(work, result, batch.reqs)
 
 
 def stands_aside(arguments: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An engine measures its costs while it is already in use."""
+"""An engine learns its costs while it is already in use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ CHUNK = 64
 
 
 @pytest.mark.slow
-async def test_measuring_during_requests_loses_no_kv(engines: LocalEngines, model: Path) -> None:
-    """A request that arrives can force a prefill that is measured to be cut into chunks."""
+async def test_learning_from_the_first_requests_loses_no_kv(
+    engines: LocalEngines, model: Path
+) -> None:
+    """A request that arrives can force a prefill of the warm-up to be cut into chunks."""
     arguments = ["--page-size", "16", "--chunked-prefill-size", str(CHUNK)]
     sent = 0
     async with (
@@ -29,11 +31,10 @@ async def test_measuring_during_requests_loses_no_kv(engines: LocalEngines, mode
     ):
         with anyio.fail_after(60):
             while (await client.info()).costs is None:
-                # Requests come in bursts, because prefills are measured only between requests.
                 async with anyio.create_task_group() as group:
                     for _ in range(3):
                         sent += 1
-                        ids = [1000 + sent % 2000] * (CHUNK - 8)
+                        ids = [1000 + sent % 2000] * (8 + sent * 7 % (CHUNK - 8))
                         group.start_soon(partial(client.prefill_only, input_ids=ids))
         assert sent > 3
         info = await client.info()

@@ -1,12 +1,12 @@
-"""How costs are measured, with noise, or read from a file; without engines."""
+"""How costs are learned while an engine starts and serves, or read from a file; without engines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,201 +18,267 @@ from flashmoa_cpu import torchvision_ops
 torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang import plugin  # noqa: E402
-from flashmoa_sglang.costs import Costs  # noqa: E402
+from flashmoa_sglang.costs import UNMEASURED, Costs, TimedForward  # noqa: E402
 from flashmoa_sglang.http import calibration  # noqa: E402
-from flashmoa_sglang.http.calibration import TimedRequests, calibrate, measure, read_costs  # noqa: E402
+from flashmoa_sglang.http.calibration import LearnedCosts, WarmUp, calibrate, read_costs  # noqa: E402
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed  # noqa: E402
-from flashmoa_sglang.messages import MEASURED_STEPS, ForwardTime, RequestMark  # noqa: E402
-from flashmoa_sglang.saturation import Saturation  # noqa: E402
+from flashmoa_sglang.messages import ForwardTimes, RequestMark  # noqa: E402
+from flashmoa_sglang.saturation import LayerTimes, Saturation  # noqa: E402
 
 pytestmark = pytest.mark.anyio
-
-# Tokens of the prefills that are measured here, and of the steps in which tokens ride.
-SIZES = (1, 4, 16, 64, 128, 256, 512, 1024)
-STEPS = (32, 64, 128, 256, 512)
+SIZES = [1, 4, 16, 64, 128, 256, 512, 1024]
 
 
-def riding(decodes: int) -> list[int]:
-    return [step - decodes for step in STEPS if step > decodes]
+def seconds(decodes: int, kv: int, tokens: int, pairs: int) -> float:
+    """Return how long a forward takes: 64 tokens each take 1 ms, and the first 5 ms."""
+    blocks = ceil((decodes + tokens) / 64) if tokens else 0
+    return 0.005 + 0.001 * blocks + 3e-8 * kv + 1e-9 * pairs
 
 
 class FakeEngine:
-    """An engine whose forwards take given times, and which measures them itself.
+    """An engine that runs the requests that measure it, each in a forward of its own.
 
     Args:
-        seconds: by the tokens of a forward, and how many of that length there were before.
-        most_decodes: the most requests that decode in a forward that also prefills.
-        ride_seconds: what a token adds to such a forward.
+        after: how many of its forwards a client's request comes.
+        refuses: how many answers it has no place for.
+        replaced: in place of the class's own attributes.
     """
 
     max_unchunked_prompt = 2048
+    max_prompt_tokens = 6000
     vocabulary = 100
     role = "null"
-    # The most requests that decode together, of each data-parallel rank.
+    steps_together = False
+    draining = warming_up = False
+    waits_for: int | None = None
+    saturation: Any = None
+    no_rides = ""
     max_running = (64, 32)
+    finish_reason: Any = None
+    # The times of layers with their experts, by the tokens of a forward.
+    layers: Callable[[int], LayerTimes | None] = staticmethod(lambda _: None)
 
-    def __init__(
-        self,
-        seconds: Callable[[int, int], float],
-        *,
-        steps_together: bool = False,
-        most_decodes: int = 0,
-        ride_seconds: float = 1e-4,
-        **replaced: Any,
-    ) -> None:
-        # In place of the class's own attributes.
+    def __init__(self, *, after: int = 1 << 30, refuses: int = 0, **replaced: Any) -> None:
         self.__dict__.update(replaced)
-        self.steps_together = steps_together
-        self._most_decodes = most_decodes
-        self._ride_seconds = ride_seconds
-        self.decodes = 0
-        self.rides: list[tuple[int, int]] = []
-        self._seconds = seconds
-        self.asked: list[int] = []
-        self.prompts: set[tuple[int, ...]] = set()
-        self.forwards_until_drain = 1 << 30
+        self.costs = UNMEASURED
+        self.told: list[Costs] = []
+        self.forwards: list[TimedForward] = []
+        self.marks: list[RequestMark] = []
+        self._after = after
+        self._refuses = refuses
+        self._cached: set[tuple[int, ...]] = set()
+        self._decoding: dict[str, int] = {}
+
+    def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
+        assert kind is ForwardTimes
+        self.report = handler
 
     def others_active(self) -> bool:
-        return False
+        return len(self.forwards) >= self._after
 
-    @property
-    def draining(self) -> bool:
-        return len(self.asked) >= self.forwards_until_drain
+    def why_no_kv(self) -> str | None:
+        return None
 
     def largest_forward(self, _ranks: list[Any]) -> int:
         return self.max_unchunked_prompt
 
-    def use_costs(self, costs: Any, waits_for: int | None) -> None:
+    def use_costs(self, costs: Costs, waits_for: int | None) -> None:
+        if costs is not self.costs:
+            self.told.append(costs)
         self.costs, self.waits_for = costs, waits_for
 
     async def kv(self) -> list[Any]:
-        off = {"no_rides": "", "late_kv": ""}
+        off = {"no_rides": self.no_rides, "late_kv": ""}
         return [SimpleNamespace(max_running=most, total=8000, **off) for most in self.max_running]
 
-    async def time_answer(self, tokens: int) -> float:
-        return 0.01 + 0.002 * tokens
+    def abort(self, rid: str) -> None:
+        self._decoding.pop(rid, None)
 
-    @asynccontextmanager
-    async def decoding(self, requests: int) -> AsyncGenerator[None]:
-        assert not self.decodes
-        self.decodes = requests
-        yield
-        self.decodes = 0
+    def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
+        decodes = len(self._decoding) if rides else 0
+        what = decodes, sum(self._decoding.values()), tokens, pairs
+        forward = TimedForward(*what, seconds(*what))
+        self.forwards.append(forward)
+        self.report(ForwardTimes((forward,), self.layers(tokens)))
 
-    async def time_forward(self, input_ids: Sequence[int], rides: bool = False) -> ForwardTime:
-        tokens = len(input_ids)
-        if tokens > 1:
-            # It would be found in the cache.
-            assert tuple(input_ids) not in self.prompts
-            self.prompts.add(tuple(input_ids))
-        if not rides:
-            assert not self.decodes
-            self.asked.append(tokens)
-            return ForwardTime("", self._seconds(tokens, self.asked.count(tokens) - 1), None)
-        assert self.decodes
-        mixed = min(self.decodes, self._most_decodes)
-        step = 0.01 + 0.001 * mixed
-        self.rides.append((self.decodes, tokens))
-        # The first result comes late, and makes the steps before look shorter.
-        first = sum(decodes == self.decodes for decodes, _ in self.rides) == 1
-        early = step / 2 if first else 0.0
-        return ForwardTime("", step + self._ride_seconds * tokens, None, mixed, step - early)
+    async def generate(
+        self,
+        input_ids: list[int],
+        mark: RequestMark,
+        *,
+        rid: str = "",
+        new_tokens: int = 0,
+        on_token: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        assert mark.timed
+        self.marks.append(mark)
+        known = (n for n in range(len(input_ids), 1, -1) if tuple(input_ids[:n]) in self._cached)
+        cached = next(known, 0)
+        if new_tokens:
+            await self._decode(rid, len(input_ids), on_token)
+        elif cached < len(input_ids):
+            tokens = len(input_ids) - cached
+            self._cached.add(tuple(input_ids))
+            self.run(tokens, tokens * cached, rides=mark.rides and not self.no_rides)
+        return {
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": len(input_ids),
+            "cached_tokens": cached,
+        }
 
-
-async def costs(seconds: Callable[[int, int], float], **more: Any) -> tuple[Any, FakeEngine]:
-    engine: Any = FakeEngine(seconds, **more)
-    measured, layers = await measure(engine, engine)
-    assert not layers
-    return measured, engine
-
-
-@pytest.mark.parametrize("busy", [20, 27], ids=["some rounds", "all rounds"])
-async def test_costs_are_measured_again_if_another_process_slowed_some_of_them_down(
-    busy: int,
-) -> None:
-    measured: list[int] = []
-
-    def seconds(tokens: int, _: int) -> float:
-        measured.append(tokens)
-        return (2 if len(measured) <= busy else 1) * (1e-3 + 1e-5 * tokens)
-
-    found, _ = await costs(seconds)
-    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in SIZES)
-
-
-async def test_costs_under_a_load_that_does_not_end_are_measured_three_times_at_most() -> None:
-    """The load grows all the time."""
-    _, engine = await costs(lambda tokens, before: (1e-3 + 1e-6 * tokens) * 1.05**before)
-    assert engine.asked.count(SIZES[-1]) == 3 * 3
+    async def _decode(
+        self, rid: str, prompt: int, on_token: Callable[[dict[str, Any]], None] | None
+    ) -> None:
+        if self._refuses:
+            self._refuses -= 1
+            raise EngineBusy("no place")
+        self._decoding[rid] = prompt
+        written = 0
+        while rid in self._decoding:
+            written += 1
+            if on_token is not None:
+                # The last answer has this; so all decode.
+                what = len(self._decoding), sum(self._decoding.values()), 0, 0
+                self.report(ForwardTimes((TimedForward(*what, seconds(*what)),)))
+                on_token({"completion_tokens": written})
+            await asyncio.sleep(0)
 
 
-async def test_costs_are_those_without_a_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "4")
-    found, _ = await costs(lambda tokens, _: 1e-4 * tokens)
-    # All sizes are measured: the largest takes 0.1 s, and less than 0.03 without the slowdown.
-    assert found.points == tuple((n, 1e-4 * n / 4) for n in SIZES)
-    assert found.decode_step == pytest.approx(0.002 / 4)
+@pytest.fixture
+def engine() -> Any:
+    return FakeEngine()
 
 
-async def test_costs_are_the_least_of_several_rounds() -> None:
-    found, engine = await costs(lambda tokens, before: 1e-3 + 1e-5 * tokens + 0.001 * (before == 1))
-    assert found.points == tuple((n, 1e-3 + 1e-5 * n) for n in SIZES)
-    assert found.decode_step == pytest.approx(0.002)
-    # Each round begins with a forward that is not timed. Three more are compared with the first.
-    assert engine.asked == [1, *SIZES] * 3 + [1] * 3
-
-
-async def test_forwards_of_a_slow_engine_are_measured_up_to_a_limit() -> None:
-    found, engine = await costs(lambda tokens, _before: 1e-3 * tokens)
-    assert [tokens for tokens, _ in found.points] == [1, 4, 16, 64, 128]
-    found, engine = await costs(lambda _tokens, _before: 0.5)
-    assert [tokens for tokens, _ in found.points] == [1, 4] and len(engine.asked) == 12
-
-
-ALL = {(decodes, tokens) for decodes in (1, 8) for tokens in (0, *riding(decodes))}
+async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -> None:
+    await calibrate(engine)
+    assert len(engine.told) == 1 and engine.waits_for is None
+    for tokens in SIZES:
+        for context in (0, 4000):
+            expected = seconds(0, 0, tokens, tokens * context)
+            assert engine.costs.prefill(tokens, context) == pytest.approx(expected, rel=0.02)
+    for decodes in (1, 8, 32):
+        for context in (0, 4000):
+            expected = seconds(decodes, decodes * context, 0, 0)
+            assert engine.costs.decode(decodes, decodes * context) == pytest.approx(
+                expected, rel=0.02
+            )
+        for size in (64, 128, 256, 512):
+            added = engine.costs.added(decodes, size - decodes)
+            assert added == pytest.approx(0.001 * size / 64, rel=0.02)
+    # Nothing is left that decodes.
+    assert not engine._decoding
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "rides"),
-    [
-        # It never decodes 32 requests in a forward that also prefills.
-        ({"most_decodes": 8}, ALL, {1, 8, 32}),
-        # No more requests decode than may on each rank.
-        ({"most_decodes": 32, "max_running": (32, 31)}, ALL, {1, 8}),
-        # No larger prefill rides than was measured alone.
-        (
-            {"most_decodes": 8, "max_unchunked_prompt": 100},
-            {(1, 0), (1, 31), (1, 63), (8, 0), (8, 24), (8, 56)},
-            {1, 8, 32},
-        ),
-        # Longer steps of a slow engine are not measured.
-        ({"most_decodes": 1, "ride_seconds": 1e-3}, {(1, 0), (1, 31), (1, 63), (1, 127)}, {1, 8}),
-        # An engine that mixes nothing is not asked to with more requests.
-        ({}, set(), {1}),
-    ],
+    ("replaced", "decodes"),
+    [({}, {1, 8, 32}), ({"max_running": (32, 31)}, {1, 8}), ({"no_rides": "it cannot"}, set())],
 )
-async def test_steps_in_which_tokens_ride_are_measured(
-    given: dict[str, Any], steps: set[tuple[int, int]], rides: set[int]
+async def test_steps_run_with_as_many_decodes_as_each_rank_has_places_for(
+    replaced: dict[str, Any], decodes: set[int]
 ) -> None:
-    found, engine = await costs(lambda tokens, _: 1e-5 * tokens, **given)
-    assert {step[:2] for step in found.mixed} == steps
-    assert {decodes for decodes, _ in engine.rides} == rides
-    if not steps:
-        assert engine.rides == [(1, 31)] and found.decode(1) == pytest.approx(0.002)
-    for decodes, tokens in steps:
-        assert found.decode(decodes) == pytest.approx(0.01 + 0.001 * decodes)
-        added = given.get("ride_seconds", 1e-4) * tokens
-        assert found.added(decodes, tokens) == pytest.approx(added)
+    engine: Any = FakeEngine(**replaced)
+    await calibrate(engine)
+    assert {forward.decodes for forward in engine.forwards if forward.tokens > 1} - {0} == decodes
+    assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
-async def test_nothing_more_is_measured_once_the_engine_drains() -> None:
-    engine: Any = FakeEngine(lambda tokens, _: 1e-5 * tokens)
-    engine.forwards_until_drain = 3
-    async with anyio.create_task_group() as group:
-        group.start_soon(measure, engine, engine)
-        await anyio.wait_all_tasks_blocked()
-        assert engine.asked == [1, 1, 4]
-        group.cancel_scope.cancel()
+async def test_a_slow_engine_runs_small_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.0)
+    engine: Any = FakeEngine()
+    await calibrate(engine)
+    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 4
+    assert len(engine.costs.points) >= 2
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 40])
+async def test_the_first_request_of_a_client_ends_what_an_engine_measures_on_its_own(
+    monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
+    engine: Any = FakeEngine(after=after)
+    await calibrate(engine)
+    assert len(engine.forwards) == after and not engine._decoding
+    # It goes on with what ran before, and with the forwards of clients.
+    assert (engine.costs is not UNMEASURED) == (after == 40)
+    engine.report(ForwardTimes((TimedForward(0, 0, 300, 0, 0.01),) * 64))
+    engine.report(ForwardTimes((TimedForward(0, 0, 900, 0, 0.02),) * 64))
+    assert engine.costs is not UNMEASURED
+
+
+async def test_an_engine_that_is_never_idle_learns_from_what_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
+    engine: Any = FakeEngine(after=0)
+    await calibrate(engine)
+    assert engine.costs is UNMEASURED
+    for tokens in (300, 1500) * 40:
+        engine.run(tokens, tokens * 1000)
+    assert engine.costs.prefill(300, 1000) == pytest.approx(seconds(0, 0, 300, 300000), rel=0.02)
+    # Nothing changes, so the schedulers are not told again.
+    assert len(engine.told) == 1
+
+
+@pytest.mark.parametrize("changes", [False, True])
+async def test_costs_are_told_again_if_they_have_changed(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, changes: bool
+) -> None:
+    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
+    await calibrate(engine)
+    before = engine.costs
+    forward = TimedForward(0, 0, 512, 0, seconds(0, 0, 512, 0) * (1.5 if changes else 1))
+    for _ in range(64):
+        engine.report(ForwardTimes((forward,)))
+    assert len(engine.told) == 1 + changes
+    ratio = engine.costs.prefill(512) / before.prefill(512)
+    assert ratio == pytest.approx(1.5 if changes else 1)
+
+
+async def test_costs_are_not_learned_more_often_than_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 3600.0)
+    await calibrate(engine)
+    for _ in range(640):
+        engine.report(ForwardTimes((TimedForward(0, 0, 512, 0, 1.0),)))
+    assert len(engine.told) == 1
+
+
+async def test_an_engine_that_copies_experts_waits_until_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It measures what the clients' forwards do not tell: the times of layers."""
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", "h2d")
+    monkeypatch.setattr(calibration, "_IDLE_POLL", 0.0)
+
+    class Busy(FakeEngine):
+        polls = 0
+
+        def others_active(self) -> bool:
+            self.polls += 1
+            return self.polls % 3 != 0
+
+    engine: Any = Busy(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
+    await calibrate(engine)
+    assert engine.saturation.tokens == pytest.approx(361, abs=1)
+    assert engine.waits_for == engine.saturation.tokens
+    assert engine.costs.prefill(1024) == pytest.approx(seconds(0, 0, 1024, 0), rel=0.02)
+
+
+async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", "h2d")
+    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.0)
+    engine: Any = FakeEngine(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
+    await calibrate(engine)
+    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 512
+
+
+async def test_nothing_more_is_measured_once_the_engine_drains(engine: Any) -> None:
+    engine.draining = True
+    await calibrate(engine)
+    assert not engine.marks and engine.costs is UNMEASURED
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
@@ -220,36 +286,14 @@ async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
-    engine: Any = FakeEngine(lambda tokens, _before: 1e-5 * tokens, steps_together=together)
+    engine: Any = FakeEngine(steps_together=together)
     await calibrate(engine)
-    assert engine.waits_for == expected
-
-
-async def test_an_engine_that_is_never_idle_says_once_what_that_costs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(calibration, "_IDLE_POLL", 0.0)
-    monkeypatch.setattr(calibration, "_LONG_WAIT", 5)
-    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
-
-    class BusyEngine(FakeEngine):
-        polls = 0
-
-        def others_active(self) -> bool:
-            self.polls += 1
-            return self.polls < 9
-
-    engine: Any = BusyEngine(lambda tokens, _before: 1e-5 * tokens)
-    await calibrate(engine)
-    assert caplog.text.count("has not been idle") == 1 and engine.costs
+    assert engine.waits_for == expected and engine.costs is not UNMEASURED
 
 
 async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture, engine: Any
 ) -> None:
-    monkeypatch.setattr(calibration, "TimedRequests", lambda engine: engine)
-    engine: Any = FakeEngine(lambda tokens, _before: 1e-5 * tokens)
     await calibrate(engine)
     assert "off, because" not in caplog.text
     ranks = await engine.kv()
@@ -260,100 +304,30 @@ async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
     assert caplog.text.count("sharing: off, because the tree copies it.") == 1
 
 
-class AnsweringEngine:
-    """An engine whose answers grow until they are aborted.
-
-    ``refuses``: how many answers it has no place for.
-    """
-
-    def __init__(self, refuses: int = 0) -> None:
-        self.refuses = refuses
-        self.marks: list[RequestMark] = []
-        self.answers: dict[str, int] = {}
-        self.finish_reason: dict[str, str] | None = None
-
-    def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
-        assert kind is ForwardTime
-        self._report = handler
-
-    def abort(self, rid: str) -> None:
-        self.answers.pop(rid, None)
-
-    async def generate(
-        self,
-        input_ids: list[int],
-        mark: RequestMark,
-        *,
-        rid: str,
-        new_tokens: int = 0,
-        on_token: Callable[[dict[str, Any]], None] | None = None,
-    ) -> dict[str, Any]:
-        self.marks.append(mark)
-        if on_token is not None:
-            await self._decode(rid, new_tokens, on_token)
-        else:
-            self._report(ForwardTime("another", 9.0))
-            self._report(ForwardTime(rid, 0.1))
-        tokens = len(input_ids)
-        return {"finish_reason": self.finish_reason, "prompt_tokens": tokens, "cached_tokens": 0}
-
-    async def _decode(
-        self, rid: str, tokens: int, on_token: Callable[[dict[str, Any]], None]
-    ) -> None:
-        if self.refuses:
-            self.refuses -= 1
-            raise EngineBusy("no place")
-        assert tokens > 2 * MEASURED_STEPS
-        self.answers[rid] = 0
-        while rid in self.answers:
-            self.answers[rid] += 1
-            on_token({"completion_tokens": self.answers[rid]})
-            await asyncio.sleep(0)
-
-
-async def test_the_time_of_a_forward_is_the_one_that_the_scheduler_reports() -> None:
-    engine: Any = AnsweringEngine()
-    timed = TimedRequests(engine)
-    forward = await timed.time_forward([1, 2, 3], rides=True)
-    assert forward.seconds == 0.1
-    assert engine.marks == [RequestMark(timed=True, rides=True)]
-
-
-async def test_a_forward_that_was_aborted_has_no_time() -> None:
-    engine: Any = AnsweringEngine()
-    engine.finish_reason = {"type": "abort", "message": "too late"}
-    with pytest.raises(EngineFailed, match="too late"):
-        await TimedRequests(engine).time_forward([1, 2, 3])
-
-
-async def test_answers_decode_for_some_steps_before_something_rides_with_them() -> None:
-    engine: Any = AnsweringEngine()
-    timed = TimedRequests(engine)
-    with anyio.fail_after(5):
-        async with timed.decoding(3):
-            assert len(engine.answers) == 3
-            assert all(steps > MEASURED_STEPS for steps in engine.answers.values())
-    assert engine.answers == {}
+async def test_a_forward_that_was_aborted_ends_what_is_measured_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine: Any = FakeEngine(finish_reason={"type": "abort", "message": "too late"})
+    await calibrate(engine)
+    assert "too late" in caplog.text and engine.costs is UNMEASURED
 
 
 async def test_answers_that_find_no_place_hold_up_nothing() -> None:
-    engine: Any = AnsweringEngine(refuses=2)
-    timed = TimedRequests(engine)
+    engine: Any = FakeEngine(refuses=2)
     with anyio.fail_after(5):
-        async with timed.decoding(3):
-            assert len(engine.answers) == 1
-    assert engine.answers == {}
+        async with WarmUp(engine, LearnedCosts(engine))._decoding(3, [0]):
+            assert len(engine._decoding) == 1
+    assert not engine._decoding
 
 
-async def test_answers_end_if_what_rides_with_them_fails() -> None:
-    engine: Any = AnsweringEngine()
+async def test_answers_end_if_what_rides_with_them_fails(engine: Any) -> None:
     with anyio.fail_after(5), pytest.raises(ExceptionGroup):
-        async with TimedRequests(engine).decoding(3):
+        async with WarmUp(engine, LearnedCosts(engine))._decoding(3, [0]):
             raise EngineFailed("it failed")
-    assert engine.answers == {}
+    assert not engine._decoding
 
 
-MEASURED = Costs(((1, 0.01), (512, 0.04)), 0.008, ((1, 0, 0.008), (1, 31, 0.009)))
+MEASURED = Costs(((1, 0.01), (512, 0.04)), 0.008, ((1, 0, 0.008), (1, 31, 0.009)), 3e-8, 1e-9)
 SATURATED = Saturation(700, 8192, 0.003, ((64, 0.001), (512, 0.002)))
 
 
@@ -368,6 +342,9 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
     file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
     assert read_costs(file) == (MEASURED, SATURATED)
     assert read_costs(save(tmp_path, costs=asdict(MEASURED), saturation=None)) == (MEASURED, None)
+    # Engines of older versions say nothing of what contexts cost.
+    old = {name: asdict(MEASURED)[name] for name in ("points", "decode_step", "mixed")}
+    assert read_costs(save(tmp_path, costs=old))[0] == replace(MEASURED, per_kv_token=0, per_pair=0)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +355,7 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1]]}}, "two different sizes"),
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1], [2]]}}, "costs.points.1.1"),
         ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "not numbers from 0 on"),
+        ({"costs": asdict(MEASURED) | {"per_pair": -1}}, "not numbers from 0 on"),
         ({"costs": asdict(MEASURED) | {"mixed": [[1, 31, float("inf")]]}}, "not numbers from 0 on"),
     ],
 )
@@ -406,8 +384,8 @@ async def test_an_engine_with_a_file_measures_nothing(
 ) -> None:
     file = save(tmp_path, costs=asdict(MEASURED), saturation=asdict(SATURATED))
     monkeypatch.setenv("FLASHMOA_COSTS", file)
-    engine: Any = FakeEngine(lambda _tokens, _before: 1.0)
+    engine: Any = FakeEngine()
     await calibrate(engine)
     assert engine.costs == MEASURED and engine.saturation == SATURATED
     assert engine.waits_for == SATURATED.tokens
-    assert not engine.asked
+    assert not engine.marks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,12 @@ from flashmoa_sglang import asyncep
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import (
     CountUpdate,
-    ForwardTime,
     MeasuredCosts,
     RequestMark,
     StreamProgress,
 )
 from flashmoa_sglang.options import Options
+from flashmoa_sglang.saturation import LayerTimes
 from flashmoa_sglang.scheduler import results, state
 from flashmoa_sglang.scheduler.pins import Pin
 
@@ -188,54 +189,213 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def steps(timer: state.ForwardTimer, clock: Clock, *milliseconds: float) -> None:
-    """Let decode steps end, each after so many milliseconds."""
-    for step in milliseconds:
-        clock.now += step
-        timer.stop([])
+class Event:
+    """The event of a result, at a moment in milliseconds, for which the scheduler can wait."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self.clock, self.at = clock, at
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
 
 
-def test_a_prefill_takes_from_its_batch_to_its_result(
-    scheduler: FakeScheduler, clock: Clock
-) -> None:
-    timer = scheduler.flashmoa.timer
-    steps(timer, clock, 10, 10)
-    timed, increment, chat = prefill(timed=True), request(10, 0, stream="a"), request(10, 0)
-    increment.rid = "increment"
-    clock.now += 5
-    timer.start([timed, increment, chat], 30, 0)
-    clock.now += 3
-    # If it is cut into chunks, it takes from the first.
-    timer.start([timed], 30, 0)
-    clock.now += 4
-    assert timer.stop([timed, increment, chat]) == {
-        "some": pytest.approx(0.007),
-        "increment": pytest.approx(0.007),
-    }
+@dataclass
+class Device:
+    """Computes forwards one after the other, as a GPU does; ``launching`` takes milliseconds."""
+
+    scheduler: FakeScheduler
+    clock: Clock
+    launching: float = 1.0
+    free_at: float = 0.0
+
+    def run(self, batch: Any, milliseconds: float) -> Any:
+        def launch(_scheduler: Any, _batch: Any) -> Any:
+            self.free_at = max(self.free_at, self.clock.now) + milliseconds
+            self.clock.now += self.launching
+            return SimpleNamespace(copy_done=Event(self.clock, self.free_at))
+
+        return state.run_batch(launch, self.scheduler, batch)
+
+    def process(self, batch: Any, result: Any, output: float = 2.0) -> None:
+        """Process a result, which takes so many milliseconds after the forward's end."""
+
+        def work(scheduler: Any, _batch: Any, result: Any) -> None:
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            self.clock.now += output
+            scheduler.flashmoa.timer.stop(batch.reqs)
+
+        state.process_result(work, self.scheduler, batch, result)
+
+
+@pytest.fixture
+def device(scheduler: FakeScheduler, clock: Clock) -> Device:
+    return Device(scheduler, clock)
+
+
+def decodes(*kv: int) -> Any:
+    """Make a batch of requests that decode, with so many tokens."""
+    mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True)
+    reqs = [request(tokens, 5) for tokens in kv]
+    return SimpleNamespace(
+        reqs=reqs, forward_mode=mode, seq_lens_cpu=torch.tensor(kv), is_extend_in_batch=False
+    )
+
+
+def prefills(*rows: tuple[int, int], kv: Sequence[int] = (), timed: bool = False) -> Any:
+    """Make a batch of prompts of so many cached and new tokens, with which others decode."""
+    mode = SimpleNamespace(is_extend=lambda: True, is_decode=lambda: False)
+    decoding = [request(tokens, 5) for tokens in kv]
+    return SimpleNamespace(
+        reqs=[*(prefill(timed=timed) for _ in rows), *decoding],
+        forward_mode=mode,
+        decoding_reqs=decoding or None,
+        prefix_lens=[cached for cached, _ in rows] + [tokens - 1 for tokens in kv],
+        extend_lens=[new for _, new in rows] + [1] * len(kv),
+    )
+
+
+def told(scheduler: FakeScheduler) -> list[tuple[int, ...]]:
+    """Return what is told of forwards, with their milliseconds, which end with a timed one."""
     (report,) = scheduler.sent
-    assert report == ForwardTime("some", pytest.approx(0.007))
-    assert timer.stop([timed]) == {}
+    scheduler.sent.clear()
+    return [(*forward[:4], round(1000 * forward.seconds)) for forward in report.forwards]
 
 
-@pytest.mark.parametrize("results_late", [False, True])
-def test_a_forward_with_decodes_takes_what_the_longer_step_takes(
-    scheduler: FakeScheduler, clock: Clock, results_late: bool
+def test_forwards_take_from_result_to_result_while_others_are_launched(
+    scheduler: FakeScheduler, device: Device
 ) -> None:
-    timer = scheduler.flashmoa.timer
-    steps(timer, clock, 10, 10, 11, 10, 9)
-    timed = prefill(timed=True, rides=True)
-    clock.now += 1
-    timer.start([timed], 64, 3)
-    if results_late:
-        # Under the overlap schedule, launching the forward may take as long as the forward.
-        steps(timer, clock, 24)
-        clock.now += 10
-    else:
-        steps(timer, clock, 9)
-        clock.now += 25
-    timer.stop([timed])
-    (report,) = scheduler.sent
-    assert report == ForwardTime("some", pytest.approx(0.025), None, 3, pytest.approx(0.01))
+    batches = [
+        (decodes(100, 200), 10),
+        (prefills((0, 50), (100, 20)), 15),
+        (prefills((70, 30), kv=[101, 201]), 12),
+        (decodes(102, 202), 10),
+        (prefills((0, 40), timed=True), 20),
+    ]
+    # As under the overlap schedule, the next one is launched before a result is processed.
+    before: Any = None
+    for batch, milliseconds in [*batches, (None, 0)]:
+        result = None if batch is None else device.run(batch, milliseconds)
+        if before is not None:
+            device.process(*before)
+        before = batch, result
+    assert told(scheduler) == [
+        (2, 300, 0, 0, 10),
+        (0, 0, 70, 2000, 15),
+        (2, 302, 30, 2100, 12),
+        (2, 304, 0, 0, 10),
+        (0, 0, 40, 0, 20),
+    ]
+    assert scheduler.flashmoa.timer.seconds == pytest.approx(0.02)
+
+
+def test_the_time_in_which_nothing_runs_counts_for_no_forward(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    for timed in (False, True):
+        device.clock.now += 500
+        batch = prefills((0, 40), timed=timed)
+        device.process(batch, device.run(batch, 20))
+    assert told(scheduler) == [(0, 0, 40, 0, 20)] * 2
+
+
+def test_a_forward_of_which_nobody_knows_when_it_began_is_not_told(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    """The scheduler looked late at the result before it, but not at its own."""
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 10), device.run(second, 10)]
+    device.clock.now += 13
+    device.process(first, results[0])
+    device.process(second, results[1])
+    device.process(last, device.run(last, 20))
+    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+
+
+def test_a_scheduler_that_is_always_late_tells_how_long_its_steps_take(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 1), device.run(second, 1)]
+    device.clock.now += 13
+    device.process(first, results[0])
+    device.clock.now += 8
+    device.process(second, results[1])
+    device.process(last, device.run(last, 20))
+    assert [forward[-1] for forward in told(scheduler)][:2] == [15, 10]
+
+
+def test_a_cpu_has_computed_a_forward_when_it_is_launched(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    device.launching = 30
+    batches = [decodes(100), prefills((0, 40), timed=True)]
+    results = [device.run(batch, 0) for batch in batches]
+    for batch, result in zip(batches, results, strict=True):
+        result.copy_done = torch.cpu.Event()
+        device.process(batch, result)
+    assert [forward[-1] for forward in told(scheduler)] == [30, 30]
+
+
+def test_a_forward_without_overlap_takes_from_its_launch_to_its_result(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    batch = prefills((0, 40), timed=True)
+    result = device.run(batch, 20)
+    result.copy_done = None
+    device.process(batch, result, output=19)
+    assert told(scheduler) == [(0, 0, 40, 0, 20)]
+
+
+def test_pipeline_stages_tell_of_a_forward_if_no_other_one_runs(
+    scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make new results, and others' microbatches are between two of them."""
+    monkeypatch.setattr(scheduler.flashmoa.timer, "_has_stages", True)
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 10), device.run(second, 10)]
+    for batch, result in zip((first, second), results, strict=True):
+        device.process(batch, SimpleNamespace(copy_done=result.copy_done))
+    device.clock.now += 50
+    device.process(last, device.run(last, 20))
+    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+
+
+def test_forwards_whose_time_says_nothing_of_others_are_not_described(
+    scheduler: FakeScheduler,
+) -> None:
+    nothing = (0, 0, 0, 0, 0.0)
+    # Of many short prompts, each takes as long as all their tokens.
+    assert state._describe(scheduler, prefills((0, 1), (0, 1))) == nothing
+    assert state._describe(scheduler, prefills((0, 1)))[2] == 1
+    held_up = decodes(100)
+    held_up.is_extend_in_batch = scheduler.require_mlp_sync = True
+    assert state._describe(scheduler, held_up) == nothing
+    idle = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
+    assert state._describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
+
+
+def test_times_are_told_of_many_forwards_at_once(scheduler: FakeScheduler, device: Device) -> None:
+    batch = decodes(100)
+    for _ in range(130):
+        device.process(batch, device.run(batch, 10))
+    assert [len(report.forwards) for report in scheduler.sent] == [64, 64]
+
+
+def test_the_layers_of_a_timed_forward_are_told_with_it(
+    scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    layers = LayerTimes(40, 0.01, 0.002)
+    offloader = SimpleNamespace(time_next=asked.append, take_times=lambda: layers)
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: offloader)
+    for batch in (decodes(100), prefills((0, 30)), prefills((0, 40), timed=True)):
+        device.process(batch, device.run(batch, 10))
+    assert asked == [40]
+    assert [report.layers for report in scheduler.sent] == [layers]
 
 
 @dataclass

@@ -306,6 +306,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for results.json and the engines' logs")
     add("--budget", type=float, default=500, help="seconds for everything (%(default)s)")
     add("--stages", default=",".join(STAGES), help="in this order (%(default)s)")
+    add(
+        "--start-limit", type=float, default=150, help="seconds for an engine's start (%(default)s)"
+    )
     add("--ways", default=0, type=int, help="begin with this way of starting engines, 0 to 3")
     add("--models", type=Path, default=Path(".gpu/models"), help="folders with a config.json")
     add("--expected", type=Path, default=Path(".gpu/expected.json"), help="modelled times")
@@ -325,8 +328,7 @@ async def _run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = stages.CPU_SIZES if options.cpu else stages.GPU_SIZES
     ways = CPU_WAYS if options.cpu else GPU_WAYS[options.ways :]
-    # Others may use the CPU.
-    apart, limit = (0.0, 400.0) if options.cpu else (8.0, 150.0)
+    apart, limit = 0.0 if options.cpu else 8.0, options.start_limit
     async with gpu_engines(ways, options.out, apart=apart, limit=limit) as engines:
         run = Run(options, engines, _make_models(options), sizes, begun)
         problems = await play(run, options.stages.split(","))

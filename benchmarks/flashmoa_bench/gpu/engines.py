@@ -179,12 +179,14 @@ class _Running:
     @classmethod
     async def launch(cls, name: str, wanted: Wanted, way: Way, logs: Path) -> Self:
         """Start the process, without waiting. Engines of one name write to one log."""
-        port, log = free_port(), logs / f"{name}.log"
+        # SGLang's own choice of the second port may be taken by another engine's connection.
+        port, log = free_port(2), logs / f"{name}.log"
         # It ends with this process, however that ends.
         tied = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         command = [
             *tied, sys.executable, "-m", "flashmoa_sglang.serve",
             "--model-path", str(wanted.model), "--host", "127.0.0.1", "--port", str(port),
+            "--nccl-port", str(port + 1),
             "--skip-tokenizer-init", "--skip-server-warmup", "--random-seed", "1",
             *way.arguments, *wanted.arguments,
         ]  # fmt: skip

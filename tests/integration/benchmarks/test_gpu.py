@@ -22,7 +22,8 @@ def test_every_stage_of_the_checks_on_a_gpu_runs_on_a_cpu(tmp_path: Path) -> Non
     times = [sys.executable, "-m", "flashmoa_bench.gpu.forwards", str(expected)]
     subprocess.run(times, check=True)
     command = [
-        sys.executable, "-m", "flashmoa_bench.gpu", "--cpu", "--budget", "860",
+        sys.executable, "-m", "flashmoa_bench.gpu", "--cpu",
+        "--budget", "860", "--start-limit", "400",
         "--out", str(out), "--expected", str(expected), "--cache", str(ROOT / ".cache"),
     ]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True)

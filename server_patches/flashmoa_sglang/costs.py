@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 Points = tuple[tuple[int, float], ...]
@@ -123,6 +123,19 @@ class Costs:
             steps.setdefault(count, []).append((count + prefill, seconds))
         return {count: line for count, line in steps.items() if len(line) > 1}
 
+    def behind(self, kv: int, context: int) -> Costs:
+        """Return the costs of forwards behind a context, in which they are all the same.
+
+        It may be up to a thirty-second part longer than given, so that few such costs are made.
+
+        Args:
+            kv: number of tokens that all requests together have that decode.
+            context: how many tokens are cached before each token of a prefill.
+        """
+        if not (self.per_kv_token and kv) and not (self.per_pair and context):
+            return self
+        return _behind(self, _coarse(kv), _coarse(context))
+
     @property
     def per_token(self) -> float:
         """Seconds that each further token adds to a forward, on average."""
@@ -152,6 +165,27 @@ class Costs:
             else:
                 high = middle
         return low
+
+
+@lru_cache(maxsize=256)
+def _behind(costs: Costs, kv: int, context: int) -> Costs:
+    # As long as no mixed step is known, what rides is taken to add what a prefill takes longer than
+    # a decode step, and both are without context.
+    read = costs.per_kv_token * kv if costs._lines else 0.0
+    per_token = costs.per_pair * context
+    return Costs(
+        tuple((tokens, seconds + per_token * tokens) for tokens, seconds in costs.points),
+        costs.decode_step + read,
+        tuple(
+            (n, tokens, seconds + read + per_token * tokens) for n, tokens, seconds in costs.mixed
+        ),
+    )
+
+
+def _coarse(tokens: int) -> int:
+    """Return the next larger number of six significant bits."""
+    unit = 1 << max(0, tokens.bit_length() - 6)
+    return -(-tokens // unit) * unit
 
 
 def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:

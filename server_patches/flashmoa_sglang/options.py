@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from math import inf
 from typing import Any
 
 # Seconds. A client that waits longer assumes that the server has failed.
@@ -47,6 +49,12 @@ class Options:
         "tokens of prompt streams that ride along, as a multiple of the step without them. Where "
         "nothing can ride, streams have as much time in forwards of their own as decodes have. At "
         "most 1: streams wait until no request decodes.",
+    )
+    itl_ms: str = _option(
+        "",
+        "The longest decode step in milliseconds with tokens that ride along with it, whatever the "
+        "budget: 40, or 40,5=20 with another one while a request of SGLang's priority 5 decodes, "
+        "or 5=20 for these alone. Where nothing fits, streams wait until no such request decodes.",
     )
     costs: str = _option(
         "",
@@ -143,6 +151,12 @@ class Options:
                 value = getattr(self, option.name)
                 self._require(option.name, value in choices, f"one of {', '.join(choices)}")
         self._require("itl_budget", self.itl_budget > 0, "above 0")
+        try:
+            limits = self.itl_limits()
+        except ValueError:
+            limits = {None: -1.0}
+        is_limit = all(0 < seconds < inf for seconds in limits.values())
+        self._require("itl_ms", is_limit, "milliseconds above 0, as 40, 5=20 or 40,5=20")
         self._require("saturation", self.saturation >= 0, "at least 0")
         in_range = 0 <= self.saturation_wait <= _LONGEST_WAIT
         self._require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")
@@ -176,6 +190,13 @@ class Options:
             )
         return int(match[1]), int(match[2])
 
+    def itl_limits(self) -> Mapping[int | None, float]:
+        """Return the limits of ``itl_ms`` in seconds, by priorities; ``None`` is of all others.
+
+        Raises: ValueError if ``itl_ms`` is invalid.
+        """
+        return _itl_limits(self.itl_ms)
+
     def on_device(self) -> float:
         return {"d2d": 1.0, "hybrid": self.asyncep_on_device}.get(self.asyncep, 0.0)
 
@@ -195,6 +216,15 @@ class Options:
                     message = f"{_flag(option.name)} must be a number, not {value!r}."
                     raise ValueError(message) from error
         return cls(**values)
+
+
+@cache
+def _itl_limits(text: str) -> Mapping[int | None, float]:
+    limits: dict[int | None, float] = {}
+    for part in text.split(",") if text else ():
+        priority, _, milliseconds = part.rpartition("=")
+        limits[int(priority) if priority else None] = float(milliseconds) / 1000
+    return limits
 
 
 def lacks_accelerator() -> bool:

@@ -70,6 +70,7 @@ from flashmoa_sglang.scheduler.request import (
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 
 if TYPE_CHECKING:
+    from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.scheduler.state import SchedulerState
 
 # Seconds of a forward that a request may have to wait for although it is expected. It comes some 10
@@ -173,15 +174,14 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     6. If it cannot, streams have a forward of their own now and then (:func:`_own_forward`).
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, page = state.costs, scheduler.page_size
+    costs, page = _costs_here(state, running), scheduler.page_size
     decoding = 0 if running.is_empty() or running.is_prefill_only else len(running.reqs)
     if _waits_for_saturation(scheduler, running, decoding):
         return None
     rides: tuple[Ride, ...] = ()
     step: Step | None = None
     if decoding and not state.no_rides and state.options.itl_budget > 1:
-        most = scheduler.chunked_prefill_size
-        rides = possible_rides(costs, decoding, _LONGEST_STEP, page, most)
+        rides = _allowed_rides(scheduler, running, costs, _LONGEST_STEP)
         step = _riding_prompts(scheduler, running, rides, decoding)
         if step is not None:
             return step
@@ -205,7 +205,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     if rides:
         step = _riding_streams(scheduler, running, rides, least)
     elif state.no_rides or not decoding:
-        step = _own_forward(scheduler, others, least)
+        step = _own_forward(scheduler, running, others, least)
     if step is not None:
         return step
     return Step() if scheduler.waiting_queue else None
@@ -268,7 +268,7 @@ def _riding_prompts(
     if not is_linked or not has_room_to_ride(scheduler, running, joining):
         return None
     tokens = _tokens_of(scheduler, joining)
-    ride = choose_prompt_ride(rides, state.costs, decoding, len(joining), tokens)
+    ride = choose_prompt_ride(rides, _costs_here(state, running), decoding, len(joining), tokens)
     # SGLang completes a prompt that it has cut into chunks before it starts another, which would
     # have to wait for all the decode steps in between, although it is shorter or more important.
     is_ordered = state.options.schedule == "sjf" or scheduler.enable_priority_scheduling
@@ -326,6 +326,30 @@ def _can_be_mixed(scheduler: Any, joining: Sequence[Any]) -> bool:
     )
 
 
+def _costs_here(state: SchedulerState, running: Any) -> Costs:
+    """Return the costs of this step's forward, behind the contexts of its decodes and streams."""
+    kv = sum(map(total_tokens, running.reqs))
+    return state.costs.behind(kv, state.streams.context())
+
+
+def _limit(state: SchedulerState, running: Any) -> float:
+    """Return the most seconds between tokens that the operator allows those that decode."""
+    if not (limits := state.options.itl_limits()):
+        return inf
+    others = limits.get(None, inf)
+    return min((limits.get(req.priority, others) for req in running.reqs), default=others)
+
+
+def _allowed_rides(scheduler: Any, running: Any, costs: Costs, longest: float) -> tuple[Ride, ...]:
+    """Return the rides that make the step at most ``longest`` times as long, within the limit."""
+    page, most, decoding = scheduler.page_size, scheduler.chunked_prefill_size, len(running.reqs)
+    rides = possible_rides(costs, decoding, longest, page, most)
+    if (limit := _limit(scheduler.flashmoa, running)) < inf:
+        left = limit - costs.decode(decoding)
+        rides = tuple(ride for ride in rides if ride[1] <= left)
+    return rides
+
+
 def _riding_streams(
     scheduler: Any, running: Any, rides: tuple[Ride, ...], least: int
 ) -> Step | None:
@@ -334,15 +358,14 @@ def _riding_streams(
     Args: rides: those of a step in which no requests but those of linked workflows decode.
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, decoding = state.costs, len(running.reqs)
+    costs, decoding = _costs_here(state, running), len(running.reqs)
     step = costs.decode(decoding)
     price = step / _LONG_STEPS
     state.earned = min(state.earned + step, price + step)
     short, share = inf, 1.0
     if any(map(state.streams.is_stranger, running.reqs)):
         short, share = (state.options.itl_budget - 1) * step, _LONG_STEPS
-        most = scheduler.chunked_prefill_size
-        rides = possible_rides(costs, decoding, _LONGEST_OF_FEW, scheduler.page_size, most)
+        rides = _allowed_rides(scheduler, running, costs, _LONGEST_OF_FEW)
         if state.earned < price:
             rides = tuple(ride for ride in rides if ride[1] <= short)
     before = first_job(scheduler)
@@ -357,17 +380,17 @@ def _riding_streams(
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
 
 
-def _own_forward(scheduler: Any, decoding: int, least: int) -> Step | None:
+def _own_forward(scheduler: Any, running: Any, decoding: int, least: int) -> Step | None:
     """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
 
     The forward is the smallest one whose tokens take hardly longer than those of a large one:
     streams cost the engine little more than without links, and decodes wait for a short time.
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, streams, page = state.costs, state.streams, scheduler.page_size
+    costs, streams, page = _costs_here(state, running), state.streams, scheduler.page_size
     if state.options.itl_budget <= 1:
         return None
-    step = costs.decode(decoding)
+    step = state.costs.decode(decoding, sum(map(total_tokens, running.reqs)))
     state.earned += step
     before = first_job(scheduler)
     growing = sum(streams.waiting_tokens(before=before))
@@ -378,8 +401,11 @@ def _own_forward(scheduler: Any, decoding: int, least: int) -> Step | None:
     best = TOLERANCE * costs.per_token_at_best
     efficient = next((n for n in CHUNKS if costs.prefill(n) <= best * n), CHUNKS[-1])
     size = min(waiting, efficient)
+    if (limit := _limit(state, running) - step) < inf:
+        size = min(size, costs.tokens_within(limit))
     size = max(page, size - size % page)
-    if state.earned < max(costs.prefill(size), step / _LONG_STEPS):
+    seconds = costs.prefill(size)
+    if seconds > limit or state.earned < max(seconds, step / _LONG_STEPS):
         return None
     return Step(size, least, only_streams=True, before=before, spends=state.earned)
 

@@ -156,6 +156,12 @@ class SchedulerStreams:
             and (stream.is_next or not next_only)
         ]
 
+    def context(self) -> int:
+        """Return how many tokens come before one that waits, on average."""
+        growths = self._growths()
+        new = sum(new for _, new in growths)
+        return sum(stream.prefilled * new for stream, new in growths) // new if new else 0
+
     def is_stranger(self, req: Any) -> bool:
         """Return whether a running request is of no linked workflow, as far as is known.
 

@@ -666,3 +666,49 @@ def test_a_request_that_has_lost_its_kv_since_its_launch_is_not_published(
     chunked.is_retracted = True
     step(idle)
     assert published == [other]
+
+
+@pytest.mark.parametrize(
+    ("limits", "priorities", "rides"),
+    [
+        ("", (None, None), 62),
+        ("50", (None, None), 62),
+        # A step of two requests takes 10 ms, and 62 tokens add 1 ms.
+        ("10.2", (None, None), 0),
+        ("50,5=10.2", (None, 5), 0),
+        ("50,5=10.2", (None, 4), 62),
+        ("5=10.2", (None, None), 62),
+        ("10.2,5=50", (5, 5), 62),
+    ],
+)
+def test_no_step_is_longer_than_the_strictest_limit_of_those_that_decode(
+    limits: str, priorities: tuple[int | None, ...], rides: int
+) -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.options = Options(intra_turn="off", itl_ms=limits)
+    for req, priority in zip(busy.running.reqs, priorities, strict=True):
+        req.priority = priority
+    busy.open_stream("a", 5000)
+    build = Build()
+    for _ in range(10):
+        step(busy, build)
+    ridden = max(sum(is_increment(req) for req in queue) for queue in build.queues or [[]])
+    assert bool(ridden) == bool(rides)
+
+
+def test_fewer_tokens_ride_where_the_context_makes_them_dear() -> None:
+    """The step without them takes longer, too, but by less than they add."""
+
+    def ridden(per_pair: float) -> int:
+        busy = engine(decoding=2)
+        busy.flashmoa.costs = replace(COSTS, per_pair=per_pair)
+        busy.flashmoa.options = Options(intra_turn="off", itl_ms="12")
+        for req in busy.running.reqs:
+            req.priority = None
+        busy.open_stream("a", 25_000)
+        busy.flashmoa.streams._open["a"].prefilled = 20_000
+        built = step(busy)
+        return max(built.increments(), default=20_000) - 20_000 if built.queues else 0
+
+    assert ridden(0.0) > ridden(1e-9) > 0
+    assert ridden(1e-7) == 0

@@ -56,6 +56,10 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-intra-turn", "on"),
         ("--flashmoa-itl-budget", "0"),
         ("--flashmoa-itl-budget", "much"),
+        ("--flashmoa-itl-ms", "0"),
+        ("--flashmoa-itl-ms", "40,high=20"),
+        ("--flashmoa-itl-ms", "40,,5=20"),
+        ("--flashmoa-itl-ms", "nan"),
         ("--flashmoa-asyncep", "nvlink"),
         ("--flashmoa-asyncep-slots", "0"),
         ("--flashmoa-asyncep-replica", "2/2"),
@@ -184,3 +188,9 @@ def test_arguments_that_do_not_go_with_asyncep_are_refused(
 )
 def test_the_mode_decides_which_part_of_the_experts_devices_have(mode: str, part: float) -> None:
     assert Options(asyncep=mode, asyncep_on_device=0.3).on_device() == part
+
+
+def test_limits_between_tokens_are_by_priorities() -> None:
+    assert Options().itl_limits() == {}
+    assert Options(itl_ms="40").itl_limits() == {None: 0.04}
+    assert Options(itl_ms="-1=2.5, 40,5=20").itl_limits() == {-1: 0.0025, None: 0.04, 5: 0.02}

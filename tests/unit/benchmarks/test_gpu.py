@@ -128,6 +128,29 @@ async def test_a_stage_that_fails_or_takes_too_long_does_not_stop_the_next(
     assert run.found["2"] == {"is": "found"} and (tmp_path / "results.json").exists()
 
 
+@pytest.mark.anyio
+@pytest.mark.usefixtures("launches")
+async def test_the_start_of_engines_does_not_count_against_a_stages_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def start(_engines: object, _wanted: object) -> None:
+        await anyio.sleep(0.3)
+
+    async def use_and_find(run: Run) -> None:
+        await run.use("stock")
+        run.found["0"] = "found"
+        await anyio.sleep_forever()
+
+    stage = SimpleNamespace(about="", limit=0.1, play=use_and_find)
+    monkeypatch.setitem(STAGES, "0", stage)
+    monkeypatch.setattr(engines.GpuEngines, "use", start)
+    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True, offload=1)
+    async with gpu_engines(WAYS, tmp_path) as started:
+        run = Run(options, started, (tmp_path, tmp_path), CPU_SIZES, time.perf_counter())
+        assert await play(run, ["0"]) == 1
+    assert run.found["0"] == "found" and "ended" in run.found["0 problem"]
+
+
 def test_modelled_times_are_compared_with_those_of_the_same_gpu() -> None:
     expected = {
         "h100_sxm": {"prefills": {"1": 9.0}, "decodes": {"1x8": 9.0}},

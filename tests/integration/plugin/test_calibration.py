@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import anyio
 import httpx
 import pytest
+from flashmoa_cpu.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
+from flashmoa_sglang.costs import Costs
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.support import start_special_engine, wait_until_idle
+from tests.integration.support import LAG, RIDING, generate, start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio
 
+Words = Callable[[int, int], str]
 CHUNK = 64
 
 
@@ -59,3 +64,65 @@ async def test_an_engine_takes_the_costs_of_another_one(
         # What is measured stays in the cache.
         state = (await reader.info()).kv[0]
         assert state.free == state.total
+
+
+@pytest.mark.slow
+async def test_an_engine_that_is_never_idle_learns_its_costs_and_lets_streams_ride(
+    engines: LocalEngines, model: Path, words: Words
+) -> None:
+    """Requests come from its first second on, so that it has no moment to measure anything."""
+    rode = 0
+    async with (
+        start_special_engine(
+            engines, f"hash:{model}", measures=True, has_costs=False, environment=RIDING
+        ) as engine,
+        EngineClient(engine.url, timeout=60) as client,
+        anyio.create_task_group() as group,
+    ):
+
+        async def ask(client_id: int) -> None:
+            for number in count():
+                text = words(40 + 90 * ((number + client_id) % 5), 100 * client_id + number)
+                await generate(client, text, 40)
+
+        for client_id in range(3):
+            group.start_soon(ask, client_id)
+        with anyio.fail_after(90):
+            while (info := await client.info()).costs is None:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            # What waits may also be prefilled in a moment in which nothing decodes.
+            for number in count():
+                stream = await client.open_stream(text="The", ttl_seconds=60)
+                state = await client.append(stream.id, 0, text=words(800, 9000 + number)[3:])
+                while state.prefilled_tokens < state.received_tokens - LAG:
+                    await anyio.sleep(0.05)
+                    state = await client.stream_state(stream.id)
+                await client.delete_stream(stream.id)
+                if rode := (await client.info()).kv[0].rode_along:
+                    break
+        group.cancel_scope.cancel()
+    assert info.costs is not None and len(info.costs.points) > 2 and rode
+
+
+@pytest.mark.slow
+async def test_costs_are_those_of_the_gpu_also_behind_a_long_context(
+    engines: LocalEngines, model: Path
+) -> None:
+    slow = {**RIDING, "FLASHMOA_DEVICE_SLOWDOWN": "3"}
+    async with (
+        start_special_engine(
+            engines, f"hash:{model}", measures=True, pool=40000, environment=slow
+        ) as engine,
+        httpx.AsyncClient(base_url=engine.url, timeout=60) as http,
+    ):
+        found = (await http.get("/flashmoa/info")).json()["costs"]
+    points, mixed = (tuple(map(tuple, found[name])) for name in ("points", "mixed"))
+    costs = Costs(**{**found, "points": points, "mixed": mixed})
+    seconds = MeasuredTables(RIDING["FLASHMOA_DEVICE"], RIDING["FLASHMOA_DEVICE_MODEL"]).seconds
+    for context in (1, 16384):
+        for tokens in (128, 1024):
+            expected = seconds(Forward(Prefills(1, tokens, context)))
+            assert costs.prefill(tokens, context) == pytest.approx(expected, rel=0.15)
+        for decodes in (8, 32):
+            expected = seconds(Forward(decodes=decodes, context=context))
+            assert costs.decode(decodes, decodes * context) == pytest.approx(expected, rel=0.15)

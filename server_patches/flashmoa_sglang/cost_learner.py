@@ -23,6 +23,9 @@ DECODES = (1, 8, 32)
 # Times are kept by kinds of forwards that are about equal, of each the last few. They count from
 # three on, since the first forwards of a kind may compile their kernels.
 _KEPT, FEWEST = 9, 3
+# The last so many forwards are learned from at once. More would hold up answers meanwhile, and
+# while an engine waits until it is idle to measure more, there is no end of them.
+_MOST_NEW = 2048
 # If all forwards take so many times as long as before, or so many times less, then the machine's
 # load has changed, and the times of those that have not run since are changed with the others'.
 _DRIFT, _DRIFTED = 1.2, 16
@@ -49,7 +52,7 @@ class CostLearner:
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self._slowdown = slowdown
-        self._new: list[TimedForward] = []
+        self._new: deque[TimedForward] = deque(maxlen=_MOST_NEW)
         self._kept: dict[_Kind, deque[TimedForward]] = {}
         # What the context costs, as found so far: see ``Costs``.
         self._per_kv_token = self._per_pair = 0.0
@@ -65,7 +68,8 @@ class CostLearner:
 
     def learn(self) -> Costs | None:
         """Return the costs; ``None`` if prefills of two sizes have not run often enough yet."""
-        new, self._new = self._new, []
+        new = [*self._new]
+        self._new.clear()
         self._follow_drift(new)
         for forward in new:
             self._kept.setdefault(_kind(forward), deque(maxlen=_KEPT)).append(forward)

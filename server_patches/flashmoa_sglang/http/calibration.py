@@ -144,8 +144,9 @@ class WarmUp:
         if self._engine.why_no_kv() is not None:
             return
         context: list[int] = []
-        while len(context) < min(2 * sizes[-1], self._engine.max_prompt_tokens // 2):
-            context += self._tokens(sizes[-1])
+        length = min(2 * sizes[-1], self._engine.max_prompt_tokens // 2)
+        while len(context) < length:
+            context += self._tokens(min(sizes[-1], length - len(context)))
             await self._forward(context)
         for size in sizes[-3:-1] * FEWEST:
             await self._forward([*context, *self._tokens(size)])
@@ -230,7 +231,8 @@ def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
 async def calibrate(engine: Engine) -> None:
     """Learn the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
-    If that fails, it is logged, and the guess ``UNMEASURED`` stays in use.
+    If that fails, it is logged, and the guess ``UNMEASURED`` stays in use until enough forwards of
+    clients have run.
     """
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
@@ -247,10 +249,10 @@ async def calibrate(engine: Engine) -> None:
             await WarmUp(engine, learned, waits=options.asyncep != "off").run(ranks)
             engine.saturation = find_saturation(learned.layers, most)
     except Exception as error:
-        text = (
-            "The cost of a forward could not be measured, so streams are scheduled by a guess: %s"
-        )
+        text = "The cost of a forward is a guess, until requests of clients have shown it: %s"
         logger.warning(text, error)
+        if learned is not None:
+            learned.learn()
         return
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
     engine.use_costs(costs, waits_for)

@@ -111,6 +111,7 @@ class FakeEngine:
         on_token: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
         assert mark.timed
+        assert len(input_ids) <= self.max_prompt_tokens
         self.marks.append(mark)
         known = (n for n in range(len(input_ids), 1, -1) if tuple(input_ids[:n]) in self._cached)
         cached = next(known, 0)
@@ -304,12 +305,25 @@ async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
     assert caplog.text.count("sharing: off, because the tree copies it.") == 1
 
 
-async def test_a_forward_that_was_aborted_ends_what_is_measured_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
+async def test_if_a_forward_is_aborted_costs_are_learned_from_clients_only(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
     engine: Any = FakeEngine(finish_reason={"type": "abort", "message": "too late"})
     await calibrate(engine)
     assert "too late" in caplog.text and engine.costs is UNMEASURED
+    for tokens in (300, 1500) * 40:
+        engine.run(tokens, 0)
+    assert engine.costs.prefill(300) == pytest.approx(seconds(0, 0, 300, 0), rel=0.02)
+
+
+@pytest.mark.parametrize("longest", [100, 1100, 2100, 2500, 4000])
+async def test_no_context_is_longer_than_a_prompt_may_be(longest: int) -> None:
+    engine: Any = FakeEngine(max_prompt_tokens=longest, max_unchunked_prompt=longest // 2)
+    await calibrate(engine)
+    size = max(size for size in SIZES if size <= longest // 4)
+    expected = seconds(0, 0, size, size * longest // 2)
+    assert engine.costs.prefill(size, longest // 2) == pytest.approx(expected, rel=0.02)
 
 
 async def test_answers_that_find_no_place_hold_up_nothing() -> None:

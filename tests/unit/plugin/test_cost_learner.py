@@ -247,3 +247,10 @@ def test_costs_differ_if_decisions_might() -> None:
         Costs(first.points, first.decode_step, first.mixed, first.per_kv_token, 0.0),
     ):
         assert differ(first, changed)
+
+
+def test_what_an_engine_does_not_learn_from_for_long_takes_no_memory() -> None:
+    learner = CostLearner()
+    for step in range(100):
+        waiting = learner.add([TimedForward(1, 100, 0, 0, 0.01 + step)] * 100)
+    assert waiting < 5000

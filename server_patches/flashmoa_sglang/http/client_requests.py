@@ -131,6 +131,12 @@ def put_mark(obj: Any, mark: RequestMark) -> None:
         obj.sampling_params = _with_mark(sampling_params or {}, mark)
 
 
+def has_stream(obj: Any) -> bool:
+    """Return whether a request has a prompt stream, as its scheduler knows it."""
+    marks = (RequestMark.read(p.get("custom_params")) for p in _list_params(obj.sampling_params))
+    return any(mark is not None and mark.final for mark in marks)
+
+
 def decodes(obj: Any) -> bool:
     sampling_params = _list_params(obj.sampling_params or {})
     return any(params.get("max_new_tokens") != 0 for params in sampling_params)

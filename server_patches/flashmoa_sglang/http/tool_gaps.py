@@ -67,7 +67,9 @@ class ToolGaps:
             come.append(obj)
         chat = rendering.served.get()
         may_call = self._may_call(chat, obj)
-        return self._watch(chat, obj, outputs) if may_call else self._watch_without_calls(outputs)
+        return (
+            self._watch(chat, obj, outputs) if may_call else self._watch_without_calls(obj, outputs)
+        )
 
     def _may_call(self, chat: Any, obj: Any) -> bool:
         """Return whether a request may be answered with calls, and the next prompt be known."""
@@ -93,18 +95,20 @@ class ToolGaps:
                     task.add_done_callback(self._tasks.pop)
                 yield output
 
-    async def _watch_without_calls(self, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
+    async def _watch_without_calls(
+        self, obj: Any, outputs: AsyncGenerator[Any]
+    ) -> AsyncGenerator[Any]:
         async with aclosing(outputs):
             async for output in outputs:
                 # The output is a list if the request asks for several answers.
                 for answer in output if isinstance(output, list) else [output]:
                     if _has_stopped(answer):
-                        self._expect_no_more(answer["meta_info"])
+                        self._expect_no_more(obj, answer["meta_info"])
                 yield output
 
-    def _expect_no_more(self, meta: dict[str, Any]) -> None:
+    def _expect_no_more(self, obj: Any, meta: dict[str, Any]) -> None:
         """Tell the scheduler that the agent of a stream's request does not return from tools."""
-        if "prompt_stream" in meta:
+        if client_requests.has_stream(obj):
             self._engine.release(meta["id"])
 
     async def _hold(self, chat: Any, obj: Any, output: dict[str, Any], come: list[Any]) -> None:
@@ -130,7 +134,7 @@ class ToolGaps:
         if is_held:
             metrics.count("tool_calls_held")
         else:
-            self._expect_no_more(meta)
+            self._expect_no_more(obj, meta)
 
     def _next_tokens(
         self, chat: Any, prompt: array[int], output: dict[str, Any]

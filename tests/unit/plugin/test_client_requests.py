@@ -23,6 +23,7 @@ from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
 from flashmoa_sglang.http.hints import Hints, read_hints
 from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,6 +151,8 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     assert request.status == "expired" and not stream.claimed
 
 
+# A request that names no stream has one, too, if it is known by its prompt.
+_OF_A_STREAM = {"custom_params": RequestMark("stream", final=True).to_custom_params()}
 _TOOLS = SimpleNamespace(messages=["Hi"], tools=["a tool"])
 
 
@@ -159,7 +162,7 @@ _TOOLS = SimpleNamespace(messages=["Hi"], tools=["a tool"])
         (None, {}),
         (SimpleNamespace(messages=["Hi"], tools=None), {}),
         (_TOOLS, {"session_params": {"id": "s"}}),
-        (_TOOLS, {"sampling_params": {"n": 2}}),
+        (_TOOLS, {"sampling_params": {**_OF_A_STREAM, "n": 2}}),
     ],
     ids=["of tokens, without a parser", "without tools", "of a session", "of two answers"],
 )
@@ -169,22 +172,24 @@ async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_too
     engine: Any = FakeEngine()
     renderer: Any = SimpleNamespace(knows_calls=False)
     gaps = tool_gaps.ToolGaps(engine, StreamTable(engine), renderer)
-    ended = {"finish_reason": {"type": "stop"}, "prompt_stream": {}}
-    cut = {"id": "cut", "finish_reason": {"type": "length"}, "prompt_stream": {}}
-    without_stream = {"id": "other", "finish_reason": {"type": "stop"}}
+    ended = {"finish_reason": {"type": "stop"}}
+    cut = {"id": "cut", "finish_reason": {"type": "length"}}
 
     async def answer() -> AsyncGenerator[Any]:
-        yield {"meta_info": {"id": "one", "finish_reason": None, "prompt_stream": {}}}
-        for metas in ([{"id": "one", **ended}], [{"id": "two", **ended}, cut, without_stream]):
+        yield {"meta_info": {"id": "one", "finish_reason": None}}
+        for metas in ([{"id": "one", **ended}], [{"id": "two", **ended}, cut]):
             outputs = [{"meta_info": meta} for meta in metas]
             yield outputs if len(outputs) > 1 else outputs[0]
 
     token = rendering.served.set(chat)
-    outputs = gaps.watch(generation([1, 2], stream=False, **fields), answer())
+    fields = {"stream": False, "sampling_params": _OF_A_STREAM, **fields}
+    outputs = gaps.watch(generation([1, 2], **fields), answer())
     rendering.served.reset(token)
     assert len([output async for output in outputs]) == 3 and not gaps._tasks
     # Room is kept in the scheduler for the agents of streams' requests until it knows this.
     assert engine.released == ["one", "two"]
+    others = gaps.watch(generation([1, 2], **{**fields, "sampling_params": None}), answer())
+    assert len([output async for output in others]) == 3 and len(engine.released) == 2
 
 
 @pytest.mark.parametrize(
@@ -211,12 +216,11 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
         return SimpleNamespace(tokens=array("q", [1, 2, 3, 4, 5]))
 
     async def answer() -> AsyncGenerator[dict[str, Any]]:
-        meta = {"id": "one", "finish_reason": {"type": "stop"}, "prompt_stream": {}}
-        yield {"text": "", "meta_info": meta}
+        yield {"text": "", "meta_info": {"id": "one", "finish_reason": {"type": "stop"}}}
 
     monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
     engine.streams_pieces = lambda _: False
-    request = {"priority": None, "stream": False}
+    request = {"priority": None, "stream": False, "sampling_params": _OF_A_STREAM}
     token = rendering.served.set(_TOOLS)
     try:
         async for _ in gaps.watch(generation([1, 2, 3], **request), answer()):

@@ -1,4 +1,4 @@
-"""Fill a folder with all that a machine with one GPU and without network needs for the checks.
+"""Fill the folder .gpu with all that a machine with one GPU and without network needs for the checks.
 
 ``make gpu-prepare`` runs it, where package indexes are reached; no GPU is needed. The folder and
 the repository's files go to the machine together.
@@ -125,12 +125,11 @@ def tracked_files() -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(".gpu"), help="the folder (%(default)s)")
     parser.add_argument(
         "--limit", type=int, default=LIMIT, help="bytes, with the repository's files"
     )
     options = parser.parse_args()
-    out: Path = options.out
+    out = ROOT / ".gpu"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     print("[1/3] wheels")

@@ -14,12 +14,14 @@ mkdir -p "$OUT"
 exec > >(tee "$OUT/output.txt") 2>&1
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv || echo "nvidia-smi is not here"
-"$PYTHON" -V; uname -r; nproc; free -g | head -2
-if [ ! -e "$SITE/.ready" ]; then
+"$PYTHON" -V; uname -r; nproc; grep Mem /proc/meminfo
+# A machine that has been used before may have another kit's packages.
+kit_now=$(cd "$gpu" && find wheels site -type f -exec cksum {} + | sort)
+if [ "$(cat "$SITE/.ready" 2>/dev/null)" != "$kit_now" ]; then
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
     --upgrade --target "$SITE" "$gpu"/wheels/*.whl
   cp -r "$gpu"/site/* "$SITE/"
-  touch "$SITE/.ready"
+  echo "$kit_now" > "$SITE/.ready"
 fi
 ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || export LD_LIBRARY_PATH=$gpu/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$kit/shims:$SITE:$root:$root/server_patches:$root/benchmarks
@@ -28,8 +30,9 @@ export SGLANG_IS_FLASHINFER_AVAILABLE=false TRITON_CACHE_DIR=${TRITON_CACHE_DIR:
 budget=500
 for argument in "$@"; do
   if [ "${before:-}" = --budget ]; then budget=$argument; fi
+  case $argument in --budget=*) budget=${argument#*=} ;; esac
   before=$argument
 done
 cd "$root"
 # The program ends by itself; this is for one that hangs. Its engines end with it.
-exec timeout --kill-after 5 $((budget + 15)) "$PYTHON" -m flashmoa_bench.gpu --out "$OUT" "$@"
+exec timeout --kill-after 5 $((${budget%.*} + 15)) "$PYTHON" -m flashmoa_bench.gpu --out "$OUT" "$@"

@@ -130,6 +130,7 @@ class Run:
             roles: names of the engines, by the benchmark's names.
         """
         file = self.options.out / "benchmark.json"
+        file.unlink(missing_ok=True)
         urls = [
             part
             for role, engine in roles.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +11,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import anyio
 import pytest
@@ -286,3 +289,36 @@ def test_only_hopper_kernels_are_taken(prepare: ModuleType) -> None:
     assert needed("sgl_kernel/sm90/common_ops.abi3.so") and needed("sgl_kernel/moe.py")
     assert not needed("sgl_kernel/sm100/common_ops.abi3.so")
     assert not needed("sgl_kernel/flash_ops.abi3.so")
+
+
+def test_a_kit_is_installed_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    kit, log = tmp_path / "benchmarks" / "gpu", tmp_path / "log"
+    kit.mkdir(parents=True)
+    (kit / "run.sh").write_text((ROOT / "benchmarks" / "gpu" / "run.sh").read_text())
+    for folder in ("site", "wheels", "programs"):
+        (tmp_path / ".gpu" / folder).mkdir(parents=True)
+    (tmp_path / ".gpu" / "site" / "a.py").write_text("")
+    for name in ("timeout", "python3", "nvidia-smi"):
+        program = tmp_path / ".gpu" / "programs" / name
+        program.write_text(f'#!/bin/sh\nif [ "$*" != -V ]; then echo "{name} $*"; fi >> {log}\n')
+        program.chmod(0o755)
+    path = f"{tmp_path / '.gpu' / 'programs'}:{os.environ['PATH']}"
+    environment = {"PATH": path, "SITE": str(tmp_path / "installed")}
+    (tmp_path / "installed").mkdir()
+
+    def run(*arguments: str) -> tuple[int, str]:
+        """Return how often packages were installed, and how the program was started."""
+        log.write_text("")
+        command = ["bash", str(kit / "run.sh"), *arguments]
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        lines = log.read_text().splitlines()
+        return sum("pip install" in line for line in lines), lines[-1]
+
+    wheel = tmp_path / ".gpu" / "wheels" / "one.whl"
+    wheel.write_text("1")
+    installed, started = run("--budget", "100.5", "--stages", "2")
+    assert installed == 1 and started.startswith("timeout --kill-after 5 115 ")
+    assert started.endswith("--budget 100.5 --stages 2")
+    assert run("--budget=30")[0] == 0 and " 45 " in run("--budget=30")[1]
+    wheel.write_text("2")
+    assert run() == (1, ANY)

@@ -1,4 +1,4 @@
-"""Fill the folder .gpu with all that a machine with one GPU and without network needs for the checks.
+"""Fill .gpu with all that a machine with one GPU and without network needs for the checks.
 
 ``make gpu-prepare`` runs it, where package indexes are reached; no GPU is needed. The folder and
 the repository's files go to the machine together.

@@ -67,9 +67,11 @@ class CostLearner:
         return len(self._new)
 
     def learn(self) -> Costs | None:
-        """Return the costs; ``None`` if prefills of two sizes have not run often enough yet."""
-        new = [*self._new]
-        self._new.clear()
+        """Return the costs; ``None`` if prefills of two sizes have not run often enough yet.
+
+        It may run in a thread, while others add forwards.
+        """
+        new = [self._new.popleft() for _ in range(len(self._new))]
         self._follow_drift(new)
         for forward in new:
             self._kept.setdefault(_kind(forward), deque(maxlen=_KEPT)).append(forward)

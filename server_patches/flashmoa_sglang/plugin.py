@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, internals, kv_free, options
 from flashmoa_sglang.http import client_requests, metrics, rendering
-from flashmoa_sglang.http.calibration import calibrate, read_costs
+from flashmoa_sglang.http.calibration import learn_costs, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tool_gaps import ToolGaps
@@ -88,7 +88,7 @@ def attach_api(_result: None, manager: Any) -> None:
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     Api(engine, table, renderer).add_to(http_server.app)
-    _run_with(http_server.app, lambda: calibrate(engine))
+    _run_with(http_server.app, lambda: learn_costs(engine))
 
 
 def _run_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

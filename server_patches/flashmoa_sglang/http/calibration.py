@@ -57,22 +57,28 @@ class LearnedCosts:
         self.layers: list[LayerTimes] = []
         self._engine = engine
         self._learner = CostLearner(Options.from_environment().device_slowdown)
-        self._learns = False
-        self._learned_at = 0.0
+        self._is_due = asyncio.Event()
         engine.handle(ForwardTimes, self._receive)
 
     def _receive(self, report: ForwardTimes) -> None:
-        new = self._learner.add(report.forwards)
+        if self._learner.add(report.forwards) >= _LEARNED_TOGETHER:
+            self._is_due.set()
         if report.layers is not None:
             self.layers.append(report.layers)
-        is_due = time.monotonic() - self._learned_at >= _LEARN_SECONDS
-        if self._learns and is_due and new >= _LEARNED_TOGETHER:
-            self.learn()
 
-    def learn(self) -> None:
-        """Learn from the forwards so far, and go on whenever some more have run."""
-        self._learns, self._learned_at = True, time.monotonic()
-        costs, before = self._learner.learn(), self._engine.costs
+    async def go_on(self) -> None:
+        """Learn again and again, whenever some more forwards have run."""
+        while True:
+            await self._is_due.wait()
+            await self.learn()
+            await asyncio.sleep(_LEARN_SECONDS)
+
+    async def learn(self) -> None:
+        """Learn from the forwards so far; tell the schedulers if decisions may change."""
+        self._is_due.clear()
+        before = self._engine.costs
+        # It takes some tens of milliseconds, for which no request is to wait.
+        costs = await asyncio.to_thread(self._learner.learn)
         if costs is None or (before is not UNMEASURED and not differ(before, costs)):
             return
         self._engine.use_costs(costs, self._engine.waits_for)
@@ -228,14 +234,27 @@ def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
         )
 
 
-async def calibrate(engine: Engine) -> None:
+async def learn_costs(engine: Engine) -> None:
+    """Calibrate an engine, and learn for as long as it serves, unless its costs are given."""
+    learned = await calibrate(engine)
+    if learned is None:
+        return
+    try:
+        await learned.go_on()
+    except Exception:
+        logger.exception("The costs of forwards are not learned any more, but used as they are.")
+
+
+async def calibrate(engine: Engine) -> LearnedCosts | None:
     """Learn the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
     If that fails, it is logged, and the guess ``UNMEASURED`` stays in use until enough forwards of
     clients have run.
+
+    Return what goes on learning; ``None`` if nothing does.
     """
     if engine.role == "decode":
-        return  # Costs are for planning prefills, which a decode engine does not run.
+        return None  # Costs are for planning prefills, which a decode engine does not run.
     options = Options.from_environment()
     learned = None if options.costs else LearnedCosts(engine)
     try:
@@ -251,15 +270,14 @@ async def calibrate(engine: Engine) -> None:
     except Exception as error:
         text = "The cost of a forward is a guess, until requests of clients have shown it: %s"
         logger.warning(text, error)
-        if learned is not None:
-            learned.learn()
-        return
+        return learned
     waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
     engine.use_costs(costs, waits_for)
     if learned is None:
         _log_costs(f"As {options.costs} says", costs)
     else:
-        learned.learn()
+        await learned.learn()
+    return learned
 
 
 def _log_costs(found: str, costs: Costs) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
@@ -20,7 +21,13 @@ torchvision_ops.allow_mismatched_build()
 from flashmoa_sglang import plugin  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED, Costs, TimedForward  # noqa: E402
 from flashmoa_sglang.http import calibration  # noqa: E402
-from flashmoa_sglang.http.calibration import LearnedCosts, WarmUp, calibrate, read_costs  # noqa: E402
+from flashmoa_sglang.http.calibration import (  # noqa: E402
+    LearnedCosts,
+    WarmUp,
+    calibrate,
+    learn_costs,
+    read_costs,
+)
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed  # noqa: E402
 from flashmoa_sglang.messages import ForwardTimes, RequestMark  # noqa: E402
 from flashmoa_sglang.saturation import LayerTimes, Saturation  # noqa: E402
@@ -150,6 +157,22 @@ def engine() -> Any:
     return FakeEngine()
 
 
+@asynccontextmanager
+async def learning(engine: Any) -> AsyncGenerator[None]:
+    """Let an engine learn its costs while it serves."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(learn_costs, engine)
+        await anyio.wait_all_tasks_blocked()
+        yield
+        group.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
 async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -> None:
     await calibrate(engine)
     assert len(engine.told) == 1 and engine.waits_for is None
@@ -193,16 +216,16 @@ async def test_a_slow_engine_runs_small_forwards_only(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("after", [0, 1, 5, 40])
 async def test_the_first_request_of_a_client_ends_what_an_engine_measures_on_its_own(
-    monkeypatch: pytest.MonkeyPatch, after: int
+    after: int,
 ) -> None:
-    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
     engine: Any = FakeEngine(after=after)
-    await calibrate(engine)
+    learned = await calibrate(engine)
     assert len(engine.forwards) == after and not engine._decoding
     # It goes on with what ran before, and with the forwards of clients.
     assert (engine.costs is not UNMEASURED) == (after == 40)
     engine.report(ForwardTimes((TimedForward(0, 0, 300, 0, 0.01),) * 64))
     engine.report(ForwardTimes((TimedForward(0, 0, 900, 0, 0.02),) * 64))
+    await learned.learn()
     assert engine.costs is not UNMEASURED
 
 
@@ -211,25 +234,22 @@ async def test_an_engine_that_is_never_idle_learns_from_what_it_serves(
 ) -> None:
     monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
     engine: Any = FakeEngine(after=0)
-    await calibrate(engine)
-    assert engine.costs is UNMEASURED
-    for tokens in (300, 1500) * 40:
-        engine.run(tokens, tokens * 1000)
+    async with learning(engine):
+        assert engine.costs is UNMEASURED
+        for tokens in (300, 1500) * 40:
+            engine.run(tokens, tokens * 1000)
+        await until(lambda: engine.costs is not UNMEASURED)
     assert engine.costs.prefill(300, 1000) == pytest.approx(seconds(0, 0, 300, 300000), rel=0.02)
-    # Nothing changes, so the schedulers are not told again.
-    assert len(engine.told) == 1
 
 
 @pytest.mark.parametrize("changes", [False, True])
-async def test_costs_are_told_again_if_they_have_changed(
-    monkeypatch: pytest.MonkeyPatch, engine: Any, changes: bool
-) -> None:
-    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
-    await calibrate(engine)
+async def test_costs_are_told_again_if_they_have_changed(engine: Any, changes: bool) -> None:
+    learned = await calibrate(engine)
     before = engine.costs
     forward = TimedForward(0, 0, 512, 0, seconds(0, 0, 512, 0) * (1.5 if changes else 1))
     for _ in range(64):
         engine.report(ForwardTimes((forward,)))
+    await learned.learn()
     assert len(engine.told) == 1 + changes
     ratio = engine.costs.prefill(512) / before.prefill(512)
     assert ratio == pytest.approx(1.5 if changes else 1)
@@ -239,10 +259,13 @@ async def test_costs_are_not_learned_more_often_than_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
     monkeypatch.setattr(calibration, "_LEARN_SECONDS", 3600.0)
-    await calibrate(engine)
-    for _ in range(640):
-        engine.report(ForwardTimes((TimedForward(0, 0, 512, 0, 1.0),)))
-    assert len(engine.told) == 1
+    async with learning(engine):
+        await until(lambda: len(engine.told) == 1)
+        for times in (1.0, 5.0, 9.0):
+            engine.report(ForwardTimes((TimedForward(0, 0, 512, 0, times),) * 64))
+            await until(lambda: len(engine.told) == 2)
+            await anyio.wait_all_tasks_blocked()
+    assert len(engine.told) == 2
 
 
 async def test_an_engine_that_copies_experts_waits_until_it_is_idle(
@@ -306,14 +329,14 @@ async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
 
 
 async def test_if_a_forward_is_aborted_costs_are_learned_from_clients_only(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
     engine: Any = FakeEngine(finish_reason={"type": "abort", "message": "too late"})
-    await calibrate(engine)
+    learned = await calibrate(engine)
     assert "too late" in caplog.text and engine.costs is UNMEASURED
     for tokens in (300, 1500) * 40:
         engine.run(tokens, 0)
+    await learned.learn()
     assert engine.costs.prefill(300) == pytest.approx(seconds(0, 0, 300, 0), rel=0.02)
 
 

@@ -351,7 +351,8 @@ def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     state.costs = message.costs
     # If ranks step together, no rank may hold back a step on its own.
     together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
-    if message.waits_for is not None and not together:
+    # The same gate stays when other costs have been learned: it knows who has waited for how long.
+    if message.waits_for is not None and state.saturation_gate is None and not together:
         state.saturation_gate = SaturationGate(message.waits_for, state.options.saturation_wait)
 
 

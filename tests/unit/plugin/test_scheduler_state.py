@@ -489,10 +489,14 @@ def test_no_rank_of_those_that_step_together_waits_for_saturation(
     attached: FakeScheduler, together: bool
 ) -> None:
     attached.require_mlp_sync = together
-    receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01), waits_for=500))
+    measured = MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01), waits_for=500)
+    receive(attached, measured)
     gate = attached.flashmoa.saturation_gate
     assert (gate is None) == together
     assert gate is None or gate.tokens == 500
+    # Requests have waited as long as before when other costs have been learned.
+    receive(attached, measured)
+    assert attached.flashmoa.saturation_gate is gate
 
 
 @pytest.mark.parametrize("flushed", [True, False])

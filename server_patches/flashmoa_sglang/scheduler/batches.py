@@ -182,7 +182,7 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     step: Step | None = None
     if decoding and not state.no_rides and state.options.itl_budget > 1:
         rides = _allowed_rides(scheduler, running, costs, _LONGEST_STEP)
-        step = _riding_prompts(scheduler, running, rides, decoding)
+        step = _riding_prompts(scheduler, running, costs, rides)
         if step is not None:
             return step
     if _can_join(scheduler, running):
@@ -203,9 +203,9 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
     if rides:
-        step = _riding_streams(scheduler, running, rides, least)
+        step = _riding_streams(scheduler, running, costs, rides)
     elif state.no_rides or not decoding:
-        step = _own_forward(scheduler, running, others, least)
+        step = _own_forward(scheduler, running, costs, others)
     if step is not None:
         return step
     return Step() if scheduler.waiting_queue else None
@@ -251,7 +251,7 @@ def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
 
 
 def _riding_prompts(
-    scheduler: Any, running: Any, rides: tuple[Ride, ...], decoding: int
+    scheduler: Any, running: Any, costs: Costs, rides: tuple[Ride, ...]
 ) -> Step | None:
     """Let the prompts of requests ride, if that is better for these and the decodes together.
 
@@ -268,14 +268,14 @@ def _riding_prompts(
     if not is_linked or not has_room_to_ride(scheduler, running, joining):
         return None
     tokens = _tokens_of(scheduler, joining)
-    ride = choose_prompt_ride(rides, _costs_here(state, running), decoding, len(joining), tokens)
+    ride = choose_prompt_ride(rides, costs, len(running.reqs), len(joining), tokens)
     # SGLang completes a prompt that it has cut into chunks before it starts another, which would
     # have to wait for all the decode steps in between, although it is shorter or more important.
     is_ordered = state.options.schedule == "sjf" or scheduler.enable_priority_scheduling
     if not ride or (tokens > ride and is_ordered):
         return None
     # What the prompts leave of the ride is for streams.
-    return Step(max(0, ride - tokens), least_tokens(state.costs, scheduler.page_size), rides=ride)
+    return Step(max(0, ride - tokens), least_tokens(costs, scheduler.page_size), rides=ride)
 
 
 def _can_join(scheduler: Any, running: Any) -> bool:
@@ -351,14 +351,14 @@ def _allowed_rides(scheduler: Any, running: Any, costs: Costs, longest: float) -
 
 
 def _riding_streams(
-    scheduler: Any, running: Any, rides: tuple[Ride, ...], least: int
+    scheduler: Any, running: Any, costs: Costs, rides: tuple[Ride, ...]
 ) -> Step | None:
     """Plan a decode step along with which tokens of streams ride.
 
     Args: rides: those of a step in which no requests but those of linked workflows decode.
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, decoding = _costs_here(state, running), len(running.reqs)
+    decoding, least = len(running.reqs), least_tokens(costs, scheduler.page_size)
     step = costs.decode(decoding)
     price = step / _LONG_STEPS
     state.earned = min(state.earned + step, price + step)
@@ -380,14 +380,15 @@ def _riding_streams(
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
 
 
-def _own_forward(scheduler: Any, running: Any, decoding: int, least: int) -> Step | None:
+def _own_forward(scheduler: Any, running: Any, costs: Costs, decoding: int) -> Step | None:
     """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
 
     The forward is the smallest one whose tokens take hardly longer than those of a large one:
     streams cost the engine little more than without links, and decodes wait for a short time.
     """
     state: SchedulerState = scheduler.flashmoa
-    costs, streams, page = _costs_here(state, running), state.streams, scheduler.page_size
+    streams, page = state.streams, scheduler.page_size
+    least = least_tokens(costs, page)
     if state.options.itl_budget <= 1:
         return None
     step = state.costs.decode(decoding, sum(map(total_tokens, running.reqs)))

@@ -172,7 +172,8 @@ class ForwardTimer:
     def launch(self, original: Callable[[], Any], batch: Any) -> Any:
         """Let SGLang launch the forward of a batch; return what it returns."""
         forward, offloader = _describe(self._scheduler, batch), asyncep.own_offloader()
-        if offloader and _is_timed(batch.reqs):
+        # What decodes measure is not how long a layer computes for so many tokens.
+        if offloader and not forward.decodes and _is_timed(forward, batch.reqs):
             offloader.time_next(forward.tokens)
         began = time.perf_counter()
         result = original()
@@ -208,19 +209,21 @@ class ForwardTimer:
             self.seconds, is_known = launching, True
         if is_known:
             self._forwards.append(forward._replace(seconds=self.seconds))
-        # Prefills come first in a batch.
-        is_timed = forward.tokens > 0 and _is_timed(reqs[: len(reqs) - forward.decodes])
-        offloader = asyncep.own_offloader()
-        layers = offloader.take_times() if offloader and is_timed else None
+        is_timed, offloader = _is_timed(forward, reqs), asyncep.own_offloader()
+        layers = None
+        if offloader and is_timed and not forward.decodes:
+            layers = offloader.take_times()
         if is_timed or len(self._forwards) >= _TOLD_TOGETHER:
             report = ForwardTimes(tuple(self._forwards), layers)
             self._forwards.clear()
             RELEASE.to_tokenizer(self._scheduler, report)
 
 
-def _is_timed(reqs: list[Any]) -> bool:
-    marks = (state_of(req).mark for req in reqs)
-    return any(mark is not None and mark.timed for mark in marks)
+def _is_timed(forward: TimedForward, reqs: list[Any]) -> bool:
+    """Return whether a forward prefills a request that runs for the times of its forwards."""
+    # Prefills come first in a batch.
+    marks = (state_of(req).mark for req in reqs[: len(reqs) - forward.decodes])
+    return forward.tokens > 0 and any(mark is not None and mark.timed for mark in marks)
 
 
 def _describe(scheduler: Any, batch: Any) -> TimedForward:

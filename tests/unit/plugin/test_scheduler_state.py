@@ -392,10 +392,16 @@ def test_the_layers_of_a_timed_forward_are_told_with_it(
     layers = LayerTimes(40, 0.01, 0.002)
     offloader = SimpleNamespace(time_next=asked.append, take_times=lambda: layers)
     monkeypatch.setattr(asyncep, "own_offloader", lambda: offloader)
-    for batch in (decodes(100), prefills((0, 30)), prefills((0, 40), timed=True)):
+    timed = decodes(100)
+    timed.reqs[0].flashmoa.mark = RequestMark(timed=True)
+    for batch in (decodes(100), prefills((0, 30)), prefills((0, 40), timed=True), timed):
         device.process(batch, device.run(batch, 10))
     assert asked == [40]
     assert [report.layers for report in scheduler.sent] == [layers]
+    # A layer that also decodes computes for longer than for these tokens alone.
+    mixed = prefills((0, 50), kv=[100], timed=True)
+    device.process(mixed, device.run(mixed, 10))
+    assert asked == [40] and scheduler.sent[1].layers is None
 
 
 @dataclass

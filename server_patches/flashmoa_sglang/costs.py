@@ -151,7 +151,9 @@ class Costs:
     @property
     def decode_weight(self) -> float:
         """Number of prefill tokens that take as long as a decode step of one request."""
-        return max(1.0, self.decode(1) / max(self.per_token, 1e-9))
+        # If only small prefills ran, which all take as long, further tokens seem to take no time.
+        per_token = max(self.per_token, self.per_token_at_best / 4, 1e-9)
+        return max(1.0, self.decode(1) / per_token)
 
     def tokens_within(self, seconds: float) -> int:
         """Return the most tokens whose prefill takes at most ``seconds``; may be 0."""

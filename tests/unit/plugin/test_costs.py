@@ -79,6 +79,11 @@ def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:
     assert costs.decode_weight == pytest.approx(100)
 
 
+def test_a_decode_step_is_worth_no_millions_of_tokens_where_only_small_prefills_ran() -> None:
+    """Prompts that are held would be overdue after one step, by the engine's work."""
+    assert Costs(((1, 0.006), (200, 0.006)), 0.006).decode_weight == pytest.approx(800)
+
+
 def test_a_step_takes_as_long_as_a_measured_one_with_as_many_tokens_in_all() -> None:
     # The 129th token takes as long as the 128 before it.
     mixed = ((1, 0, 0.01), (1, 127, 0.02), (1, 128, 0.03), (8, 0, 0.01), (8, 120, 0.018))

@@ -34,6 +34,8 @@ _BLOCK = 16
 # The part of a size's time in which it usually differs from the line, against what a time's own
 # error is, squared; and the error from which a time counts less.
 _LINE_WEIGHT, _LARGE_ERROR = 0.01, 0.03
+# By what factor a prefill takes longer at least than one of half the tokens, if none so large ran.
+_GROWS = 1.25
 # How many times may be far from the line through all, and by what factor, and still count.
 _SURE, _FAR = 5, 2.0
 # How much costs must change to be told: as parts of a forward, and of what a prefill adds to it.
@@ -87,6 +89,11 @@ class CostLearner:
         points, self._per_pair = _fit(
             [(f.tokens, f.pairs, f.seconds, n) for f, n in ran["prefill"]]
         )
+        if not points:
+            return None
+        # Small prefills all take as long, which says nothing of larger ones.
+        (_, at_most), (beyond, at_beyond) = points[-2:]
+        points[-1] = beyond, max(at_beyond, _GROWS * at_most)
         steps, self._per_kv_token = _fit(
             [(f.decodes, f.kv, f.seconds, n) for f, n in ran["decode"]]
         )

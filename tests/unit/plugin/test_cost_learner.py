@@ -256,3 +256,11 @@ def test_what_an_engine_does_not_learn_from_for_long_takes_no_memory() -> None:
     for step in range(100):
         waiting = learner.add([TimedForward(1, 100, 0, 0, 0.01 + step)] * 100)
     assert waiting < 5000
+
+
+def test_small_prefills_that_all_take_as_long_say_nothing_of_large_ones() -> None:
+    """Otherwise a client's small prompt would wait for thousands of tokens of streams."""
+    forwards = [TimedForward(0, 0, tokens, 0, 0.006) for tokens in range(5, 100)] * 3
+    costs = learned(*forwards)
+    assert costs.tokens_within(1.1 * costs.prefill(32)) < 200
+    assert costs.prefill(90) == pytest.approx(0.006, rel=0.02)

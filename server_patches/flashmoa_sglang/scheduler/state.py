@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from flashmoa_sglang import asyncep, kv_free
 from flashmoa_sglang.costs import FEWEST_RIDING, UNMEASURED, TimedForward
 from flashmoa_sglang.messages import (
@@ -128,6 +126,8 @@ class _Watched:
     """Notes when the scheduler has waited for a device's event, which it stands for."""
 
     def __init__(self, event: Any) -> None:
+        import torch  # "flashmoa doctor" reads the hooks without it.
+
         self._event = event
         # Whether the event had occurred before the scheduler looked.
         self.is_late: bool = event.query()

@@ -325,8 +325,10 @@ def order_queue(
 
 
 def first_job(scheduler: Any) -> float:
-    """Return which place the first of the waiting requests has; a stream's is
-    ``SchedulerStreams._job``. Unless the shortest job comes first, none is before a stream.
+    """Return the place in the queue of the request that is served next, as a size of work.
+
+    Streams whose requests would come before it lead (``SchedulerStreams._job``). It is infinite if
+    nothing waits, or if jobs are not ordered by their sizes.
     """
     state: SchedulerState = scheduler.flashmoa
     if state.options.schedule != "sjf":

@@ -137,6 +137,7 @@ class FakeScheduler:
     ) -> None:
         reqs = running or []
         self.tree_cache: Any = Tree(free)
+        self.policy = SimpleNamespace(enable_priority_scheduling=False)
         self.waiting_queue: list[Any] = []
         self.chunked_req: Any = None
         self.chunked_prefill_size: int | None = 8192

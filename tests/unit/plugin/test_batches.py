@@ -341,7 +341,6 @@ def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ri
 def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_ordered() -> None:
     busy = engine(decoding=2, full=True)
     busy.flashmoa.costs = MIXING
-    busy.policy = SimpleNamespace(enable_priority_scheduling=False)
     busy.flashmoa.options = replace(busy.flashmoa.options, schedule="sjf")
     busy.open_stream("large", 2500, output=100)
     waiting = busy.waiting_queue = [request(300, 5)]

@@ -34,6 +34,8 @@ _BLOCK = 16
 # The part of a size's time in which it usually differs from the line, against what a time's own
 # error is, squared; and the error from which a time counts less.
 _LINE_WEIGHT, _LARGE_ERROR = 0.01, 0.03
+# The same for what sizes and contexts cost, which is nothing if they do not vary enough to tell.
+_NO_COST_WEIGHT = 1e-4
 # By what factor a prefill takes longer at least than one of half the tokens, if none so large ran.
 _GROWS = 1.25
 # How many times may be far from the line through all, and by what factor, and still count.
@@ -236,10 +238,12 @@ def _fit(times: Sequence[tuple[int, int, float, int]]) -> tuple[list[tuple[int, 
     groups, group = numpy.unique(numpy.round(4 * numpy.log2(sizes)), return_inverse=True)
     own = numpy.eye(len(groups))
     level = numpy.array([median(seconds[group == number]) for number in range(len(groups))])
+    nothing = numpy.hstack([numpy.eye(3)[1:], numpy.zeros((2, len(groups)))]) / median(level)
     design = numpy.vstack(
         [
             numpy.hstack([line / scale, own[group]]) / seconds[:, None],
-            numpy.hstack([numpy.zeros((len(groups), 3)), own * _LINE_WEIGHT**0.5 / level[:, None]]),
+            numpy.hstack([numpy.zeros((len(groups), 3)), own / level[:, None]]) * _LINE_WEIGHT**0.5,
+            nothing * _NO_COST_WEIGHT**0.5,
         ]
     )
     solution = _solve(design, len(seconds))

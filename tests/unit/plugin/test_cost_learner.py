@@ -264,3 +264,16 @@ def test_small_prefills_that_all_take_as_long_say_nothing_of_large_ones() -> Non
     costs = learned(*forwards)
     assert costs.tokens_within(1.1 * costs.prefill(32)) < 200
     assert costs.prefill(90) == pytest.approx(0.006, rel=0.02)
+
+
+@pytest.mark.parametrize("decodes", [(3, 3, 3), (3, 3, 6)])
+def test_a_context_that_hardly_varies_is_not_taken_to_cost_what_the_weights_do(
+    decodes: tuple[int, ...],
+) -> None:
+    """Streams would not ride with steps that seem to take so little time."""
+    dice = random.Random(0)
+    steps = [(n, n * (200 + dice.randrange(20)), 0, 0) for n in decodes]
+    prefills = [(0, 0, tokens, 0) for tokens in (64, 256, 512)]
+    costs = learned(*times(DEVICE, (steps + prefills) * 5, dice))
+    assert costs.decode(3) == pytest.approx(DEVICE(3, 0), rel=0.1)
+    assert costs.decode(3, 3000) == pytest.approx(DEVICE(3, 3000), rel=0.1)

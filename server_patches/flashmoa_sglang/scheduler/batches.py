@@ -171,18 +171,16 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
     5. Tokens of streams ride along with the decode step, if SGLang can mix the two. What is known
        of a prompt before the agent before writes only fills such a step: its request comes later
        than others, which it would delay.
-    6. If it cannot, streams have a forward of their own now and then (:func:`_own_forward`).
+    6. If it cannot, or riding would cost the engine more, streams have a forward of their own now
+       and then (:func:`_own_forward`).
     """
     state: SchedulerState = scheduler.flashmoa
     costs, page = _costs_here(state, running), scheduler.page_size
     decoding = 0 if running.is_empty() or running.is_prefill_only else len(running.reqs)
     if _waits_for_saturation(scheduler, running, decoding):
         return None
-    rides: tuple[Ride, ...] = ()
-    step: Step | None = None
     if decoding and not state.no_rides and state.options.itl_budget > 1:
-        rides = _allowed_rides(scheduler, running, costs, _LONGEST_STEP)
-        step = _riding_prompts(scheduler, running, costs, rides)
+        step = _riding_prompts(scheduler, running, costs)
         if step is not None:
             return step
     if _can_join(scheduler, running):
@@ -202,9 +200,10 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
             return None
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
-    if rides:
-        step = _riding_streams(scheduler, running, costs, rides)
-    elif state.no_rides or not decoding:
+    state.earned += state.costs.decode(others, _kv(running))
+    if decoding and not state.no_rides:
+        step = _riding_streams(scheduler, running, costs)
+    else:
         step = _own_forward(scheduler, running, costs, others)
     if step is not None:
         return step
@@ -250,9 +249,7 @@ def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
     return True
 
 
-def _riding_prompts(
-    scheduler: Any, running: Any, costs: Costs, rides: tuple[Ride, ...]
-) -> Step | None:
+def _riding_prompts(scheduler: Any, running: Any, costs: Costs) -> Step | None:
     """Let the prompts of requests ride, if that is better for these and the decodes together.
 
     Without streams, all is as in stock SGLang. Requests that measure such steps always ride.
@@ -268,6 +265,7 @@ def _riding_prompts(
     if not is_linked or not has_room_to_ride(scheduler, running, joining):
         return None
     tokens = _tokens_of(scheduler, joining)
+    rides = _allowed_rides(scheduler, running, costs, _LONGEST_STEP)
     ride = choose_prompt_ride(rides, costs, len(running.reqs), len(joining), tokens)
     # SGLang completes a prompt that it has cut into chunks before it starts another, which would
     # have to wait for all the decode steps in between, although it is shorter or more important.
@@ -328,8 +326,12 @@ def _can_be_mixed(scheduler: Any, joining: Sequence[Any]) -> bool:
 
 def _costs_here(state: SchedulerState, running: Any) -> Costs:
     """Return the costs of this step's forward, behind the contexts of its decodes and streams."""
-    kv = sum(map(total_tokens, running.reqs))
-    return state.costs.behind(kv, state.streams.context())
+    return state.costs.behind(_kv(running), state.streams.context())
+
+
+def _kv(running: Any) -> int:
+    """Return how many tokens have KV of the requests that decode."""
+    return sum(map(total_tokens, running.reqs))
 
 
 def _limit(state: SchedulerState, running: Any) -> float:
@@ -350,24 +352,21 @@ def _allowed_rides(scheduler: Any, running: Any, costs: Costs, longest: float) -
     return rides
 
 
-def _riding_streams(
-    scheduler: Any, running: Any, costs: Costs, rides: tuple[Ride, ...]
-) -> Step | None:
-    """Plan a decode step along with which tokens of streams ride.
-
-    Args: rides: those of a step in which no requests but those of linked workflows decode.
-    """
+def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
+    """Plan a decode step along with which tokens of streams ride, or a forward of their own."""
     state: SchedulerState = scheduler.flashmoa
     decoding, least = len(running.reqs), least_tokens(costs, scheduler.page_size)
+    if state.options.itl_budget <= 1:
+        return None
     step = costs.decode(decoding)
     price = step / _LONG_STEPS
-    state.earned = min(state.earned + step, price + step)
-    short, share = inf, 1.0
+    longest, short, share = _LONGEST_STEP, inf, 1.0
     if any(map(state.streams.is_stranger, running.reqs)):
-        short, share = (state.options.itl_budget - 1) * step, _LONG_STEPS
-        rides = _allowed_rides(scheduler, running, costs, _LONGEST_OF_FEW)
-        if state.earned < price:
-            rides = tuple(ride for ride in rides if ride[1] <= short)
+        longest, share = _LONGEST_OF_FEW, _LONG_STEPS
+        short = (state.options.itl_budget - 1) * step
+    rides = _allowed_rides(scheduler, running, costs, longest)
+    if state.earned < price:
+        rides = tuple(ride for ride in rides if ride[1] <= short)
     before = first_job(scheduler)
     waiting = state.streams.waiting_tokens(before=before)
     ends = [expected_output_left(req) for req in running.reqs]
@@ -375,8 +374,9 @@ def _riding_streams(
     rate = costs.per_token_at_best
     ride, added = choose_stream_ride(rides, rate, waiting, ends, fewest, (short, share))
     if not ride:
-        return None
-    spends = price if added > short else 0.0
+        return _own_forward(scheduler, running, costs, decoding)
+    # What was earned before pays for this long step, and for no other one soon after it.
+    spends = max(price, state.earned - step) if added > short else 0.0
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
 
 
@@ -384,23 +384,24 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, decoding: int) -> S
     """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
 
     The forward is the smallest one whose tokens take hardly longer than those of a large one:
-    streams cost the engine little more than without links, and decodes wait for a short time.
+    streams cost the engine little more than without links, and decodes wait for a short time. If
+    SGLang can mix the two, fewer tokens, and what is known before the agent before writes, wait.
     """
     state: SchedulerState = scheduler.flashmoa
     streams, page = state.streams, scheduler.page_size
-    least = least_tokens(costs, page)
     if state.options.itl_budget <= 1:
         return None
-    step = state.costs.decode(decoding, sum(map(total_tokens, running.reqs)))
-    state.earned += step
+    step, least = state.costs.decode(decoding, _kv(running)), least_tokens(costs, page)
     before = first_job(scheduler)
-    growing = sum(streams.waiting_tokens(before=before))
-    waiting = growing
-    # Some tokens of those that grow wait for more at nearly every moment.
-    if growing < least:
-        before, waiting = None, sum(streams.waiting_tokens())
+    waiting = sum(streams.waiting_tokens(before=before))
     best = TOLERANCE * costs.per_token_at_best
     efficient = next((n for n in CHUNKS if costs.prefill(n) <= best * n), CHUNKS[-1])
+    if running.reqs and not state.no_rides:
+        if waiting < efficient:
+            return None
+    # Some tokens of those that grow wait for more at nearly every moment.
+    elif waiting < least:
+        before, waiting = None, sum(streams.waiting_tokens())
     size = min(waiting, efficient)
     if (limit := _limit(state, running) - step) < inf:
         size = min(size, costs.tokens_within(limit))

@@ -238,7 +238,7 @@ def _fit(times: Sequence[tuple[int, int, float, int]]) -> tuple[list[tuple[int, 
     groups, group = numpy.unique(numpy.round(4 * numpy.log2(sizes)), return_inverse=True)
     own = numpy.eye(len(groups))
     level = numpy.array([median(seconds[group == number]) for number in range(len(groups))])
-    nothing = numpy.hstack([numpy.eye(3)[1:], numpy.zeros((2, len(groups)))]) / median(level)
+    nothing = numpy.hstack([numpy.eye(3)[1:], numpy.zeros((2, len(groups)))]) / level.max()
     design = numpy.vstack(
         [
             numpy.hstack([line / scale, own[group]]) / seconds[:, None],

@@ -162,6 +162,8 @@ def test_a_warm_up_tells_what_a_block_of_riding_tokens_adds(device: Device, seed
                 added = device(decodes, kv, tokens, tokens * context) - device(decodes, kv)
                 error = abs(costs.added(decodes, tokens, context) - added)
                 assert error < 0.1 * added + 0.04 * device(decodes, kv)
+    # A larger forward than any that ran.
+    assert costs.prefill(8192) == pytest.approx(device(0, 0, 8192), rel=0.1)
 
 
 def test_the_last_tokens_of_a_block_are_nearly_free() -> None:

@@ -126,11 +126,12 @@ def _late_tokens(waiting: Sequence[int], ends: Sequence[int], ride: float) -> fl
         ride: how many tokens ride along with a step on average.
     """
     queued = late = 0.0
-    for position, tokens in enumerate(waiting):
+    for tokens, end in zip(waiting, ends, strict=False):
         queued += tokens
-        left = min(tokens, max(0.0, queued - ride * ends[min(position, len(ends) - 1)]))
+        left = max(0.0, queued - ride * end)
         queued, late = queued - left, late + left
-    return late
+    # The last request to end is that of all further streams.
+    return late + max(0.0, queued + sum(waiting[len(ends) :]) - ride * ends[-1])
 
 
 def stream_chunk(costs: Costs, waiting: int, page: int) -> int:

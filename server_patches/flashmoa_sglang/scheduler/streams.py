@@ -122,6 +122,8 @@ class SchedulerStreams:
         self._open: dict[str, SchedulerStream] = {}
         # All streams of which tokens may wait, and perhaps others, by their ids.
         self._changed: dict[str, SchedulerStream] = {}
+        # What _growths() has returned, as long as no stream has changed since.
+        self._grown: list[tuple[SchedulerStream, int]] | None = None
         self._openers = 0
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
@@ -140,7 +142,7 @@ class SchedulerStreams:
         return self._openers
 
     def can_prefill_more(self) -> bool:
-        return any(self._growth(stream) for stream in self._changed.values())
+        return bool(self._growths())
 
     def waiting_tokens(self, *, before: float | None = None, next_only: bool = False) -> list[int]:
         """Return how many tokens of each stream could be prefilled that has any, in their order.
@@ -197,11 +199,17 @@ class SchedulerStreams:
 
         In a step, few of hundreds of streams have new tokens.
         """
-        growths = [(stream, self._growth(stream)) for stream in self._changed.values()]
-        growths = [pair for pair in growths if pair[1]]
-        if len(growths) < len(self._changed):
-            self._changed = {stream.id: stream for stream, _ in growths}
-        return sorted(growths, key=lambda pair: pair[0].number)
+        if self._grown is None:
+            growths = [(stream, self._growth(stream)) for stream in self._changed.values()]
+            growths = [pair for pair in growths if pair[1]]
+            if len(growths) < len(self._changed):
+                self._changed = {stream.id: stream for stream, _ in growths}
+            self._grown = sorted(growths, key=lambda pair: pair[0].number)
+        return self._grown
+
+    def _note_change(self, stream: SchedulerStream) -> None:
+        self._changed[stream.id] = stream
+        self._grown = None
 
     def await_request(self) -> bool:
         """Wait in this step for the request of a stream that comes next.
@@ -273,7 +281,7 @@ class SchedulerStreams:
         stream = self._open.get(id_)
         if stream is None:
             stream = self._open[id_] = SchedulerStream(id_, next(self._numbers))
-        self._changed[id_] = stream
+        self._note_change(stream)
         return stream
 
     def stage(self, id_: str) -> Stage:
@@ -315,6 +323,7 @@ class SchedulerStreams:
             self._ended.popitem(last=False)
         self._pins.release(id_)
         self._changed.pop(id_, None)
+        self._grown = None
         stream = self._open.pop(id_, None)
         self._openers -= stream is not None and stream.opener is not None
 
@@ -323,7 +332,7 @@ class SchedulerStreams:
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None and stream.prefilled:
                 stream.prefilled, stream.gave_way = 0, id_ is not None
-                self._changed[stream.id] = stream
+                self._note_change(stream)
                 self._progress.append((stream.id, 0, 0, 0.0))
 
     def has_lost(self, id_: str | None) -> bool:
@@ -446,6 +455,7 @@ class SchedulerStreams:
             return 0
         self._pins.replace(stream.id, pin)
         stream.prefilled = tokens
+        self._note_change(stream)
         self._progress.append((stream.id, tokens, 0, 0.0))
         return added
 
@@ -458,13 +468,15 @@ class SchedulerStreams:
         req = take_request(self._scheduler, message, self._make)
         if req is not None:
             stream.increment, stream.kept = req, len(req.origin_input_ids)
+            self._note_change(stream)
         return req
 
     def discard(self, req: Any) -> None:
         let_go(self._scheduler, req)
         stream = self._of(req)
         if stream is not None:
-            stream.increment, self._changed[stream.id] = None, stream
+            stream.increment = None
+            self._note_change(stream)
 
     def is_unpinned(self, req: Any) -> bool:
         """Return whether an increment has been computed of an open stream, and can be pinned."""
@@ -477,7 +489,7 @@ class SchedulerStreams:
             # Text that came since may have changed the last of its tokens.
             stream.prefilled, stream.increment = self._kept(stream.kept), None
             stream.is_pin_stale = False
-            self._changed[stream.id] = stream
+            self._note_change(stream)
 
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""

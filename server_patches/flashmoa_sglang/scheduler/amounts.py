@@ -153,6 +153,16 @@ def stream_chunk(costs: Costs, waiting: int, page: int) -> int:
     return max(page, size - size % page)
 
 
+@lru_cache(maxsize=256)
+def efficient_tokens(costs: Costs) -> int:
+    """Return the fewest tokens of which a forward of their own takes hardly longer for each.
+
+    That is, hardly longer than the largest measured forward takes.
+    """
+    best = TOLERANCE * costs.per_token_at_best
+    return next((size for size in CHUNKS if costs.prefill(size) <= best * size), CHUNKS[-1])
+
+
 def least_tokens(costs: Costs, page: int) -> int:
     """Return the fewest tokens of streams that are worth a forward, or riding along with one.
 
@@ -161,6 +171,7 @@ def least_tokens(costs: Costs, page: int) -> int:
     return max(page, _SMALLEST_LEAST, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
 
 
+@lru_cache(maxsize=256)
 def _nearly_free_tokens(costs: Costs) -> int:
     return costs.tokens_within(TOLERANCE * costs.prefill(_SMALLEST_LEAST))
 

@@ -48,10 +48,10 @@ from flashmoa_sglang.scheduler.admission import (
 )
 from flashmoa_sglang.scheduler.amounts import (
     CHUNKS,
-    TOLERANCE,
     Ride,
     choose_prompt_ride,
     choose_stream_ride,
+    efficient_tokens,
     fewest_tokens,
     fill_tokens,
     least_tokens,
@@ -394,8 +394,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, decoding: int) -> S
     step, least = state.costs.decode(decoding, _kv(running)), least_tokens(costs, page)
     before = first_job(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
-    best = TOLERANCE * costs.per_token_at_best
-    efficient = next((n for n in CHUNKS if costs.prefill(n) <= best * n), CHUNKS[-1])
+    efficient = efficient_tokens(costs)
     if running.reqs and not state.no_rides:
         if waiting < efficient:
             return None

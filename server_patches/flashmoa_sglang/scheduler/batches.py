@@ -211,15 +211,18 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
 
 
 def _decoding_elsewhere(scheduler: Any) -> int:
-    """Return how many requests decode on another rank, which a forward of this one would delay.
+    """Return how many requests decode elsewhere, which a forward of this batch would delay.
 
-    Ranks that step together know the numbers of the last step, of which the largest counts; with
-    some --moe-a2a-backend, only that there was a step, and their own number. In one in which any
-    rank prefills, these are not of decodes, and the ones before count. A rank that has just
-    prefilled streams leaves out a step, in which it learns whether another one decodes by now.
+    With pipeline stages (--pp-size), the largest of the batches that run in turns counts. Ranks
+    that step together know the numbers of the last step, of which the largest counts; with some
+    --moe-a2a-backend, only that there was a step, and their own number. In one in which any rank
+    prefills, these are not of decodes, and the ones before count. A rank that has just prefilled
+    streams leaves out a step, in which it learns whether another one decodes by now.
     """
     state, last = scheduler.flashmoa, scheduler.last_batch
-    if not scheduler.require_mlp_sync or last is None:
+    if RELEASE.pipeline_stages(scheduler) > 1:
+        state.elsewhere = max(len(batch.reqs) for batch in scheduler.running_mbs)
+    elif not scheduler.require_mlp_sync or last is None:
         state.elsewhere = 0
     elif last.is_extend_in_batch:
         state.elsewhere = max(1, state.elsewhere)

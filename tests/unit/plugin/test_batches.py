@@ -178,12 +178,15 @@ OF_A_PREFILL = SimpleNamespace(is_extend_in_batch=True, global_num_tokens=[512, 
     [
         (2, {"no_rides": "the engine decodes speculatively"}),
         (0, {"require_mlp_sync": True, "last_batch": of_decodes(0, 2)}),
+        # Two of the batches that go through the pipeline's stages in turns.
+        (0, {"running_mbs": [SimpleNamespace(reqs=[]), SimpleNamespace(reqs=[1, 2])]}),
     ],
 )
 def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
-    decoding: int, given: dict[str, Any]
+    decoding: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = engine(decoding)
+    monkeypatch.setattr(RELEASE, "pipeline_stages", lambda _: 1 + ("running_mbs" in given))
     for name, value in given.items():
         setattr(busy.flashmoa if name == "no_rides" else busy, name, value)
     busy.open_stream("resting", 700, grows=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
 Words = Callable[[int, int], str]
 # Sends a prompt, with an answer's calls and their results if there is an answer; returns an answer
-# with the results of its calls, and how many tokens of the prompt were computed.
-Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[tuple[list[Body], int]]]
+# with the results of its calls.
+Turn = Callable[[httpx.AsyncClient, str, Body, list[Body]], Awaitable[list[Body]]]
 
 POOL = 4000
 # A random model writes what it must.
@@ -62,9 +63,18 @@ async def post(http: httpx.AsyncClient, path: str, body: Body) -> list[Body]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
+def prefilled(engine: LocalEngine) -> int:
+    """Return how many tokens the last prefill computed; not all answers of all releases tell.
+
+    SGLang may log it a step later, so that answers of one token may come before.
+    """
+    *_, tokens = re.findall(r"Prefill batch.*#new-token: (\d+)", engine.log.read_text())
+    return int(tokens)
+
+
 async def ask_chat(
     http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
-) -> tuple[list[Body], int]:
+) -> list[Body]:
     """Ask with OpenAI's chat completions."""
     messages: list[Body] = [{"role": "user", "content": prompt}, *answered]
     body = {
@@ -72,15 +82,11 @@ async def ask_chat(
         "tools": [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}],
         "regex": CALL,
         "max_tokens": 8 if answered else 100,
-        "stream_options": {"include_usage": True} if more.get("stream") else None,
         **more,
     }
     events = await post(http, "/v1/chat/completions", body)
-    usage = next(event["usage"] for event in reversed(events) if event.get("usage"))
-    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-    computed = usage["prompt_tokens"] - cached
     if answered:
-        return [], computed
+        return []
     choices = [choice for event in events for choice in event["choices"]]
     parts = [choice.get("delta") or choice["message"] for choice in choices if "delta" in choice]
     parts = parts or [choices[0]["message"]]
@@ -91,12 +97,12 @@ async def ask_chat(
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "It rains."},
-    ], computed
+    ]
 
 
 async def ask_messages(
     http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
-) -> tuple[list[Body], int]:
+) -> list[Body]:
     """Ask with Anthropic's messages."""
     body = {
         "messages": [{"role": "user", "content": prompt}, *answered],
@@ -113,13 +119,10 @@ async def ask_messages(
         uses = _uses(events)
         if any(event.get("delta", event).get("stop_reason") == "tool_use" for event in events):
             break
-    usages = [event.get("usage") or event.get("message", {}).get("usage") for event in events]
-    computed = max((usage or {}).get("input_tokens", 0) for usage in usages)
     results = [
         {"type": "tool_result", "tool_use_id": use["id"], "content": "It rains."} for use in uses
     ]
-    turn = [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
-    return turn, computed
+    return [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
 
 
 def _uses(events: list[Body]) -> list[Body]:
@@ -136,7 +139,7 @@ def _uses(events: list[Body]) -> list[Body]:
 
 async def ask_responses(
     http: httpx.AsyncClient, prompt: str, more: Body, answered: list[Body]
-) -> tuple[list[Body], int]:
+) -> list[Body]:
     """Ask with OpenAI's responses."""
     body = {
         "input": [{"role": "user", "content": prompt}, *answered],
@@ -146,13 +149,11 @@ async def ask_responses(
     }
     events = await post(http, "/v1/responses", body)
     response = events[-1].get("response", events[-1])
-    usage = response["usage"]
-    computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
     if answered:
-        return [], computed
+        return []
     (call,) = [item for item in response["output"] if item["type"] == "function_call"]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "It rains."}
-    return [call, output], computed
+    return [call, output]
 
 
 ROUTES = {"chat": ask_chat, "messages": ask_messages, "responses": ask_responses}
@@ -163,17 +164,22 @@ if installed().startswith("0.5.12"):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", ROUTES.values(), ids=ROUTES)
 async def test_the_next_prompt_of_any_client_is_held_and_found(
-    http: httpx.AsyncClient, client: EngineClient, words: Words, ask: Turn, stream: bool
+    engine: LocalEngine,
+    http: httpx.AsyncClient,
+    client: EngineClient,
+    words: Words,
+    ask: Turn,
+    stream: bool,
 ) -> None:
     """Others fill the pool meanwhile, so that what is not held would be evicted."""
     await client.flush_cache()
-    turn, _ = await ask(http, prompt := words(500, 1), {"stream": stream}, [])
+    turn = await ask(http, prompt := words(500, 1), {"stream": stream}, [])
     await wait_until_held(client)
     for seed in range(3):
         await client.prefill_only(text=words(POOL // 2, 10 + seed))
-    _, computed = await ask(http, prompt, {"stream": stream}, turn)
+    await ask(http, prompt, {"stream": stream}, turn)
     results = len(turn[-1]["content"]) if ask is ask_messages else 1
-    assert computed <= 30 * results
+    assert prefilled(engine) <= 30 * results
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 
@@ -242,11 +248,12 @@ async def test_an_idle_engine_keeps_no_room_for_an_agent_that_has_ended(
 
 
 async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
-    http: httpx.AsyncClient, client: EngineClient, words: Words
+    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
     """The whole pool is there for a request that needs it, and nothing is left in the end."""
     before = (await fetch_kv_state(client)).gave_way
-    turn, tokens = await ask_chat(http, prompt := words(500, 4), {}, [])
+    turn = await ask_chat(http, prompt := words(500, 4), {}, [])
+    tokens = prefilled(engine)
     await wait_until_held(client)
     await client.prefill_only(text=words(POOL - 200, 5))
     assert (await fetch_kv_state(client)).gave_way > before
@@ -254,30 +261,30 @@ async def test_a_prompt_is_held_for_a_while_and_given_up_for_requests(
     with anyio.fail_after(10):
         while (await fetch_kv_state(client)).protected < tokens:  # noqa: ASYNC110
             await anyio.sleep(0.01)  # Once the room is there again, so is the prompt.
-    _, computed = await ask_chat(http, prompt, {}, turn)
-    assert computed < 30
+    await ask_chat(http, prompt, {}, turn)
+    assert prefilled(engine) < 30
     await ask_chat(http, words(500, 6), {}, [])
     await wait_until_held(client)
     assert (await wait_until_idle(client)).pinned_streams == 0  # It expires after 10 s.
 
 
 async def test_a_request_of_another_tenant_does_not_use_what_is_held(
-    http: httpx.AsyncClient, client: EngineClient, words: Words
+    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
-    turn, _ = await ask_chat(http, prompt := words(500, 7), {"cache_salt": "a"}, [])
+    turn = await ask_chat(http, prompt := words(500, 7), {"cache_salt": "a"}, [])
     await wait_until_held(client)
-    _, computed = await ask_chat(http, prompt, {"cache_salt": "b"}, turn)
-    assert computed > 500
+    await ask_chat(http, prompt, {"cache_salt": "b"}, turn)
+    assert prefilled(engine) > 500
     assert (await client.info()).prompt_streams == 1
-    _, computed = await ask_chat(http, prompt, {"cache_salt": "a"}, turn)
-    assert computed < 30
+    await ask_chat(http, prompt, {"cache_salt": "a"}, turn)
+    assert prefilled(engine) < 30
     assert (await client.info()).prompt_streams == 0
 
 
 async def test_a_request_that_names_its_own_stream_gives_up_what_is_held(
     http: httpx.AsyncClient, client: EngineClient, words: Words
 ) -> None:
-    turn, _ = await ask_chat(http, prompt := words(500, 8), {}, [])
+    turn = await ask_chat(http, prompt := words(500, 8), {}, [])
     await wait_until_held(client)
     messages = [{"role": "user", "content": prompt}, *turn]
     (own,) = await post(http, "/prompt_streams", {"messages": messages})
@@ -289,7 +296,7 @@ async def test_a_request_that_names_its_own_stream_gives_up_what_is_held(
 CHATS = {
     "/v1/chat/completions": lambda text: {
         "messages": [{"role": "user", "content": text}],
-        "max_tokens": 1,
+        "max_tokens": 8,
     },
     "/v1/responses": lambda text: {"input": text, "max_output_tokens": 8},
 }
@@ -298,7 +305,12 @@ CHATS = {
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", CHATS)
 async def test_a_prewarmed_prompt_is_kept_for_its_time(
-    http: httpx.AsyncClient, client: EngineClient, words: Words, path: str, stream: bool
+    engine: LocalEngine,
+    http: httpx.AsyncClient,
+    client: EngineClient,
+    words: Words,
+    path: str,
+    stream: bool,
 ) -> None:
     """Any number of requests may use it."""
     await client.flush_cache()
@@ -310,11 +322,8 @@ async def test_a_prewarmed_prompt_is_kept_for_its_time(
     assert usage.get("completion_tokens", usage.get("output_tokens")) == 0
     for seed in range(3):
         await client.prefill_only(text=words(POOL // 2, 30 + seed))
-        (answer,) = await post(http, path, body)
-        usage = answer["usage"]
-        tokens = usage.get("prompt_tokens", usage.get("input_tokens"))
-        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-        assert details["cached_tokens"] >= tokens - 1 > 500
+        await post(http, path, body)
+        assert prefilled(engine) == 1
     assert (await wait_until_idle(client)).pinned_streams == 0
 
 

@@ -196,7 +196,7 @@ async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_too
     ("late", "held"),
     [
         ({}, False),
-        ({"cache_salt": "other"}, True),
+        ({"extra_key": "other"}, True),
         ({"input_ids": [1, 2, 3, 9]}, True),
         (None, True),
     ],

@@ -1,20 +1,19 @@
 """``CostLearner``: learns what forwards cost from the times of those that an engine runs.
 
 A forward's seconds are those of its size, from a table, because kernels compute blocks of tokens,
-and those of its context, which grow in proportion to it. Both are fitted together: where forwards
-of one size had different contexts, the difference is the context's, and elsewhere sizes are taken
-to cost about as much as a straight line through all of them says.
+and those of its context, which grow in proportion to it: what forwards of one size and of different
+contexts differ by.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
 from math import ceil, isfinite, log2
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 from flashmoa_sglang.costs import STEP_SIZES, Costs, TimedForward
 
@@ -31,21 +30,17 @@ _MOST_NEW = 2048
 _DRIFT, _DRIFTED = 1.2, 16
 # Steps of decodes and a prefill are told apart by blocks of so many tokens.
 _BLOCK = 16
-# The part of a size's time in which it usually differs from the line, against what a time's own
-# error is, squared; and the error from which a time counts less.
-_LINE_WEIGHT, _LARGE_ERROR = 0.01, 0.03
-# The same for what sizes and contexts cost, which is nothing if they do not vary enough to tell.
-_NO_COST_WEIGHT = 1e-4
 # By what factor a prefill takes longer at least than one of half the tokens, if none so large ran.
 _GROWS = 1.25
-# How many times may be far from the line through all, and by what factor, and still count.
-_SURE, _FAR = 5, 2.0
 # How much costs must change to be told: as parts of a forward, and of what a prefill adds to it.
 _CHANGED, _CHANGED_ADDED = 0.03, 0.15
 _CONTEXTS = (0, 16384)
 # Tokens of a context that make no difference.
 _SHORT_CONTEXT = 128
+T = TypeVar("T")
 _Kind = tuple[str, int, int]
+# The size of a forward, its context, and its seconds.
+_Time = tuple[int, int, float]
 
 
 class CostLearner:
@@ -79,27 +74,20 @@ class CostLearner:
         self._follow_drift(new)
         for forward in new:
             self._kept.setdefault(_kind(forward), deque(maxlen=_KEPT)).append(forward)
-        typical = {
-            kind: self._typical(times) for kind, times in self._kept.items() if len(times) >= FEWEST
-        }
-        if len({size for way, size, _ in typical if way == "prefill"}) < 2:
-            return None
-        ran = {
-            way: [(f, len(self._kept[kind])) for kind, f in typical.items() if kind[0] == way]
-            for way in ("prefill", "decode", "mixed")
-        }
         points, self._per_pair = _fit(
-            [(f.tokens, f.pairs, f.seconds, n) for f, n in ran["prefill"]]
+            self._times("prefill", lambda f: (f.tokens, f.pairs, f.seconds))
         )
-        if not points:
+        if len(points) < 2:
             return None
+        points = _beyond(points)
         # Small prefills all take as long, which says nothing of larger ones.
-        (_, at_most), (beyond, at_beyond) = points[-2:]
-        points[-1] = beyond, max(at_beyond, _GROWS * at_most)
+        beyond, seconds = points[-1]
+        points[-1] = beyond, max(seconds, _GROWS * points[-2][1])
         steps, self._per_kv_token = _fit(
-            [(f.decodes, f.kv, f.seconds, n) for f, n in ran["decode"]]
+            self._times("decode", lambda f: (f.decodes, f.kv, f.seconds))
         )
         # A prefill engine of a PD pair decodes nothing.
+        steps = _beyond(steps) if steps else []
         alone = Costs(
             tuple(points),
             steps[0][1] if steps else points[0][1],
@@ -107,7 +95,8 @@ class CostLearner:
             self._per_kv_token,
             self._per_pair,
         )
-        added = _added(alone, [forward for forward, _ in ran["mixed"]])
+        mixed = [(kind, times) for kind, times in self._kept.items() if kind[0] == "mixed"]
+        added = _added(alone, [self._typical(times) for _, times in mixed if len(times) >= FEWEST])
         rows = dict.fromkeys(((n, 0) for n, _ in steps), 0.0) | added
         return Costs(
             alone.points,
@@ -116,6 +105,14 @@ class CostLearner:
             self._per_kv_token,
             self._per_pair,
         )
+
+    def _times(self, way: str, time: Callable[[TimedForward], _Time]) -> list[list[list[_Time]]]:
+        """Return the times of forwards of this way, by their sizes, and by their contexts."""
+        sizes: dict[int, list[list[_Time]]] = defaultdict(list)
+        for (of, size, _), forwards in self._kept.items():
+            if of == way:
+                sizes[size].append([time(forward) for forward in forwards])
+        return [contexts for _, contexts in sorted(sizes.items())]
 
     def _follow_drift(self, new: Sequence[TimedForward]) -> None:
         """Change all kept times as much as those of new forwards have changed, of all kinds."""
@@ -131,15 +128,11 @@ class CostLearner:
                 self._kept[kind] = deque(changed, maxlen=_KEPT)
 
     def _typical(self, times: Iterable[TimedForward]) -> TimedForward:
-        """Return the forward of a kind with the time below the median, apart from contexts.
-
-        What disturbs a forward makes it longer, and two of three may be disturbed.
-        """
-        ordered = sorted(times, key=lambda one: one.seconds - self._of_context(one))
-        return ordered[len(ordered) // 2 - 1]
-
-    def _of_context(self, forward: TimedForward) -> float:
-        return self._per_kv_token * forward.kv + self._per_pair * forward.pairs
+        """Return a forward of a kind whose time is usual, apart from its context."""
+        return _below_median(
+            times,
+            lambda one: one.seconds - self._per_kv_token * one.kv - self._per_pair * one.pairs,
+        )
 
 
 def _are_alike(one: TimedForward, other: TimedForward) -> bool:
@@ -215,69 +208,60 @@ def _added(alone: Costs, mixed: Iterable[TimedForward]) -> dict[tuple[int, int],
     return rows
 
 
-def _fit(times: Sequence[tuple[int, int, float, int]]) -> tuple[list[tuple[int, float]], float]:
-    """Fit seconds by sizes and contexts to forwards, as (size, context, seconds, how many ran).
+def _fit(sizes: Iterable[Sequence[Sequence[_Time]]]) -> tuple[list[tuple[int, float]], float]:
+    """Return the seconds of each size without context, and those of each unit of context.
 
-    Return the seconds by size, without context, and the seconds for each unit of context. Forwards
-    of which few ran are left out if they are far from the straight line through all.
+    Args: sizes: times by sizes, and of a size by about equal contexts.
     """
-    import numpy
-
-    if not times:
-        return [], 0.0
-    rows = numpy.array(times, dtype=float)
-    line = numpy.stack([numpy.ones(len(rows)), rows[:, 0], rows[:, 1]], axis=1)
-    scale = numpy.maximum(line.max(axis=0), 1e-9)
-    expected = line / scale @ _solve(line / scale / rows[:, 2:3], len(rows))
-    ratio = rows[:, 2] / numpy.maximum(expected, 1e-9)
-    known = (rows[:, 3] >= _SURE) | ((ratio < _FAR) & (ratio > 1 / _FAR))
-    if not known.any():
-        return [], 0.0
-    rows, line = rows[known], line[known]
-    sizes, seconds = rows[:, 0], rows[:, 2]
-    groups, group = numpy.unique(numpy.round(4 * numpy.log2(sizes)), return_inverse=True)
-    own = numpy.eye(len(groups))
-    level = numpy.array([median(seconds[group == number]) for number in range(len(groups))])
-    nothing = numpy.hstack([numpy.eye(3)[1:], numpy.zeros((2, len(groups)))]) / level.max()
-    design = numpy.vstack(
-        [
-            numpy.hstack([line / scale, own[group]]) / seconds[:, None],
-            numpy.hstack([numpy.zeros((len(groups), 3)), own / level[:, None]]) * _LINE_WEIGHT**0.5,
-            nothing * _NO_COST_WEIGHT**0.5,
-        ]
+    known = [kinds for kinds in sizes if sum(map(len, kinds)) >= FEWEST]
+    typical = (
+        [_below_median(times, lambda time: time[2]) for times in kinds if len(times) >= FEWEST]
+        for kinds in known
     )
-    solution = _solve(design, len(seconds))
-    start, per_size, per_context = (float(each) for each in solution[:3] / scale)
-    points: list[tuple[int, float]] = []
-    for number, rest in enumerate(solution[3:]):
-        size = int(median(sizes[group == number]))
-        points.append((size, max(0.0, start + per_size * size + float(rest))))
-    # Beyond the sizes that ran, the line goes on, and not what the last two of them differ by.
-    (least, at_least), (most, at_most) = points[0], points[-1]
-    if least > 1:
-        points.insert(0, (1, max(0.0, at_least - per_size * (least - 1))))
-    return [*points, (2 * most, at_most + per_size * most)], per_context
+    per_context = _slope([(context, seconds) for _, context, seconds in times] for times in typical)
+    alone = (
+        [
+            (size, seconds - per_context * context)
+            for times in kinds
+            for size, context, seconds in times
+        ]
+        for kinds in known
+    )
+    chosen = (_below_median(times, lambda time: time[1]) for times in alone)
+    return [(size, max(0.0, seconds)) for size, seconds in chosen], per_context
 
 
-def _solve(design: Any, forwards: int) -> Any:
-    """Return the factors of ``design``'s columns with which its rows are 1, and the last ones 0.
+def _slope(lines: Iterable[Sequence[tuple[int, float]]]) -> float:
+    """Return by how much seconds grow with x along lines of (x, seconds); at least 0.
 
-    An outlier moves them no further than an error of :data:`_LARGE_ERROR`.
-
-    Args: forwards: how many of its rows are to be 1.
+    It is the median of what all pairs of a line say, weighted by how far they are apart.
     """
-    import numpy
+    found = sorted(
+        ((seconds - before) / (x - other), abs(x - other))
+        for line in lines
+        for (x, seconds), (other, before) in combinations(line, 2)
+        if x != other
+    )
+    half = sum(apart for _, apart in found) / 2
+    for slope, apart in found:
+        half -= apart
+        if half <= 0:
+            return max(0.0, slope)
+    return 0.0
 
-    wanted = (numpy.arange(len(design)) < forwards).astype(float)
-    weights, used = numpy.ones_like(wanted), numpy.ones(design.shape[1], dtype=bool)
-    solution = numpy.zeros(design.shape[1])
-    for _ in range(6):
-        solution[:] = 0.0
-        weighted = design[:, used] * weights[:, None]
-        solution[used] = numpy.linalg.lstsq(weighted, wanted * weights, rcond=None)[0]
-        # No time shrinks with the size or the context.
-        used[1:3] &= solution[1:3] >= 0
-        solution[1:3] = solution[1:3].clip(0)
-        errors = numpy.abs(design @ solution - wanted)[:forwards]
-        weights[:forwards] = (_LARGE_ERROR / numpy.maximum(errors, _LARGE_ERROR)) ** 0.5
-    return solution
+
+def _below_median(times: Iterable[T], seconds: Callable[[T], float]) -> T:
+    """Return the one below the median: what disturbs a forward makes it longer.
+
+    Two of three may be disturbed.
+    """
+    ordered = sorted(times, key=seconds)
+    return ordered[len(ordered) // 2 - 1]
+
+
+def _beyond(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the points with others, of a smaller and a larger size than any that ran."""
+    (least, at_least), (most, at_most) = points[0], points[-1]
+    per_size = _slope([points])
+    first = [(1, max(0.0, at_least - per_size * (least - 1)))] if least > 1 else []
+    return [*first, *points, (2 * most, at_most + per_size * most)]

@@ -77,7 +77,7 @@ class LearnedCosts:
         """Learn from the forwards so far; tell the schedulers if decisions may change."""
         self._is_due.clear()
         before = self._engine.costs
-        # It takes some tens of milliseconds, for which no request is to wait.
+        # It takes some milliseconds, for which no request is to wait.
         costs = await asyncio.to_thread(self._learner.learn)
         if costs is None or (before is not UNMEASURED and not differ(before, costs)):
             return

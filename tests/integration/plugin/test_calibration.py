@@ -35,13 +35,13 @@ async def test_learning_from_the_first_requests_loses_no_kv(
         EngineClient(engine.url, timeout=60) as client,
     ):
         with anyio.fail_after(60):
-            while (await client.info()).costs is None:
+            # The costs may be known after the first of these.
+            while sent < 12 or (await client.info()).costs is None:
                 async with anyio.create_task_group() as group:
                     for _ in range(3):
                         sent += 1
                         ids = [1000 + sent % 2000] * (8 + sent * 7 % (CHUNK - 8))
                         group.start_soon(partial(client.prefill_only, input_ids=ids))
-        assert sent > 3
         info = await client.info()
         assert info.costs is not None and info.costs.decode_step > 0
         times = [seconds for _, seconds in info.costs.points]

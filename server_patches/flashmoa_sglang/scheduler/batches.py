@@ -451,16 +451,13 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
 
 
 def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
-    limits = [step.streams, scheduler.max_prefill_tokens]
+    state: SchedulerState = scheduler.flashmoa
+    most = min(SPARE_ROWS, scheduler.req_to_token_pool.available_size())
+    limits = [step.streams + most * state.streams.beyond, scheduler.max_prefill_tokens]
     if scheduler.chunked_prefill_size is not None and not step.rides:
         limits.append(scheduler.chunked_prefill_size)
-    return scheduler.flashmoa.streams.make(
-        min(limits),
-        step.least,
-        room_for_streams(scheduler, running),
-        min(SPARE_ROWS, scheduler.req_to_token_pool.available_size()),
-        before=step.before,
-    )
+    room = room_for_streams(scheduler, running)
+    return state.streams.make(min(limits), step.least, room, most, before=step.before)
 
 
 def _settle(scheduler: Any, batch: Any, step: Step) -> None:

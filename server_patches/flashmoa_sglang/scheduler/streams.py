@@ -112,13 +112,16 @@ class SchedulerStreams:
     """The open prompt streams of a scheduler.
 
     Tensor-parallel ranks get the same messages in the same steps, and so make the same increments.
+
+    Attributes:
+        beyond: how many tokens an increment has that the radix tree does not keep.
     """
 
     def __init__(self, scheduler: Any, pins: StreamPins) -> None:
         self._scheduler = scheduler
         self._pins = pins
         # With EAGLE, the radix tree has pairs of tokens: it keeps the KV of a token with the next.
-        self._next = int(scheduler.spec_algorithm.is_eagle())
+        self.beyond = int(scheduler.spec_algorithm.is_eagle())
         self._open: dict[str, SchedulerStream] = {}
         # All streams of which tokens may wait, and perhaps others, by their ids.
         self._changed: dict[str, SchedulerStream] = {}
@@ -230,7 +233,7 @@ class SchedulerStreams:
 
     def _kept(self, tokens: int) -> int:
         """Return how many of a prompt's first tokens the radix tree keeps: whole pages."""
-        return max(0, tokens - self._next) // self._scheduler.page_size * self._scheduler.page_size
+        return max(0, tokens - self.beyond) // self._scheduler.page_size * self._scheduler.page_size
 
     # What the HTTP process and SGLang say.
 
@@ -396,7 +399,7 @@ class SchedulerStreams:
         """Make increments for the batch that is built next, and return them.
 
         Args:
-            tokens: the most new tokens of all increments together.
+            tokens: the most new tokens of all increments together, with those beyond the tree's.
             least: the fewest new tokens of all streams for which increments are made.
             room: number of KV slots that streams may take.
             most: the most increments.
@@ -404,8 +407,7 @@ class SchedulerStreams:
         """
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
         fewest = fewest_tokens(len(self), least)
-        # Each increment has one token more than the tree keeps of it.
-        tokens -= most * self._next
+        tokens -= most * self.beyond
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
@@ -462,7 +464,7 @@ class SchedulerStreams:
     def _make_increment(self, stream: SchedulerStream, end: int) -> Any:
         message = copy(stream.message)
         message.rid = f"{stream.id}-{next(self._numbers)}"
-        message.input_ids = RELEASE.token_ids(stream.tokens[: end + self._next])
+        message.input_ids = RELEASE.token_ids(stream.tokens[: end + self.beyond])
         message.priority = None  # It goes after requests of clients, and preempts none.
         assert self._make is not None
         req = take_request(self._scheduler, message, self._make)

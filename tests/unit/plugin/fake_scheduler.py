@@ -269,9 +269,9 @@ class Build:
         return [req for req in self.queues[-1] if not is_increment(req)]
 
 
-def engine(decoding: int = 0, *, full: bool = False) -> FakeScheduler:
+def engine(decoding: int = 0, *, full: bool = False, eagle: bool = False) -> FakeScheduler:
     """Make a scheduler with so many requests that decode, and whose KV is published late."""
-    made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)])
+    made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)], eagle=eagle)
     made.flashmoa.costs = COSTS
     made.flashmoa.options = Options(intra_turn="off", itl_budget=2.0)
     made.flashmoa.late_kv = "of the test"

@@ -232,6 +232,13 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     assert step(rank).increments() == [1024]
 
 
+def test_with_eagle_a_page_is_a_forward_although_an_increment_has_another_token() -> None:
+    eagle = engine(eagle=True)
+    eagle.page_size = 64
+    eagle.open_stream("a", 65, ended=True)
+    assert step(eagle).increments() == [65]
+
+
 def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
     busy = engine(decoding=2)
     busy.flashmoa.no_rides = "the engine decodes speculatively"

@@ -324,7 +324,7 @@ def order_queue(
     waiting_queue[: len(requests)] = [requests[position] for position in order]
 
 
-def first_job(scheduler: Any) -> float:
+def place_of_next(scheduler: Any) -> float:
     """Return the place in the queue of the request that is served next, as a size of work.
 
     Streams whose requests would come before it lead (``SchedulerStreams._job``). It is infinite if

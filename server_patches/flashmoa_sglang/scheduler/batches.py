@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import (
-    first_job,
     has_room_to_ride,
     held_back,
     make_room,
+    place_of_next,
     room_for_streams,
 )
 from flashmoa_sglang.scheduler.amounts import (
@@ -370,7 +370,7 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
     rides = _allowed_rides(scheduler, running, costs, longest)
     if state.earned < price:
         rides = tuple(ride for ride in rides if ride[1] <= short)
-    before = first_job(scheduler)
+    before = place_of_next(scheduler)
     waiting = state.streams.waiting_tokens(before=before)
     ends = [expected_output_left(req) for req in running.reqs]
     fewest = fewest_tokens(len(state.streams), least) - decoding
@@ -395,7 +395,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, decoding: int) -> S
     if state.options.itl_budget <= 1:
         return None
     step, least = state.costs.decode(decoding, _kv(running)), least_tokens(costs, page)
-    before = first_job(scheduler)
+    before = place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
     efficient = efficient_tokens(costs)
     if running.reqs and not state.no_rides:

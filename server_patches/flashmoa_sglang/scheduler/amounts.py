@@ -244,7 +244,8 @@ def choose_increments(
         size = 0.0 if lasts and not stream.output else stream.new + stream.output
         return stream.rank, lasts, size, position
 
-    for position in sorted(range(len(streams)), key=order):
+    may = (n for n, stream in enumerate(streams) if stream.ended or stream.new >= fewest)
+    for position in sorted(may, key=order):
         if tokens < page:
             break
         stream = streams[position]

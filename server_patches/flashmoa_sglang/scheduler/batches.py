@@ -378,6 +378,8 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
     ride, added = choose_stream_ride(rides, rate, waiting, ends, fewest, (short, share))
     if not ride:
         return _own_forward(scheduler, running, costs, decoding)
+    if not state.streams.has_increment(ride, least):
+        return None
     # What was earned before pays for this long step, and for no other one soon after it.
     spends = max(price, state.earned - step) if added > short else 0.0
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)

@@ -393,6 +393,15 @@ class SchedulerStreams:
 
     # Increments.
 
+    def has_increment(self, tokens: int, least: int) -> bool:
+        """Return whether a stream has tokens enough for an increment; see :meth:`make`.
+
+        While many streams are open, none has in most steps.
+        """
+        page = self._scheduler.page_size
+        fewest = min(fewest_tokens(len(self), least), tokens - tokens % page)
+        return any(new >= fewest or stream.ended for stream, new in self._growths())
+
     def make(
         self, tokens: int, least: int, room: int, most: int, *, before: float | None = None
     ) -> list[Any]:
@@ -408,6 +417,9 @@ class SchedulerStreams:
         page, state = self._scheduler.page_size, self._scheduler.flashmoa
         fewest = fewest_tokens(len(self), least)
         tokens -= most * self.beyond
+        if not self.has_increment(tokens, least):
+            self._waiting = set()
+            return []
         weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:

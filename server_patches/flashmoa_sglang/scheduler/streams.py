@@ -123,10 +123,11 @@ class SchedulerStreams:
         # With EAGLE, the radix tree has pairs of tokens: it keeps the KV of a token with the next.
         self.beyond = int(scheduler.spec_algorithm.is_eagle())
         self._open: dict[str, SchedulerStream] = {}
-        # All streams of which tokens may wait, and perhaps others, by their ids.
+        # The streams of which tokens wait, with how many, and in which order; and those that have
+        # changed since, by their ids.
+        self._grown: dict[int, tuple[SchedulerStream, int]] = {}
+        self._ordered: list[tuple[SchedulerStream, int]] = []
         self._changed: dict[str, SchedulerStream] = {}
-        # What _growths() has returned, as long as no stream has changed since.
-        self._grown: list[tuple[SchedulerStream, int]] | None = None
         self._openers = 0
         # The streams that keep_cached() has not looked at yet.
         self._new: list[SchedulerStream] = []
@@ -200,19 +201,17 @@ class SchedulerStreams:
     def _growths(self) -> list[tuple[SchedulerStream, int]]:
         """Return the streams of which tokens could be prefilled, and how many, in their order.
 
-        In a step, few of hundreds of streams have new tokens.
+        In a step, few of hundreds of streams change.
         """
-        if self._grown is None:
-            growths = [(stream, self._growth(stream)) for stream in self._changed.values()]
-            growths = [pair for pair in growths if pair[1]]
-            if len(growths) < len(self._changed):
-                self._changed = {stream.id: stream for stream, _ in growths}
-            self._grown = sorted(growths, key=lambda pair: pair[0].number)
-        return self._grown
-
-    def _note_change(self, stream: SchedulerStream) -> None:
-        self._changed[stream.id] = stream
-        self._grown = None
+        if self._changed:
+            for stream in self._changed.values():
+                if new := self._growth(stream):
+                    self._grown[stream.number] = stream, new
+                else:
+                    self._grown.pop(stream.number, None)
+            self._changed.clear()
+            self._ordered = [self._grown[number] for number in sorted(self._grown)]
+        return self._ordered
 
     def await_request(self) -> bool:
         """Wait in this step for the request of a stream that comes next.
@@ -284,7 +283,7 @@ class SchedulerStreams:
         stream = self._open.get(id_)
         if stream is None:
             stream = self._open[id_] = SchedulerStream(id_, next(self._numbers))
-        self._note_change(stream)
+        self._changed[stream.id] = stream
         return stream
 
     def stage(self, id_: str) -> Stage:
@@ -325,17 +324,17 @@ class SchedulerStreams:
         if len(self._ended) > _REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
         self._pins.release(id_)
-        self._changed.pop(id_, None)
-        self._grown = None
         stream = self._open.pop(id_, None)
-        self._openers -= stream is not None and stream.opener is not None
+        if stream is not None:
+            self._openers -= stream.opener is not None
+            stream.claimed, self._changed[id_] = True, stream
 
     def lose(self, id_: str | None = None) -> None:
         """Note that a stream gave way and may be evicted, or that all streams were flushed."""
         for stream in self._open.values() if id_ is None else [self._open.get(id_)]:
             if stream is not None and stream.prefilled:
                 stream.prefilled, stream.gave_way = 0, id_ is not None
-                self._note_change(stream)
+                self._changed[stream.id] = stream
                 self._progress.append((stream.id, 0, 0, 0.0))
 
     def has_lost(self, id_: str | None) -> bool:
@@ -469,7 +468,7 @@ class SchedulerStreams:
             return 0
         self._pins.replace(stream.id, pin)
         stream.prefilled = tokens
-        self._note_change(stream)
+        self._changed[stream.id] = stream
         self._progress.append((stream.id, tokens, 0, 0.0))
         return added
 
@@ -482,7 +481,7 @@ class SchedulerStreams:
         req = take_request(self._scheduler, message, self._make)
         if req is not None:
             stream.increment, stream.kept = req, len(req.origin_input_ids)
-            self._note_change(stream)
+            self._changed[stream.id] = stream
         return req
 
     def discard(self, req: Any) -> None:
@@ -490,7 +489,7 @@ class SchedulerStreams:
         stream = self._of(req)
         if stream is not None:
             stream.increment = None
-            self._note_change(stream)
+            self._changed[stream.id] = stream
 
     def is_unpinned(self, req: Any) -> bool:
         """Return whether an increment has been computed of an open stream, and can be pinned."""
@@ -503,7 +502,7 @@ class SchedulerStreams:
             # Text that came since may have changed the last of its tokens.
             stream.prefilled, stream.increment = self._kept(stream.kept), None
             stream.is_pin_stale = False
-            self._note_change(stream)
+            self._changed[stream.id] = stream
 
     def finish(self, req: Any, seconds: float) -> None:
         """Note that an increment has been computed, ``seconds`` after its batch was built."""

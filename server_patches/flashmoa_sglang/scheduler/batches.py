@@ -200,13 +200,13 @@ def _plan(scheduler: Any, running: Any) -> Step | None:
             return None
         chunk = stream_chunk(costs, urgent or sum(state.streams.waiting_tokens()), page)
         return Step(chunk, least, only_streams=True)
-    state.earned += state.costs.decode(others, _kv(running))
-    if decoding and not state.no_rides:
-        step = _riding_streams(scheduler, running, costs)
-    else:
-        step = _own_forward(scheduler, running, costs, others)
-    if step is not None:
-        return step
+    without = state.costs.decode(others, _kv(running))
+    state.earned += without
+    if state.options.itl_budget > 1:
+        plan = _riding_streams if decoding and not state.no_rides else _own_forward
+        step = plan(scheduler, running, costs, without)
+        if step is not None:
+            return step
     return Step() if scheduler.waiting_queue else None
 
 
@@ -350,18 +350,18 @@ def _allowed_rides(scheduler: Any, running: Any, costs: Costs, longest: float) -
     page, most, decoding = scheduler.page_size, scheduler.chunked_prefill_size, len(running.reqs)
     rides = possible_rides(costs, decoding, longest, page, most)
     if (limit := _limit(scheduler.flashmoa, running)) < inf:
-        left = limit - costs.decode(decoding)
+        left = limit - scheduler.flashmoa.costs.decode(decoding, _kv(running))
         rides = tuple(ride for ride in rides if ride[1] <= left)
     return rides
 
 
-def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
-    """Plan a decode step along with which tokens of streams ride, or a forward of their own."""
+def _riding_streams(scheduler: Any, running: Any, costs: Costs, step: float) -> Step | None:
+    """Plan a decode step along with which tokens of streams ride, or a forward of their own.
+
+    Args: step: seconds of a step in which requests only decode.
+    """
     state: SchedulerState = scheduler.flashmoa
     decoding, least = len(running.reqs), least_tokens(costs, scheduler.page_size)
-    if state.options.itl_budget <= 1:
-        return None
-    step = costs.decode(decoding)
     price = step / _LONG_STEPS
     longest, short, share = _LONGEST_STEP, inf, 1.0
     if any(map(state.streams.is_stranger, running.reqs)):
@@ -377,7 +377,7 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
     rate = costs.per_token_at_best
     ride, added = choose_stream_ride(rides, rate, waiting, ends, fewest, (short, share))
     if not ride:
-        return _own_forward(scheduler, running, costs, decoding)
+        return _own_forward(scheduler, running, costs, step)
     if not state.streams.has_increment(ride, least):
         return None
     # What was earned before pays for this long step, and for no other one soon after it.
@@ -385,19 +385,18 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs) -> Step | None:
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
 
 
-def _own_forward(scheduler: Any, running: Any, costs: Costs, decoding: int) -> Step | None:
+def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Step | None:
     """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
 
     The forward is the smallest one whose tokens take hardly longer than those of a large one:
     streams cost the engine little more than without links, and decodes wait for a short time. If
     SGLang can mix the two, fewer tokens, and what is known before the agent before writes, wait.
+
+    Args: step: seconds of a step in which requests only decode, here or elsewhere.
     """
     state: SchedulerState = scheduler.flashmoa
     streams, page = state.streams, scheduler.page_size
-    if state.options.itl_budget <= 1:
-        return None
-    step, least = state.costs.decode(decoding, _kv(running)), least_tokens(costs, page)
-    before = place_of_next(scheduler)
+    least, before = least_tokens(costs, page), place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
     efficient = efficient_tokens(costs)
     if running.reqs and not state.no_rides:

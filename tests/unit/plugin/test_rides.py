@@ -100,6 +100,23 @@ def test_steps_in_which_nothing_rides_leave_time_for_one_ride_only() -> None:
     assert mixed_steps(busy, 4) == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"), [({"itl_budget": 1.03}, 16), ({"itl_ms": "31"}, 0), ({}, 40)]
+)
+def test_limits_hold_behind_long_contexts_before_steps_that_mix_are_known(
+    options: dict[str, Any], steps: int
+) -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.options = Options(intra_turn="off", **options)
+    # A step takes 30 ms, of which 20 are for its context.
+    points = ((1, 0.01), (64, 0.014), (1064, 0.114))
+    busy.flashmoa.costs = Costs(points, 0.01, per_kv_token=1e-4)
+    for req in busy.running.reqs:
+        req.priority = None
+    busy.open_stream("a", 62 * 40)
+    assert sum(mixed_steps(busy, 40)) == steps
+
+
 def test_steps_may_be_longer_if_only_linked_workflows_decode() -> None:
     busy = engine(decoding=2)
     busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.03)

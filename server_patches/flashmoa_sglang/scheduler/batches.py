@@ -427,13 +427,14 @@ def _prepared(scheduler: Any, running: Any, step: Step) -> Generator[None]:
     made = _make_increments(scheduler, running, step) if step.streams else []
     waiting = scheduler.waiting_queue
     scheduler.waiting_queue = made if step.only_streams else [*waiting, *made]
+    if step.only_streams:
+        # The operator may let SGLang mix all prefill with decodes (--enable-mixed-chunk).
+        state.only_streams, running.batch_is_full, scheduler.is_mixed_chunk = True, False, False
     if step.rides:
         # SGLang mixes nothing with decodes that return log-probabilities, but ``results.mix`` can.
         scheduler.is_mixed_chunk, running.return_logprob = True, False
         scheduler.chunked_prefill_size = step.rides + len(running.reqs)
     state.needs_pages = scheduler.is_mixed_chunk
-    if step.only_streams:
-        state.only_streams, running.batch_is_full = True, False
     try:
         yield
     finally:

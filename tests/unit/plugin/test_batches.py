@@ -250,6 +250,17 @@ def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
     assert busy.flashmoa.earned == 0
 
 
+def test_nothing_decodes_in_a_forward_of_streams_although_the_operator_lets_sglang_mix() -> None:
+    """What keeps streams from riding may be that such steps would not be right."""
+    busy = engine(decoding=2)
+    busy.flashmoa.no_rides = "hidden states are returned"
+    busy.is_mixed_chunk = True
+    busy.open_stream("a", 2500)
+    built = [step(busy) for _ in range(6)][-1]
+    assert built.increments() == [512] and not built.settings["mixed"]
+    assert busy.is_mixed_chunk
+
+
 def test_all_is_as_before_if_no_batch_can_be_built() -> None:
     busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)

@@ -35,8 +35,9 @@ _GROWS = 1.25
 # How much costs must change to be told: as parts of a forward, and of what a prefill adds to it.
 _CHANGED, _CHANGED_ADDED = 0.03, 0.15
 _CONTEXTS = (0, 16384)
-# Tokens of a context that make no difference.
-_SHORT_CONTEXT = 128
+# Tokens of a context that make no difference; contexts that differ by fewer than the second number
+# do not tell what they cost, because noise makes more of a difference.
+_SHORT_CONTEXT, _FURTHER = 128, 512
 T = TypeVar("T")
 _Kind = tuple[str, int, int]
 # The size of a forward, its context, and its seconds.
@@ -218,7 +219,11 @@ def _fit(sizes: Iterable[Sequence[Sequence[_Time]]]) -> tuple[list[tuple[int, fl
         [_below_median(times, lambda time: time[2]) for times in kinds if len(times) >= FEWEST]
         for kinds in known
     )
-    per_context = _slope([(context, seconds) for _, context, seconds in times] for times in typical)
+    per_context = _slope(
+        (_FURTHER * times[0][0], [(context, seconds) for _, context, seconds in times])
+        for times in typical
+        if times
+    )
     alone = (
         [
             (size, seconds - per_context * context)
@@ -231,16 +236,17 @@ def _fit(sizes: Iterable[Sequence[Sequence[_Time]]]) -> tuple[list[tuple[int, fl
     return [(size, max(0.0, seconds)) for size, seconds in chosen], per_context
 
 
-def _slope(lines: Iterable[Sequence[tuple[int, float]]]) -> float:
+def _slope(lines: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> float:
     """Return by how much seconds grow with x along lines of (x, seconds); at least 0.
 
-    It is the median of what all pairs of a line say, weighted by how far they are apart.
+    It is the median of what all pairs of a line say, weighted by how far they are apart. With each
+    line comes how far that is at least: nearer ones differ by their noise.
     """
     found = sorted(
         ((seconds - before) / (x - other), abs(x - other))
-        for line in lines
+        for least, line in lines
         for (x, seconds), (other, before) in combinations(line, 2)
-        if x != other
+        if abs(x - other) >= least
     )
     half = sum(apart for _, apart in found) / 2
     for slope, apart in found:
@@ -262,6 +268,6 @@ def _below_median(times: Iterable[T], seconds: Callable[[T], float]) -> T:
 def _beyond(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the points with others, of a smaller and a larger size than any that ran."""
     (least, at_least), (most, at_most) = points[0], points[-1]
-    per_size = _slope([points])
+    per_size = _slope([(1, points)])
     first = [(1, max(0.0, at_least - per_size * (least - 1)))] if least > 1 else []
     return [*first, *points, (2 * most, at_most + per_size * most)]

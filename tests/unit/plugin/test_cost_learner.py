@@ -278,3 +278,15 @@ def test_a_context_that_hardly_varies_is_not_taken_to_cost_what_the_weights_do(
     costs = learned(*times(DEVICE, (steps + prefills) * 5, dice))
     assert costs.decode(3) == pytest.approx(DEVICE(3, 0), rel=0.1)
     assert costs.decode(3, 3000) == pytest.approx(DEVICE(3, 3000), rel=0.1)
+
+
+@pytest.mark.parametrize("context", [512, 1536])
+def test_nor_is_one_that_varies_as_little_between_two_kinds_of_contexts(context: int) -> None:
+    steps = [
+        TimedForward(3, 3 * (context - 4), 0, 0, 0.01),
+        TimedForward(3, 3 * (context + 4), 0, 0, 0.0101),
+    ]
+    prefills = [TimedForward(0, 0, tokens, 0, tokens * 1e-4) for tokens in (64, 256)]
+    costs = learned(*(steps + prefills) * 3)
+    for kv in (0, 30_000):
+        assert costs.decode(3, kv) == pytest.approx(0.01, rel=0.02)

@@ -47,8 +47,8 @@ class Options:
         1.25,
         "Beside requests that belong to no linked workflow: how long most decode steps may be with "
         "tokens of prompt streams that ride along, as a multiple of the step without them. Where "
-        "nothing can ride, streams have as much time in forwards of their own as decodes have. At "
-        "most 1: streams wait until no request decodes.",
+        "nothing can ride, or riding would cost more, streams have as much time in forwards of "
+        "their own as decodes have. At most 1: streams wait until no request decodes.",
     )
     itl_ms: str = _option(
         "",

@@ -215,10 +215,9 @@ def choose_increments(
     """Choose which streams to prefill in a step, and how far.
 
     Among those of a rank, first come those of which the step can compute all, the smallest job
-    first. The rest is computed one after
-    the other, so that if there is not room for all, some are complete: the smallest job first, or
-    without ``output`` the one that was opened first, whose request may come first. Increments are
-    whole pages.
+    first. The rest is computed one after the other, so that if there is not room for all, some are
+    complete: the smallest job first, or without ``output`` the one that was opened first, whose
+    request may come first. Increments are whole pages.
 
     Args:
         streams: in the order in which they were opened.

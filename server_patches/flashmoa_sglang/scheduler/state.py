@@ -55,7 +55,8 @@ class SchedulerState:
         late_kv: why KV is put into the radix tree, and pinned there, only with the results of its
             forward; empty if once that is launched.
         launched: requests of the last forward whose KV is put there when the next step begins.
-        elsewhere: how many requests decode on another rank that steps together with this one.
+        elsewhere: how many requests decode on another rank that steps together with this one, or in
+            another batch of a pipeline.
         earned: the seconds that decode steps have taken since streams made one longer, or had a
             forward of their own.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.

@@ -388,9 +388,10 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs, step: float) -> 
 def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Step | None:
     """Plan a forward for streams alone, for which decodes wait, once these have had as much time.
 
-    The forward is the smallest one whose tokens take hardly longer than those of a large one:
-    streams cost the engine little more than without links, and decodes wait for a short time. If
-    SGLang can mix the two, fewer tokens, and what is known before the agent before writes, wait.
+    The forward is the smallest one whose tokens take hardly longer than those of a large one, or
+    a chunk: streams cost the engine little more than without links, and decodes wait for a short
+    time. If SGLang can mix the two, fewer tokens, and what is known before the agent before writes,
+    wait.
 
     Args: step: seconds of a step in which requests only decode, here or elsewhere.
     """
@@ -398,7 +399,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     streams, page = state.streams, scheduler.page_size
     least, before = least_tokens(costs, page), place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
-    efficient = efficient_tokens(costs)
+    efficient = min(efficient_tokens(costs), scheduler.chunked_prefill_size or CHUNKS[-1])
     if running.reqs and not state.no_rides:
         if waiting < efficient:
             return None

@@ -137,13 +137,15 @@ def test_steps_may_be_longer_if_only_linked_workflows_decode() -> None:
 MIXING = Costs(COSTS.points, 0.01, ((2, 0, 0.01), (2, 30, 0.0118), (2, 62, 0.012)))
 
 
+# What rides adds as much as a forward of its own, in which no request would decode.
+DEAR = replace(COSTS, mixed=((2, 0, 0.01), (2, 62, 0.02), (2, 254, 0.039)))
+
+
 def test_where_riding_costs_more_streams_have_forwards_of_their_own_once_these_are_efficient() -> (
     None
 ):
     busy = engine(decoding=2)
-    # What rides adds as much as a forward of its own, in which no request would decode.
-    mixed = ((2, 0, 0.01), (2, 62, 0.02), (2, 254, 0.039))
-    busy.flashmoa.costs = replace(COSTS, mixed=mixed)
+    busy.flashmoa.costs = DEAR
     busy.open_stream("resting", 5000, grows=False)
     busy.open_stream("a", 500)
     assert not any(mixed_steps(busy, 20))
@@ -152,6 +154,16 @@ def test_where_riding_costs_more_streams_have_forwards_of_their_own_once_these_a
     assert built.increments() == [512] and not built.settings["mixed"]
     busy.flashmoa.streams.settle(built.queues[0][0])
     assert mixed_steps(busy, 8) == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
+def test_forwards_of_their_own_are_as_large_and_as_often_as_chunks_allow() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.costs, busy.chunked_prefill_size = DEAR, 256
+    busy.open_stream("a", 500)
+    # 256 tokens take as long as three steps.
+    assert mixed_steps(busy, 8) == [0, 0, 1, 0, 0, 0, 0, 0]
+    busy.flashmoa.streams.extend(new_tokens("a", range(500, 800)))
+    assert mixed_steps(busy, 4) == [1, 0, 0, 1]
 
 
 def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ride() -> None:

@@ -4,7 +4,7 @@
 # make nightly     everything: all tests, three times ten thousand calls, fifty random programs of
 #                  each framework, and the next three (about three hours, and more environments)
 # make test-releases   the engine tests on the other SGLang releases (an environment
-#                      for each; test-0.5.23 and the like for one of them)
+#                      for each; test-0.5.22 and the like for one of them)
 # make check-newest   what the newest SGLang on the package index lacks of what the plugin
 #                      uses: seconds, no engine; part of make nightly
 # make demo-dynamo   run a linked team on two engines behind a front end of NVIDIA Dynamo

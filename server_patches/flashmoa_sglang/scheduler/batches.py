@@ -13,7 +13,9 @@ rules of a batch:
    which they and the decodes wait for the shortest time in all (:func:`choose_prompt_ride`);
    streams as many in each step as costs the engine the least time (:func:`choose_stream_ride`).
    Beside requests of others than linked workflows, fewer than half of the steps are longer than
-   ``--flashmoa-itl-budget`` times a step without, which bounds their median time between tokens.
+   ``--flashmoa-itl-budget`` times a step without, which bounds their median time between tokens,
+   and these at most :data:`_LONGEST_OF_FEW` times as long. Where riding costs the engine more,
+   streams have forwards of their own instead (:func:`_own_forward`).
 3. *Which streams* get them: those whose requests are due, those that a step can complete, then one
    after the other in the order in which they were opened, in whole pages (``amounts.py``). A few
    tokens wait for more, unless their stream has ended: its request computes them at hardly any

@@ -30,6 +30,8 @@ _MOST_NEW = 2048
 _DRIFT, _DRIFTED = 1.2, 16
 # Steps of decodes and a prefill are told apart by blocks of so many tokens.
 _BLOCK = 16
+# What part of a forward's time is not its context's at least, whatever the noise says.
+_LEAST_ALONE = 0.02
 # By what factor a prefill takes longer at least than one of half the tokens, if none so large ran.
 _GROWS = 1.25
 # How much costs must change to be told: as parts of a forward, and of what a prefill adds to it.
@@ -226,14 +228,14 @@ def _fit(sizes: Iterable[Sequence[Sequence[_Time]]]) -> tuple[list[tuple[int, fl
     )
     alone = (
         [
-            (size, seconds - per_context * context)
+            (size, max(seconds - per_context * context, _LEAST_ALONE * seconds))
             for times in kinds
             for size, context, seconds in times
         ]
         for kinds in known
     )
     chosen = (_below_median(times, lambda time: time[1]) for times in alone)
-    return [(size, max(0.0, seconds)) for size, seconds in chosen], per_context
+    return list(chosen), per_context
 
 
 def _slope(lines: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> float:

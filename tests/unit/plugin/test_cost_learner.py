@@ -290,3 +290,10 @@ def test_nor_is_one_that_varies_as_little_between_two_kinds_of_contexts(context:
     costs = learned(*(steps + prefills) * 3)
     for kv in (0, 30_000):
         assert costs.decode(3, kv) == pytest.approx(0.01, rel=0.02)
+
+
+def test_a_step_takes_time_although_noise_gives_all_of_it_to_its_context() -> None:
+    """Decodes would never have waited long enough for a forward of streams otherwise."""
+    steps = [TimedForward(8, kv, 0, 0, seconds) for kv, seconds in ((9000, 0.001), (99000, 0.1))]
+    prefills = [TimedForward(0, 0, tokens, 0, 0.01) for tokens in (64, 512)]
+    assert learned(*(steps + prefills) * 5).decode(8) > 0

@@ -84,6 +84,9 @@ _LONGEST_STEP = 2.0
 # the steps, with a margin to a half, may be so many times as long: enough for 512 tokens with a
 # model of 8B on an H200.
 _LONG_STEPS, _LONGEST_OF_FEW = 0.4, 3.2
+# Where riding would cost more, decodes have so many times as long as streams' own forwards. In a
+# chain of agents on two engines, each is idle while the other one writes.
+_SHARE_IF_IDLE_SOON = 16
 # Forwards of more tokens than this are not told apart.
 _LARGE_FORWARD = 8192
 # Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
@@ -382,8 +385,9 @@ def _riding_streams(scheduler: Any, running: Any, costs: Costs, step: float) -> 
         return _own_forward(scheduler, running, costs, step)
     if not state.streams.has_increment(ride, least):
         return None
-    # What was earned before pays for this long step, and for no other one soon after it.
-    spends = max(price, state.earned - step) if added > short else 0.0
+    # What was earned before pays for one long step, and for no other one soon after it.
+    state.earned = min(state.earned, price + step)
+    spends = price if added > short else 0.0
     return Step(ride, least, only_streams=True, rides=ride, before=before, spends=spends)
 
 
@@ -393,7 +397,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     The forward is the smallest one whose tokens take hardly longer than those of a large one, or
     a chunk: streams cost the engine little more than without links, and decodes wait for a short
     time. If SGLang can mix the two, fewer tokens, and what is known before the agent before writes,
-    wait.
+    wait, and decodes have most of the time: an engine that is idle before long does it for nothing.
 
     Args: step: seconds of a step in which requests only decode, here or elsewhere.
     """
@@ -402,9 +406,12 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     least, before = least_tokens(costs, page), place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
     efficient = min(efficient_tokens(costs), scheduler.chunked_prefill_size or CHUNKS[-1])
+    share = 1
     if running.reqs and not state.no_rides:
         if waiting < efficient:
+            state.earned = min(state.earned, step / _LONG_STEPS)
             return None
+        share = _SHARE_IF_IDLE_SOON
     # Some tokens of those that grow wait for more at nearly every moment.
     elif waiting < least:
         before, waiting = None, sum(streams.waiting_tokens())
@@ -413,7 +420,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
         size = min(size, costs.tokens_within(limit))
     size = max(page, size - size % page)
     seconds = costs.prefill(size)
-    if seconds > limit or state.earned < max(seconds, step / _LONG_STEPS):
+    if seconds > limit or state.earned < max(share * seconds, step / _LONG_STEPS):
         return None
     return Step(size, least, only_streams=True, before=before, spends=state.earned)
 

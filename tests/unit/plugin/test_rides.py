@@ -148,22 +148,25 @@ def test_where_riding_costs_more_streams_have_forwards_of_their_own_once_these_a
     busy.flashmoa.costs = DEAR
     busy.open_stream("resting", 5000, grows=False)
     busy.open_stream("a", 500)
-    assert not any(mixed_steps(busy, 20))
+    assert not any(mixed_steps(busy, 100))
     busy.flashmoa.streams.extend(new_tokens("a", range(500, 1100)))
-    built = step(busy, Build(takes=lambda _: True))
-    assert built.increments() == [512] and not built.settings["mixed"]
-    busy.flashmoa.streams.settle(built.queues[0][0])
-    assert mixed_steps(busy, 8) == [0, 0, 0, 0, 0, 1, 0, 0]
+    # 512 tokens take as long as five and a half steps, and decodes have sixteen times as long.
+    found = mixed_steps(busy, 250)
+    assert [n for n, ran in enumerate(found) if ran] == [85, 173]
+    busy.flashmoa.streams.extend(new_tokens("a", range(1100, 1600)))
+    for _ in range(100):
+        if (built := step(busy, Build(takes=lambda _: True))).queues:
+            break
+    assert built.increments() == [1536] and not built.settings["mixed"]
 
 
 def test_forwards_of_their_own_are_as_large_and_as_often_as_chunks_allow() -> None:
     busy = engine(decoding=2)
     busy.flashmoa.costs, busy.chunked_prefill_size = DEAR, 256
-    busy.open_stream("a", 500)
+    busy.open_stream("a", 800)
     # 256 tokens take as long as three steps.
-    assert mixed_steps(busy, 8) == [0, 0, 1, 0, 0, 0, 0, 0]
-    busy.flashmoa.streams.extend(new_tokens("a", range(500, 800)))
-    assert mixed_steps(busy, 4) == [1, 0, 0, 1]
+    found = mixed_steps(busy, 150)
+    assert [n for n, ran in enumerate(found) if ran] == [46, 93, 140]
 
 
 def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ride() -> None:

@@ -86,7 +86,7 @@ _LONGEST_STEP = 2.0
 _LONG_STEPS, _LONGEST_OF_FEW = 0.4, 3.2
 # Where riding would cost more, decodes have so many times as long as streams' own forwards. In a
 # chain of agents on two engines, each is idle while the other one writes.
-_SHARE_IF_IDLE_SOON = 16
+_DECODES_PER_FORWARD = 16
 # Forwards of more tokens than this are not told apart.
 _LARGE_FORWARD = 8192
 # Estimated seconds of a step in which nothing runs, and seconds that the scheduler sleeps in it.
@@ -397,7 +397,8 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     The forward is the smallest one whose tokens take hardly longer than those of a large one, or
     a chunk: streams cost the engine little more than without links, and decodes wait for a short
     time. If SGLang can mix the two, fewer tokens, and what is known before the agent before writes,
-    wait, and decodes have most of the time: an engine that is idle before long does it for nothing.
+    wait, and decodes have :data:`_DECODES_PER_FORWARD` times as long: an engine that is idle before
+    long computes these tokens at no cost.
 
     Args: step: seconds of a step in which requests only decode, here or elsewhere.
     """
@@ -406,12 +407,12 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     least, before = least_tokens(costs, page), place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
     efficient = min(efficient_tokens(costs), scheduler.chunked_prefill_size or CHUNKS[-1])
-    share = 1
+    times = 1
     if running.reqs and not state.no_rides:
         if waiting < efficient:
             state.earned = min(state.earned, step / _LONG_STEPS)
             return None
-        share = _SHARE_IF_IDLE_SOON
+        times = _DECODES_PER_FORWARD
     # Some tokens of those that grow wait for more at nearly every moment.
     elif waiting < least:
         before, waiting = None, sum(streams.waiting_tokens())
@@ -420,7 +421,7 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
         size = min(size, costs.tokens_within(limit))
     size = max(page, size - size % page)
     seconds = costs.prefill(size)
-    if seconds > limit or state.earned < max(share * seconds, step / _LONG_STEPS):
+    if seconds > limit or state.earned < max(times * seconds, step / _LONG_STEPS):
         return None
     return Step(size, least, only_streams=True, before=before, spends=state.earned)
 

@@ -185,7 +185,7 @@ class ForwardTimer:
         """Let SGLang process a result; it calls :meth:`stop` once the forward has ended."""
         while self._launched and self._ending is None:
             launch = self._launched.popleft()
-            # A result of pipeline stages is made anew, but results come in order.
+            # Pipeline stages copy a result into another object, but results keep their order.
             if launch[0] is result or self._has_stages:
                 self._ending = launch
         self._done = None
@@ -204,7 +204,7 @@ class ForwardTimer:
         before, self._ended_at = self._ended_at, now
         was_late, self._was_late = self._was_late, bool(done and done.is_late)
         self.seconds = now - max(began, before)
-        # Nobody knows when it began if the scheduler came late for the one before, but not for it.
+        # Its beginning is unknown if the end of the forward before it was noticed late.
         is_known = began >= before or not (self._has_stages or (was_late and not self._was_late))
         if done and done.is_on_cpu:
             self.seconds, is_known = launching, True

@@ -213,6 +213,16 @@ def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     assert step(busy).increments() == [126]
 
 
+def test_no_step_is_planned_for_many_streams_of_which_none_has_enough_for_an_increment() -> None:
+    busy = engine(decoding=2)
+    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
+    for number in range(299):
+        busy.open_stream(f"{number}", 9)
+    assert not step(busy).queues
+    busy.open_stream("long", 140)
+    assert step(busy).increments() == [126]
+
+
 @pytest.mark.parametrize("joins", [True, False])
 def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
     """SGLang would mix nothing with them, and is told of them again afterwards."""

@@ -396,7 +396,8 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
 
     The forward is the smallest one whose tokens take hardly longer than those of a large one, or
     a chunk: streams cost the engine little more than without links, and decodes wait for a short
-    time. If SGLang can mix the two, fewer tokens, and what is known before the agent before writes,
+    time. Ranks that step together leave it to one another, however few of them have streams. If
+    SGLang can mix the two, fewer tokens, and what is known before the agent before writes,
     wait, and decodes have :data:`_DECODES_PER_FORWARD` times as long: an engine that is idle before
     long computes these tokens at no cost.
 
@@ -407,7 +408,8 @@ def _own_forward(scheduler: Any, running: Any, costs: Costs, step: float) -> Ste
     least, before = least_tokens(costs, page), place_of_next(scheduler)
     waiting = sum(streams.waiting_tokens(before=before))
     efficient = min(efficient_tokens(costs), scheduler.chunked_prefill_size or CHUNKS[-1])
-    times = 1
+    # A rank does not know of the others' streams, which delay its decodes, too.
+    times = RELEASE.data_parallel_ranks(scheduler.server_args) if scheduler.require_mlp_sync else 1
     if running.reqs and not state.no_rides:
         if waiting < efficient:
             state.earned = min(state.earned, step / _LONG_STEPS)

@@ -159,7 +159,9 @@ class FakeScheduler:
         self.disable_radix_cache = False
         self.require_mlp_sync = False
         self.spec_algorithm = SimpleNamespace(is_none=lambda: True, is_eagle=lambda: eagle)
-        self.server_args = SimpleNamespace(disaggregation_mode="null", tokenizer_worker_num=1)
+        self.server_args = SimpleNamespace(
+            disaggregation_mode="null", tokenizer_worker_num=1, dp_size=1, attn_dp_size=1
+        )
         self.grammar_manager = Grammars()
         self.req_to_token_pool = SimpleNamespace(available_size=lambda: 16)
         # SGLang 0.5.12 has the first attribute, later releases the second.

@@ -232,6 +232,15 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     assert step(rank).increments() == [1024]
 
 
+def test_streams_of_all_ranks_that_step_together_leave_half_of_the_time_to_decodes() -> None:
+    rank = engine()
+    rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)
+    rank.server_args.attn_dp_size = 2
+    rank.open_stream("a", 1024)
+    # With one rank it would be the sixth step.
+    assert [bool(step(rank).queues) for _ in range(11)] == [False] * 10 + [True]
+
+
 def test_with_eagle_a_page_is_a_forward_although_an_increment_has_another_token() -> None:
     eagle = engine(eagle=True)
     eagle.page_size = 64

@@ -42,7 +42,8 @@ _LONG_SECONDS = 0.1
 _IDLE_POLL = 0.05
 # How many decode steps are timed, and how many tokens the answers have that decode meanwhile.
 _STEPS, _ANSWER = 8, 64
-# Costs are learned from so many new forwards, and not more often than after so many seconds.
+# Costs are learned from so many new forwards, and after the warm-up not more often than after so
+# many seconds.
 _LEARNED_TOGETHER, _LEARN_SECONDS = 64, 2.0
 
 
@@ -72,6 +73,11 @@ class LearnedCosts:
             await self._is_due.wait()
             await self.learn()
             await asyncio.sleep(_LEARN_SECONDS)
+
+    async def learn_if_due(self) -> None:
+        """Learn if enough forwards have run since; see :meth:`learn`."""
+        if self._is_due.is_set():
+            await self.learn()
 
     async def learn(self) -> None:
         """Learn from the forwards so far; tell the schedulers if decisions may change."""
@@ -169,6 +175,8 @@ class WarmUp:
         while (starts := self._engine.warming_up) or self._is_in_use():
             if not (starts or self._waits):
                 raise _ClientCame
+            # An engine that is never idle has the costs of what it serves meanwhile.
+            await self._learned.learn_if_due()
             await asyncio.sleep(_IDLE_POLL)
 
     def _is_in_use(self) -> bool:
@@ -264,9 +272,8 @@ async def calibrate(engine: Engine) -> LearnedCosts | None:
         if learned is None:
             costs, engine.saturation = read_costs(options.costs)
         else:
-            costs = UNMEASURED
             await WarmUp(engine, learned, waits=options.asyncep != "off").run(ranks)
-            engine.saturation = find_saturation(learned.layers, most)
+            costs, engine.saturation = engine.costs, find_saturation(learned.layers, most)
     except Exception as error:
         text = "The cost of a forward is a guess, until requests of clients have shown it: %s"
         logger.warning(text, error)

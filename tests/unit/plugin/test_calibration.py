@@ -229,9 +229,12 @@ async def test_the_first_request_of_a_client_ends_what_an_engine_measures_on_its
     assert engine.costs is not UNMEASURED
 
 
+@pytest.mark.parametrize("asyncep", ["off", "h2d"])
 async def test_an_engine_that_is_never_idle_learns_from_what_it_serves(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, asyncep: str
 ) -> None:
+    """Also one that waits until it is idle, in order to measure what clients' forwards do not."""
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", asyncep)
     monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
     engine: Any = FakeEngine(after=0)
     async with learning(engine):

@@ -66,7 +66,7 @@ def make_http_client(
         all_headers["Authorization"] = f"Bearer {api_key}"
     if not isinstance(timeout, httpx.Timeout):
         timeout = httpx.Timeout(timeout, connect=_CONNECT_SECONDS)
-    transport = EachLoop(url, _proxy_of(url))
+    transport = EachLoop(verification(url), _proxy_of(url))
     return httpx.AsyncClient(
         base_url=url, headers=all_headers, timeout=timeout, transport=transport
     )
@@ -94,13 +94,13 @@ class EachLoop(httpx.AsyncBaseTransport):
     all its generators when it ends.
 
     Args:
-        url: the engine's.
-        proxy: the URL of the proxy to it; ``None``: there is none.
+        verify: how certificates are checked; see :class:`httpx.AsyncClient`.
+        proxy: the URL of the proxy to the engine; ``None``: there is none.
     """
 
-    def __init__(self, url: str, proxy: str | None) -> None:
+    def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:
         self._proxy = proxy
-        self._verify = verification(url)
+        self._verify = verify
         self._by_loop: dict[asyncio.AbstractEventLoop | None, AsyncGenerator[_Connections]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -141,7 +141,8 @@ def keep_by_loop(http: httpx.AsyncClient) -> None:
     """
     pool = getattr(http._transport, "_pool", None)
     if type(http._transport) is _Connections and pool is not None and not pool.connections:
-        http._transport = EachLoop(str(http.base_url), None)
+        # Copies of its OpenAI client may send to servers at other URLs, also with TLS.
+        http._transport = EachLoop(pool._ssl_context, None)
 
 
 def _proxy_of(url: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ssl
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,11 @@ def test_an_openai_client_is_used_in_one_event_loop_after_the_other(engine: Engi
         assert asyncio.run(ask()) == '{"text": "hi."}'
         assert engine.has_connections(0)
     asyncio.run(client.close())
+
+
+def test_an_openai_client_checks_the_certificates_of_its_copies_servers() -> None:
+    transport: Any = AsyncOpenAI(base_url="http://engine")._client._transport
+    assert transport._verify.verify_mode is ssl.CERT_REQUIRED
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

@@ -255,14 +255,14 @@ def _group_exists(leader: int) -> bool:
 
 def _runs_in_group(process: Path, leader: int) -> bool:
     try:
-        # The name before it is in parentheses, and may contain any characters.
-        state, _parent, group, *more = (process / "stat").read_text().rpartition(")")[2].split()
+        # The name before it is in parentheses, and may contain any bytes.
+        state, _parent, group, *more = (process / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return False
     # A process whose main thread has ended is shown as a zombie, but keeps its sockets until its
     # last thread has ended. Their number is the 20th field of the file, the state is the third.
     threads = int(more[14])
-    return int(group) == leader and (state not in ("Z", "X") or threads > 1)
+    return int(group) == leader and (state not in (b"Z", b"X") or threads > 1)
 
 
 def tiny_model(shape: str, texts: Sequence[Path], cache: Path) -> Path:

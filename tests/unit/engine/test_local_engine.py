@@ -86,3 +86,16 @@ def test_an_engine_runs_until_its_last_thread_has_ended(tmp_path: Path) -> None:
     assert not LocalEngine(process.pid, 1, tmp_path / "engine.log").is_running()
     process.wait()
     process.stdin.close()
+
+
+def test_a_process_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """Names are cut after 15 bytes, also within a character."""
+    set_name = 15
+    code = f"import ctypes; ctypes.CDLL(None).prctl({set_name}, b'\\xff'); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True
+    )
+    while Path(f"/proc/{process.pid}/comm").read_bytes() != b"\xff\n":
+        os.sched_yield()
+    assert LocalEngine(process.pid, 1, tmp_path / "engine.log").is_running()
+    process.communicate()

@@ -317,16 +317,14 @@ class PromptFeed(Feed):
         Raises: EngineTimeout if it does; EngineUnreachable if it has left its front end.
         """
         seconds = None if self.is_named else _WORKER_SECONDS
-        try:
-            with anyio.fail_after(seconds):
-                if not await self._engine.takes_requests(state.id):
-                    text = f"the worker of prompt stream {state.id} takes no requests"
-                    raise EngineUnreachable(text)
-                return await self._engine.append(state.id, seq, **_fields(piece), end=end)
-        except TimeoutError:
-            raise EngineTimeout(
-                f"the worker of prompt stream {state.id} has not taken text within {seconds} s"
-            ) from None
+        with anyio.move_on_after(seconds):
+            if not await self._engine.takes_requests(state.id):
+                text = f"the worker of prompt stream {state.id} takes no requests"
+                raise EngineUnreachable(text)
+            return await self._engine.append(state.id, seq, **_fields(piece), end=end)
+        raise EngineTimeout(
+            f"the worker of prompt stream {state.id} has not taken text within {seconds} s"
+        )
 
     async def _wait_until_complete(self) -> None:
         while not self._stopped and not self._prompt.is_complete:

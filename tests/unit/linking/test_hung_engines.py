@@ -74,6 +74,21 @@ async def test_a_request_waits_for_its_texts_and_not_for_a_hung_engine(hangs: Ro
     assert (started.stream_id is not None) == (hangs == "append")
 
 
+async def test_a_link_ends_with_the_reason_that_its_engine_does_not_answer_in_time() -> None:
+    closed = asyncio.Queue[Event]()
+    async with (
+        hung_engine("append") as engine,
+        EngineClient(engine.url, timeout=0.1) as client,
+        Workflow(client, listener=closed.put_nowait) as flow,
+    ):
+        draft = flow.text("draft")
+        flow.expect(asks(draft))
+        await reached(engine, draft)
+        while not isinstance(event := await closed.get(), LinkClosed):
+            pass
+    assert event.reason.startswith(f"EngineTimeout: {engine.url} did not answer in time")
+
+
 @pytest.mark.parametrize(
     "hangs", [("render",), ("open",), ("append",), ("delete",), ("open", "delete")]
 )

@@ -6,7 +6,6 @@ of a message, ``{"type": "agent", "agent": NAME}`` stands for that agent's answe
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from flashmoa.linking.streamed_text import Text, replace_marks
+from flashmoa.openai_answers import AnswerReader
 from flashmoa.router.forwarding import AnswerObserver, RouterError
 
 
@@ -68,37 +68,21 @@ class AnswerRecorder(AnswerObserver):
 
     def __init__(self, answer: ReadableAnswer, is_stream: bool = False) -> None:
         self._answer = answer
-        self._is_stream = is_stream
-        self._line = b""
+        self._reader = AnswerReader(is_stream=is_stream)
 
     def receive(self, content: bytes) -> None:
-        if not self._is_stream:
-            self._record(content)
-            return
-        *lines, self._line = (self._line + content).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                self._record(line.removeprefix(b"data: "))
+        if text := self._reader.feed(content):
+            self._answer.write(text)
 
     def end(self, ending: str) -> None:
-        if ending == "answered" and not self._answer.is_over:
-            self._answer.close()
-        elif not self._answer.is_over:  # Its engine has refused it or is lost, or its client left.
+        if ending != "answered":  # Its engine has refused it or is lost, or its client left.
             self._fail(f"'s request was {ending}; send it again")
-
-    def _record(self, content: bytes) -> None:
-        try:
-            event: Any = json.loads(content)
-            if "error" in event:
-                self._fail(f": {event['error']}")
-                return
-            for choice in event["choices"][:1]:
-                message = choice.get("delta") or choice.get("message")
-                self._answer.write(_get(message, "content") or "")
-                if choice.get("finish_reason") == "abort":
-                    self._fail("'s request was aborted; send it again")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            self._fail(f"'s answer cannot be read: {error!r}")
+        elif (result := self._reader.result()) is None:
+            self._fail(f": {self._reader.problem}")
+        elif result.finish_reason == "abort":
+            self._fail("'s request was aborted; send it again")
+        else:
+            self._answer.finish(result.text)
 
     def _fail(self, reason: str) -> None:
         self._answer.fail(AgentFailed(f"{self._answer.name}{reason}"))

@@ -28,6 +28,7 @@ from tests.unit.router.support import KEY, FakeEngine, pair, running
 from tests.unit.router.test_forwarding import STREAM, Server
 
 pytestmark = pytest.mark.anyio
+DONE = b"data: [DONE]\n\n"
 
 
 def key_of(agent: str, client: str = "", workflow: str = "w") -> tuple[str, str, str]:
@@ -161,9 +162,7 @@ async def test_a_prompt_that_no_text_can_have_is_left_to_its_request() -> None:
 
 
 def events(*bodies: dict[str, Any]) -> bytes:
-    return (
-        b"".join(f"data: {json.dumps(body)}\n\n".encode() for body in bodies) + b"data: [DONE]\n\n"
-    )
+    return b"".join(f"data: {json.dumps(body)}\n\n".encode() for body in bodies) + DONE
 
 
 def chunk(text: str | None, reason: str | None = None) -> dict[str, Any]:
@@ -174,7 +173,9 @@ def chunk(text: str | None, reason: str | None = None) -> dict[str, Any]:
 def test_answer_is_recorded_however_its_stream_is_cut(cut: int) -> None:
     answer = ReadableAnswer("a")
     recorder = AnswerRecorder(answer, is_stream=True)
-    content = events(chunk("wa"), chunk(None), chunk("lk", "stop"), {"choices": []})
+    last = {"error": None, **chunk("k", "stop")}
+    content = events(chunk("wa"), chunk(None), {"choices": []})[: -len(DONE)]
+    content += events(chunk("l"), last).replace(b"data: ", b"data:").replace(b"\n", b"\r\n")
     for start in range(0, len(content), cut):
         recorder.receive(content[start : start + cut])
     recorder.end("answered")
@@ -183,9 +184,11 @@ def test_answer_is_recorded_however_its_stream_is_cut(cut: int) -> None:
 
 def test_whole_answer_is_recorded() -> None:
     answer = ReadableAnswer("b")
-    message = {"choices": [{"message": {"content": "walk"}}]}
-    AnswerRecorder(answer).receive(json.dumps(message).encode())
-    assert answer.written == "walk"
+    message = {"choices": [{"message": {"content": "walk"}, "finish_reason": "stop"}]}
+    recorder = AnswerRecorder(answer)
+    recorder.receive(json.dumps(message).encode())
+    recorder.end("answered")
+    assert (answer.written, answer.is_complete) == ("walk", True)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,9 @@ def test_whole_answer_is_recorded() -> None:
     [
         (events({"error": {"message": "no room"}}), "answered", "no room"),
         (events(chunk("wa", "abort")), "answered", "a's request was aborted"),
-        (events({"text": "x"}), "answered", "cannot be read"),
+        (events({"text": "x"}), "answered", "not read to its end"),
+        (events(chunk("x")), "answered", "not read to its end"),
+        (b"data: [1]\n\n", "answered", "none of OpenAI's"),
         (events(chunk("x")), "lost", "was lost"),
         (b"", "left", "a's request was left; send it again"),
     ],

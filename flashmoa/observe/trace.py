@@ -55,7 +55,8 @@ class Trace:
     """
 
     def __init__(self, path: Path | str, *, prompts: bool = False, replace: bool = True) -> None:
-        self._path = Path(path)
+        # A program may change its folder meanwhile.
+        self._path = Path(path).absolute()
         self._writes_prompts = prompts
         self._has_ended = False
         # A device or a pipe has no end to read to, and nothing to lose.

@@ -242,6 +242,17 @@ def test_a_file_that_is_not_a_trace_is_not_overwritten(tmp_path: Path, text: str
     assert other.read_text() == text + end
 
 
+def test_a_trace_stays_where_it_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace, elsewhere = Trace("trace.jsonl"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in (tmp_path, elsewhere):
+        monkeypatch.chdir(folder)
+        trace(EVENTS[0])
+    assert read(tmp_path / "trace.jsonl") == [EVENTS[0]] * 2
+    assert not [*elsewhere.iterdir()]
+
+
 def test_only_the_first_line_of_a_trace_is_read_before_it_is_replaced(file: Path) -> None:
     """A long trace would hold up the event loop."""
     file.write_text(f"{file.read_text()}no event\n")

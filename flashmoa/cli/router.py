@@ -83,7 +83,7 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, str]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a model's config. Raises: ValueError if the file is not JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--model-config {path} is not JSON: {error}") from error
 

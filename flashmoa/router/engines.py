@@ -197,7 +197,7 @@ class EnginePool:
             if (config := self._options.model_config) is None:
                 if not (path := settings.get("model_path")):
                     raise ValueError("the engine does not tell its model_path")
-                config = json.loads(await (anyio.Path(path) / "config.json").read_text())
+                config = json.loads(await (anyio.Path(path) / "config.json").read_bytes())
             return true_flops(config)
         except (OSError, ValueError, TypeError) as error:  # UnknownShape is a ValueError.
             text = "Work is counted in tokens: %s (--model-config gives another config.json)"

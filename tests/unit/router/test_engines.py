@@ -79,7 +79,8 @@ class Rig:
 def config_at(folder: Path, config: object) -> dict[str, Any]:
     """Return the settings of an engine whose model has this config."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    # Some editors begin a file with a mark of its encoding.
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
     return {"model_path": str(folder)}
 
 

@@ -19,7 +19,10 @@ from flashmoa.router.forwarding import parse_object
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (OverflowError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
+_UNREADABLE = (
+    msgspec.MsgspecError,  # It is a ValueError from 0.21 on.
+    *(OverflowError, RecursionError, ValueError, TypeError, LookupError, AttributeError),
+)
 _STORED = (
     *("block_hashes", "parent_block_hash", "token_ids"),
     *("block_size", "lora_id", "medium", "salts"),

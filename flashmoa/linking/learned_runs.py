@@ -533,12 +533,12 @@ def _gist(name: str, request: RecordedRequest) -> Hashable:
 
 
 def _ids(message: Message) -> tuple[Any, ...]:
-    return tuple(call.get("id") for call in message.get("tool_calls") or ())
+    return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
 
 
 def call_ids(answer: Message) -> list[str]:
     """Return the ids of an answer's calls, in their order."""
-    return [call["id"] for call in answer["tool_calls"]]
+    return [str(call["id"]) for call in answer["tool_calls"]]
 
 
 def called_tools(answer: Message) -> list[str]:

@@ -76,6 +76,13 @@ def expected(program: Program, answer: dict[str, Any], *missing: str) -> list[An
     return list(run.after_tools(call, run.texts(), missing))[len(ASKED) + 1 :]
 
 
+@pytest.mark.parametrize("id_", [5, [5], None])
+def test_ids_of_calls_may_be_of_any_kind(id_: Any) -> None:
+    """A server's odd answer must end neither its call nor the program's later runs."""
+    program = learn(make_answer((id_, "x")), "Here.")
+    assert play(LearnedRun(program), make_answer((id_, "x")), "Here.").follows == "agent"
+
+
 def test_in_a_first_run_every_result_is_missing() -> None:
     answer = make_answer(("a", "lake"), ("b", "hill"))
     run = LearnedRun(Program())

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import isfinite
@@ -40,6 +46,8 @@ from flashmoa.engine.wire import (
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
+# Reads the events of an answer.
+ReadDeltas = Callable[[AsyncGenerator[dict[str, Any]]], AsyncGenerator[Delta]]
 
 # What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
 # also while the engine is busy. What takes longer than this comes too late for most links.
@@ -399,8 +407,7 @@ class EngineClient:
                 error.code,
             )
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self,
         *,
         text: str | None = None,
@@ -408,7 +415,7 @@ class EngineClient:
         sampling: Mapping[str, Any] | None = None,
         prompt_stream_id: str | None = None,
         expected_output_tokens: int | None = None,
-    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+    ) -> AbstractAsyncContextManager[AsyncGenerator[Delta]]:
         """Stream a generation (``/generate``). Leaving the context aborts it.
 
         Args:
@@ -423,13 +430,11 @@ class EngineClient:
             "expected_output_tokens": expected_output_tokens,
             "stream": True,
         }
-        async with self._stream_events("/generate", body) as events:
-            yield read_generation(events)
+        return self._stream("/generate", body, read_generation)
 
-    @asynccontextmanager
-    async def chat(
+    def chat(
         self, messages: Messages, *, prompt_stream_id: str | None = None, **parameters: Any
-    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+    ) -> AbstractAsyncContextManager[AsyncGenerator[Delta]]:
         """Stream a chat completion. Leaving the context aborts it.
 
         Args:
@@ -444,8 +449,7 @@ class EngineClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with self._stream_events("/v1/chat/completions", body) as events:
-            yield read_chat(events)
+        return self._stream("/v1/chat/completions", body, read_chat)
 
     async def tokenize(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -495,15 +499,15 @@ class EngineClient:
         return {name: further[name] for name in further if name not in own}
 
     @asynccontextmanager
-    async def _stream_events(
-        self, path: str, body: Mapping[str, Any]
-    ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        """Send a request and yield the events of its answer. Leaving the context aborts it.
+    async def _stream(
+        self, path: str, body: Mapping[str, Any], read: ReadDeltas
+    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+        """Send a request and yield the steps of its answer. Leaving the context aborts it.
 
         Raises: EngineError if there is no answer, or it is an error or not a stream of events.
         """
         async with AsyncExitStack() as stack:
-            # Not around the yield: what the user of the events raises is not the engine's fault.
+            # Not around the yield: what the user of the steps raises is not the engine's fault.
             with translate_errors(self.url):
                 json = _without_none(body)
                 sending = self._http.stream("POST", path, json=json, headers=self._further())
@@ -513,13 +517,19 @@ class EngineClient:
                     raise make_refusal(response, self.url)
             if not is_event_stream(response):
                 raise bad_answer(self.url, path)
-            yield self._read_events(response)
+            yield await stack.enter_async_context(aclosing(self._read_deltas(response, read)))
 
-    async def _read_events(self, response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-        with translate_errors(self.url):
-            async with aclosing(read_events(response)) as events:
-                async for event in events:
-                    yield event
+    async def _read_deltas(
+        self, response: httpx.Response, read: ReadDeltas
+    ) -> AsyncGenerator[Delta]:
+        try:
+            with translate_errors(self.url):
+                events = read_events(response)
+                async with aclosing(events), aclosing(read(events)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise bad_answer(self.url, response.request.url.path) from error
 
     @asynccontextmanager
     async def _answering_soon(self) -> AsyncGenerator[None]:

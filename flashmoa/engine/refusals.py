@@ -52,7 +52,7 @@ def translate_errors(url: str) -> Generator[None]:
             f"{url} did not answer in time; see the engine's log, or give the client a longer "
             "timeout"
         ) from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         reason = str(error) or type(error).__name__
         raise errors.EngineUnreachable(
             f"{url} cannot be reached ({reason}). Is the engine running? "

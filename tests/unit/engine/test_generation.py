@@ -20,7 +20,7 @@ from flashmoa.engine.generation import (
     read_events,
     read_generation,
 )
-from flashmoa.errors import BadAnswer, RequestRefused
+from flashmoa.errors import BadAnswer, EngineError, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
 pytestmark = pytest.mark.anyio
@@ -146,6 +146,32 @@ async def test_an_event_that_is_no_object_is_a_bad_answer(event: str) -> None:
     response = httpx.Response(200, text=f"data: {event}\n\n")
     with pytest.raises(BadAnswer, match="not a JSON object"):
         [found async for found in read_events(response)]
+
+
+@pytest.mark.parametrize(
+    "event", ['{"choices": [{"delta": "text"}]}', '{"usage": {"prompt_tokens": "x"}}', "broken"]
+)
+async def test_a_chat_of_another_form_is_an_error_of_its_engine(event: str) -> None:
+    headers = {"content-type": "text/event-stream"}
+    if event == "broken":
+        headers["content-encoding"] = "gzip"
+    sent = httpx.Response(
+        200, headers=headers, stream=httpx.ByteStream(f"data: {event}\n\n".encode())
+    )
+    async with EngineClient("http://engine") as client:
+        client._http = httpx.AsyncClient(
+            base_url="http://engine", transport=httpx.MockTransport(lambda _: sent)
+        )
+        with pytest.raises(EngineError):
+            async with client.chat([]) as deltas:
+                [delta async for delta in deltas]
+
+
+async def test_the_steps_of_a_chat_end_with_it() -> None:
+    async with faulty_engine() as engine, EngineClient(engine.url) as client:
+        async with client.chat([{"role": "user", "content": "Go."}]) as deltas:
+            await anext(deltas)
+        assert await anext(deltas, None) is None
 
 
 async def test_half_of_a_surrogate_pair_in_a_generation_becomes_the_replacement_character() -> None:

@@ -451,11 +451,9 @@ class EngineClient:
         }
         return self._stream("/v1/chat/completions", body, read_chat)
 
-    async def tokenize(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
+    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, by the engine's tokenizer."""
-        body = {"prompt": list(texts), "add_special_tokens": add_special_tokens}
+        body = {"prompt": list(texts)}
         return (await self.ask("POST", "/tokenize", wire.TextsTokens, body)).tokens
 
     async def tokenize_chat(self, messages: Messages, **fields: Any) -> list[int]:

@@ -89,7 +89,6 @@ class Link:
             complete; then the KV is released.
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: how long the agent's answer is likely to be, if that is known.
-        add_special_tokens: whether the engine adds these to the prompt, which has none yet.
         expect: returns how many tokens an upstream agent is likely to write, if that is known.
         listener: receives the link's events.
 
@@ -106,7 +105,6 @@ class Link:
         unused_seconds: float = 30.0,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
-        add_special_tokens: bool = False,
         expect: Callable[[str], int | None] = lambda _: None,
         listener: Listener = ignore,
     ) -> None:
@@ -125,7 +123,6 @@ class Link:
             self._report_state,
             namespace=namespace,
             expected_output_tokens=expected_output_tokens,
-            add_special_tokens=add_special_tokens,
         )
         self._feed: Feed = self._make_feed()
         self._end_reason: str | None = None

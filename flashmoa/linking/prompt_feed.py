@@ -170,7 +170,6 @@ class PromptFeed(Feed):
         engine: the engine that will use the prompt.
         prompt: text as a chat template renders it, special tokens included, or token ids.
         on_state: see :class:`Feed`; the first answer opens the stream.
-        add_special_tokens: whether the engine is to add special tokens to the text.
         namespace: the namespace of the stream's KV; by default the client's.
         expected_output_tokens: how long the request's answer is likely to be, if that is known.
 
@@ -183,7 +182,6 @@ class PromptFeed(Feed):
         prompt: PromptSource,
         on_state: Callable[[StreamState], None] = lambda _: None,
         *,
-        add_special_tokens: bool = False,
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
     ) -> None:
@@ -197,7 +195,6 @@ class PromptFeed(Feed):
         self._keep_alive_at = float("inf")
         self._release_deadline = float("inf")
         self._prompt = prompt
-        self._add_special_tokens = add_special_tokens
 
     @property
     def is_named(self) -> bool:
@@ -238,7 +235,7 @@ class PromptFeed(Feed):
         async def open_stream() -> None:
             state = await self._engine.open_stream(
                 **_fields(first),
-                add_special_tokens=self._add_special_tokens if isinstance(first, str) else None,
+                add_special_tokens=False if isinstance(first, str) else None,
                 ttl_seconds=self._ttl,
                 expected_output_tokens=self._expected_output_tokens,
                 namespace=self._namespace,

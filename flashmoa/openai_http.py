@@ -175,7 +175,7 @@ async def send_changed(
     options: Mapping[str, Any],
     on_text: OnText | None,
 ) -> Response:
-    """_Send a request for a chat completion in another form; if that is refused, as it was.
+    """Send a request for a chat completion in another form; if that is refused, as it was.
 
     What a server refuses is remembered for a while, so that it is not asked twice for the like.
 

@@ -284,6 +284,7 @@ class CountingEngine:
     Attributes:
         batches: the requests, in the order in which they came.
         refuses: the message of a prefill that SGLang aborts, by the last token of its prompt.
+        retracts: the last tokens of prompts whose prefill SGLang interrupts once.
     """
 
     role = "null"
@@ -293,6 +294,7 @@ class CountingEngine:
         self.under_way = self.most_under_way = 0
         self.batches: list[Any] = []
         self.refuses: dict[int, str] = {}
+        self.retracts: set[int] = set()
 
     async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
         self.batches.append(request)
@@ -307,6 +309,8 @@ class CountingEngine:
         # SGLang answers in the order in which they are computed.
         for index in reversed(range(len(request.input_ids))):
             self.under_way -= 1
+            if request.input_ids[index][-1] in self.retracts:
+                yield {"index": index, "meta_info": unfinished(request.input_ids[index])}
             yield {"index": index, "meta_info": self._answer(request, index)}
 
     def _answer(self, request: Any, index: int) -> dict[str, Any]:
@@ -314,8 +318,8 @@ class CountingEngine:
         if message := self.refuses.get(ids[-1]):
             return {"finish_reason": {"type": "abort", "status_code": 503, "message": message}}
         return {
-            "prompt_tokens": len(ids),
-            "cached_tokens": 0,
+            **unfinished(ids),
+            "finish_reason": {"type": "length", "length": 0},
             "input_token_logprobs": [
                 (-0.5, token, None) for token in ids[request.logprob_start_len[index] :]
             ],
@@ -323,6 +327,17 @@ class CountingEngine:
                 [(-float(token), token, None) for token in request.token_ids_logprob[index]]
             ],
         }
+
+
+def unfinished(ids: Sequence[int]) -> dict[str, Any]:
+    """Return what SGLang streams of a prefill that is interrupted."""
+    return {
+        "finish_reason": None,
+        "prompt_tokens": len(ids),
+        "cached_tokens": 0,
+        "input_token_logprobs": [],
+        "output_token_ids_logprobs": [],
+    }
 
 
 async def score(
@@ -408,6 +423,14 @@ async def test_a_list_whose_client_leaves_while_it_waits_takes_no_room() -> None
     with anyio.fail_after(5):
         assert len(await score(engine, 400, [[7]], room=room)) == 400
     assert engine.most_under_way == 48
+
+
+async def test_outputs_of_prefills_that_are_interrupted_do_not_count() -> None:
+    engine = CountingEngine()
+    engine.retracts = {0, 2, 8}
+    found = await score(engine, 3, [[5], [7], [6, 8]])
+    assert [scores.logprobs for scores in found] == [[-5.0, -7.0, -1.0]] * 3
+    assert {scores.usage.prefills for scores in found} == {2}
 
 
 async def test_a_list_that_fails_gives_its_room_back() -> None:

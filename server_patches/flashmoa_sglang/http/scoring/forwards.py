@@ -78,8 +78,8 @@ class ScoredPrompt:
 
         Raises: EngineBusy or EngineFailed if SGLang has aborted the prefill.
         """
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
+        reason = meta["finish_reason"]
+        if reason["type"] == "abort":
             refusal = EngineBusy if reason.get("status_code") == EngineBusy.status else EngineFailed
             raise refusal(f"SGLang has aborted this prefill: {reason.get('message', 'aborted')}")
         if prefill.candidate:
@@ -221,6 +221,9 @@ class ListScorer:
             stream.use(request, multimodal=False)
         async with aclosing(self.engine.run(request, self.http_request)) as outputs:
             async for output in outputs:
+                # SGLang streams an output of a prefill that was retracted, too, which runs again.
+                if output["meta_info"]["finish_reason"] is None:
+                    continue
                 if stream is not None:
                     stream.annotate(output)
                 prefill = prefills[output.get("index", 0)]

@@ -199,7 +199,7 @@ class StreamRequest:
             prompt: the tokens of the prompt, if it has any yet and these are all of it.
         Raises: ValueError if the request is a batch (SGLang answers 400).
         """
-        if isinstance(obj.text, list) or (obj.input_ids and isinstance(obj.input_ids[0], list)):
+        if _is_batch(obj):
             raise ValueError(f"{STREAM} goes with one prompt; send a batch without it.")
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
@@ -409,6 +409,10 @@ def has_one_prompt(obj: Any) -> bool:
     return not (obj.image_data or obj.video_data or obj.audio_data)
 
 
+def _is_batch(obj: Any) -> bool:
+    return isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
+
+
 def has_one_answer(obj: Any) -> bool:
     return all(params.get("n") in (None, 1) for params in _list_params(obj.sampling_params or {}))
 
@@ -466,8 +470,8 @@ async def prewarm(
         raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
     if reason := table.engine.why_no_kv():
         raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
-    if not has_one_answer(obj):
-        raise ValueError("One answer is enough to warm a prompt: leave n out.")
+    if _is_batch(obj) or not has_one_answer(obj):
+        raise ValueError("Warm prompts one by one, each with one answer: leave n out.")
     put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
     async with aclosing(original(manager, obj, http_request)) as outputs:

@@ -307,6 +307,23 @@ async def test_an_engine_that_keeps_no_prompts_refuses_to_prewarm_one(
         await anext(outputs)
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        lambda: generation([[1], [2]]),
+        lambda: generation(None, text=["a", "b"]),
+        lambda: generation([1], sampling_params={"n": 2}),
+    ],
+    ids=["batch", "texts", "answers"],
+)
+async def test_prompts_are_prewarmed_one_by_one(request_: Any) -> None:
+    engine = SimpleNamespace(role="null", why_no_kv=lambda: None)
+    manager = SimpleNamespace(flashmoa_table=SimpleNamespace(engine=engine))
+    outputs = client_requests.prewarm(pytest.fail, manager, request_(), None, 60)
+    with pytest.raises(ValueError, match="one by one"):
+        await anext(outputs)
+
+
 @pytest.mark.parametrize("role", ["null", "prefill"])
 async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(role: str) -> None:
     engine: Any = FakeEngine()

@@ -12,12 +12,13 @@ from pydantic_core import from_json
 from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge
 from flashmoa_sglang.http.hints import LARGEST_NUMBER
+from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.stream import Terms
-from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
-    from flashmoa_sglang.http.rendering import ChatRenderer, RenderedPrompt
+    from flashmoa_sglang.http.rendering import ChatRenderer
+    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer
 
 T = TypeVar("T", bound=BaseModel)
 # The fields of ``OpenStream`` that do not belong to a chat request.
@@ -168,7 +169,6 @@ class PromptReader:
         if prompt.one_of("messages") == "input_ids":
             return self.check_ids(prompt.input_ids or [])
         buffer, text = self.new_buffer(prompt)
-        self.check_characters(text)
         buffer.append(text)
         return buffer.all_tokens()
 
@@ -176,8 +176,12 @@ class PromptReader:
         """Return an empty buffer for a prompt of text or messages, and the text to append first."""
         tokenizer = self.require_tokenizer()
         if prompt.messages is not None:
-            return self.render(prompt).new_buffer(tokenizer)
-        return TokenBuffer(tokenizer, prompt.add_special_tokens), prompt.text or ""
+            rendered = self.render(prompt)
+        else:
+            rendered = RenderedPrompt([Piece(prompt.text or "", prompt.add_special_tokens)])
+        # The new buffer tokenises what comes before the text.
+        self.check_characters(rendered.text)
+        return rendered.new_buffer(tokenizer)
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         self.require_tokenizer()

@@ -143,6 +143,16 @@ async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(
     await client.delete_stream(ids.id)
 
 
+async def test_what_is_certainly_too_long_is_not_tokenised(http: httpx.AsyncClient) -> None:
+    """It would hold up all requests. Of a continued answer, SGLang encodes the chat before it."""
+    long, answer = {"role": "user", "content": "a b " * 250_000}, {"role": "assistant"}
+    continued = {"messages": [long, {**answer, "content": "So"}], "continue_final_message": True}
+    for body in ({"text": long["content"]}, {"messages": [long]}, continued):
+        for path in ("/prefill_only", "/prompt_streams"):
+            refused = await http.post(path, json=body)
+            assert refused.status_code == 413 and " characters; " in refused.text, refused.text
+
+
 async def test_the_reported_limit_of_a_prompt_is_exact(
     http: httpx.AsyncClient, client: EngineClient
 ) -> None:

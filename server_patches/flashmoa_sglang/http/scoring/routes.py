@@ -206,7 +206,6 @@ class ScoringApi:
         for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             with name_item(name, index):
                 buffer, text = self._reader.new_buffer(prompt)
-                self._reader.check_characters(text)
             buffers.append(buffer)
             texts.append(text)
             await asyncio.sleep(0)  # Long lists must not hold up other requests.

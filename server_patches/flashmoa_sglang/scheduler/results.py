@@ -43,7 +43,9 @@ def drop_increments(original: Callable[..., None], batch: Any, *args: Any, **kwa
     decode step of the requests of a mixed batch, and would decode a token of each.
     """
     original(batch, *args, **kwargs)
-    if batch.reqs and batch.forward_mode.is_extend():
+    # Where the plugin is off there are none, and a mark may be a client's.
+    is_off = getattr(batch.tree_cache, "flashmoa", None) is None
+    if batch.reqs and not is_off and batch.forward_mode.is_extend():
         kept = [i for i, req in enumerate(batch.reqs) if not is_increment(req)]
         if len(kept) < len(batch.reqs):
             original(batch, keep_indices=kept)

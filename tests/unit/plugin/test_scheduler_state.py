@@ -146,8 +146,13 @@ def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
     assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel, "detokenizer"]
 
 
-@pytest.mark.parametrize("prefills", [True, False])
-def test_increments_go_no_further_than_their_forward(prefills: bool) -> None:
+@pytest.mark.parametrize(
+    ("prefills", "tree"),
+    [(True, SimpleNamespace(flashmoa=1)), (False, SimpleNamespace(flashmoa=1)), (True, None)],
+    ids=["prefill", "decode", "plugin off"],
+)
+def test_increments_go_no_further_than_their_forward(prefills: bool, tree: object) -> None:
+    """Where the plugin is off, such a mark is a client's, whose request goes on."""
     first, increment, second, done = (
         request(10, 5),
         request(10, 0, stream="a"),
@@ -157,6 +162,7 @@ def test_increments_go_no_further_than_their_forward(prefills: bool) -> None:
     batch = SimpleNamespace(
         reqs=[first, done, increment, second],
         forward_mode=SimpleNamespace(is_extend=lambda: prefills),
+        tree_cache=tree,
     )
 
     def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
@@ -165,9 +171,11 @@ def test_increments_go_no_further_than_their_forward(prefills: bool) -> None:
         batch.reqs = [batch.reqs[n] for n in keep_indices]
 
     results.drop_increments(keep, batch)
-    assert batch.reqs == ([first, second] if prefills else [first, increment, second])
+    drops = prefills and tree is not None
+    assert batch.reqs == ([first, second] if drops else [first, increment, second])
     calls: list[Any] = []
-    results.drop_increments(lambda *_: calls.append(1), SimpleNamespace(reqs=[]))
+    empty = SimpleNamespace(reqs=[], tree_cache=tree)
+    results.drop_increments(lambda *_: calls.append(1), empty)
     assert calls == [1]
 
 

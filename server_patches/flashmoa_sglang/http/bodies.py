@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 from pydantic_core import from_json
 
 from flashmoa_sglang.http.client_requests import check_ids
-from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge
+from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, explain
 from flashmoa_sglang.http.hints import LARGEST_NUMBER
 from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.stream import Terms
@@ -135,18 +135,12 @@ async def parse(request: Request, model: type[T]) -> T:
         fields = from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise MalformedRequest(f"The body is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise MalformedRequest("The body must be a JSON object.")
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        raise MalformedRequest(_explain(error)) from error
-
-
-def _explain(error: ValidationError) -> str:
-    parts = [
-        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
-        for problem in error.errors(include_url=False, include_input=False)[:3]
-    ]
-    return "; ".join(parts) + "."
+        raise MalformedRequest(explain(error)) from error
 
 
 class PromptReader:

@@ -7,7 +7,10 @@ use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed``
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class ApiError(Exception):
@@ -91,3 +94,12 @@ class EngineDraining(ApiError):
     """Raised when the server is shutting down."""
 
     status, code = 503, "draining"
+
+
+def explain(error: ValidationError) -> str:
+    """Return what is wrong with the first fields that do not fit a model."""
+    parts = [
+        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_input=False)[:3]
+    ]
+    return "; ".join(parts) + "."

@@ -14,8 +14,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pydantic import ValidationError
+
 from flashmoa_sglang.http import client_requests
-from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http.errors import MalformedRequest, explain
 from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
 
@@ -183,7 +185,6 @@ class ChatRenderer:
         Raises: MalformedRequest if ``body`` is not a chat request of text only, or the chat
             template refuses it or does not produce text.
         """
-        from pydantic import ValidationError
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
         chat = self._chat()
@@ -251,4 +252,5 @@ def _recording() -> Generator[RenderedPrompt]:
 
 
 def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
+    text = explain(error) if isinstance(error, ValidationError) else str(error)
+    return " ".join(text.split())[:500]

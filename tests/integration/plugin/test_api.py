@@ -109,6 +109,17 @@ async def test_render_shows_tools_as_the_template_does(client: EngineClient) -> 
     assert '"look"' in text
 
 
+async def test_bodies_that_do_not_fit_are_explained(http: httpx.AsyncClient) -> None:
+    for body, says in (
+        ([], "must be a JSON object"),
+        ({"text": 5}, "text: Input should be a valid string."),
+        ({"messages": [{"role": "user"}]}, "content: Field required"),
+    ):
+        message = (await http.post("/prompt_streams", json=body)).json()["error"]["message"]
+        # Python's names and pydantic's pages help no client.
+        assert says in message and "instance" not in message and "https:" not in message, message
+
+
 async def test_out_of_order_and_late_appends_lose_nothing(client: EngineClient) -> None:
     opened = await client.open_stream(text="one two")
     with pytest.raises(StreamOutOfOrder, match="before append 0"):

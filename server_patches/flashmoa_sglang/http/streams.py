@@ -366,10 +366,10 @@ class StreamTable:
         if named is None:
             return None
         ranks = self._engine.data_parallel_ranks
-        if not (named.isascii() and named.isdecimal() and int(named) < ranks):
+        if named not in map(str, range(ranks)):
             raise ValueError(
                 f"{_RANK_HEADER} must be a whole number below {ranks}, the number of data-parallel "
-                f"ranks, not {named!r}; leave it out to let the engine choose."
+                f"ranks, not {named[:20]!r}; leave it out to let the engine choose."
             )
         return int(named)
 

@@ -290,7 +290,7 @@ async def test_request_names_a_rank_or_none(engine: FakeEngine, table: StreamTab
     assert [named_rank(table, str(rank)) for rank in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("value", ["2", "-1", "", "one", "1.0", "\u00b2", " 1"])
+@pytest.mark.parametrize("value", ["2", "-1", "", "one", "1.0", "\u00b2", " 1", "9" * 5000])
 async def test_rank_that_does_not_exist_is_refused(
     engine: FakeEngine, table: StreamTable, value: str
 ) -> None:

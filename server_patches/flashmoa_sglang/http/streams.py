@@ -473,8 +473,9 @@ class Handover:
             if stream.closed is not None:
                 return
             # The stream stays valid: its final request computes the missing tokens.
-            text = "Prompt stream %s is not prefilled: %s. Its request computes the whole prompt."
-            logger.warning(text, stream.id, str(error).removesuffix("."))
+            # It is still open, and whoever reads its id in the log could use it.
+            text = "A prompt stream is not prefilled: %s. Its request computes the whole prompt."
+            logger.warning(text, str(error).removesuffix("."))
             stream.failure = str(error)
 
     def _send(self, now: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import anyio
 import httpx
 import pytest
 from flashmoa_sglang.releases import TESTED
@@ -72,16 +73,26 @@ async def test_prefill_only_neither_samples_nor_detokenizes(
     assert "Traceback" not in engine.log.read_text()[before:]
 
 
-async def test_ids_of_streams_are_not_in_the_log_of_requests(
-    engine: LocalEngine, client: EngineClient, words: Callable[[int, int], str]
+async def test_ids_of_streams_are_not_in_the_log(
+    engine: LocalEngine,
+    http: httpx.AsyncClient,
+    client: EngineClient,
+    words: Callable[[int, int], str],
 ) -> None:
     """A reader of the log who knows the id could use the stream."""
     stream = await client.open_stream(text=words(50, 4))
     await client.append(stream.id, 0, text=" and more")
     await client.keep_alive(stream.id)
     await client.delete_stream(stream.id)
+    state = (await http.post("/prompt_streams", json={"text": "x", "lora_path": "no"})).json()
+    with anyio.fail_after(20):
+        while state["failure"] is None:
+            await anyio.sleep(0.01)
+            state = (await http.get(f"/prompt_streams/{state['id']}")).json()
     log = engine.log.read_text()
-    assert "/prompt_streams HTTP" in log and stream.id not in log
+    assert "/prompt_streams HTTP" in log and "A prompt stream is not prefilled" in log
+    assert stream.id not in log and state["id"] not in log
+    await client.delete_stream(state["id"])
 
 
 async def test_render_returns_the_prompt_of_a_chat_request(

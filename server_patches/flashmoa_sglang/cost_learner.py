@@ -56,6 +56,8 @@ class CostLearner:
         self._slowdown = slowdown
         self._new: deque[TimedForward] = deque(maxlen=_MOST_NEW)
         self._kept: dict[_Kind, deque[TimedForward]] = {}
+        # What the first known forward of each kind would take under the load of today.
+        self._usual: dict[_Kind, TimedForward] = {}
         # What the context costs, as found so far: see ``Costs``.
         self._per_kv_token = self._per_pair = 0.0
 
@@ -77,6 +79,9 @@ class CostLearner:
         self._follow_drift(new)
         for forward in new:
             self._kept.setdefault(_kind(forward), deque(maxlen=_KEPT)).append(forward)
+        for kind, times in self._kept.items():
+            if len(times) >= FEWEST and kind not in self._usual:
+                self._usual[kind] = self._typical(times)
         points, self._per_pair = _fit(
             self._times("prefill", lambda f: (f.tokens, f.pairs, f.seconds))
         )
@@ -118,17 +123,23 @@ class CostLearner:
         return [contexts for _, contexts in sorted(sizes.items())]
 
     def _follow_drift(self, new: Sequence[TimedForward]) -> None:
-        """Change all kept times as much as those of new forwards have changed, of all kinds."""
-        ratios: list[float] = []
-        for forward in new:
-            times = self._kept.get(_kind(forward), ())
-            if len(times) >= FEWEST and _are_alike(forward, before := self._typical(times)):
-                ratios.append(forward.seconds / before.seconds)
+        """Change all kept times as much as those of new forwards have changed, of all kinds.
+
+        The load is told from one forward of each kind, always the same: compared with the last
+        few, of which the quicker ones are typical, noise alone would make it grow without end.
+        """
+        ratios = [
+            forward.seconds / usual.seconds
+            for forward in new
+            if (usual := self._usual.get(_kind(forward))) and _are_alike(forward, usual)
+        ]
         change = median(ratios) if len(ratios) >= _DRIFTED else 1.0
         if max(change, 1 / change) > _DRIFT:
             for kind, times in self._kept.items():
                 changed = (one._replace(seconds=change * one.seconds) for one in times)
                 self._kept[kind] = deque(changed, maxlen=_KEPT)
+            for kind, usual in self._usual.items():
+                self._usual[kind] = usual._replace(seconds=change * usual.seconds)
 
     def _typical(self, times: Iterable[TimedForward]) -> TimedForward:
         """Return a forward of a kind whose time is usual, apart from its context."""

@@ -224,6 +224,20 @@ def test_a_few_long_steps_change_no_others() -> None:
     assert after.prefill(1024) == pytest.approx(before.prefill(1024), rel=0.01)
 
 
+def test_noise_does_not_add_up_in_forwards_that_have_not_run_since() -> None:
+    """On a busy machine some steps take their time and others a multiple, again and again."""
+    dice, learner = random.Random(0), CostLearner()
+    learner.add(times(DEVICE, warm_up(), dice))
+    before = learner.learn()
+    assert before is not None
+    for _ in range(100):
+        busy = times(lambda *c: dice.choice((1, 1, 2, 4)) * DEVICE(*c), [(8, 800, 0, 0)] * 40, dice)
+        learner.add(busy)
+        after = learner.learn()
+        assert after is not None
+        assert before.prefill(1024) / 5 < after.prefill(1024) < before.prefill(1024) * 5
+
+
 def test_longer_contexts_are_no_change_of_all_forwards() -> None:
     """What they cost is not known yet, and the contexts of many decodes double together."""
     dice, learner = random.Random(0), CostLearner()

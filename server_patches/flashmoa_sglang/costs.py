@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import NamedTuple
 
 Points = tuple[tuple[int, float], ...]
@@ -42,7 +43,8 @@ class Costs:
 
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
-            one that costs less than a smaller prefill, because of noise, is raised to its costs.
+            one that costs more than a larger prefill is lowered to its costs: noise makes forwards
+            longer, and what seems too dear would not run again, to show that it is not.
         decode_step: seconds of a decode step of one request. A prefill of one token takes another
             time, because decoding has other kernels, and on a GPU CUDA graphs.
         mixed: measured steps of several decodes, without and with a prefill, as (decodes, tokens of
@@ -62,9 +64,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         points: list[tuple[int, float]] = []
-        for tokens, seconds in sorted(self.points):
-            least = points[-1][1] if points else 0.0
-            points.append((tokens, max(seconds, least)))
+        for tokens, seconds in sorted(self.points, reverse=True):
+            most = points[-1][1] if points else inf
+            points.append((tokens, min(seconds, most)))
+        points.reverse()
         sizes = sorted({tokens for tokens, _ in points})
         if len(sizes) < 2:
             raise ValueError(f"Costs need measurements at two different sizes, not at {sizes}.")

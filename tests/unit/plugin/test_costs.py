@@ -47,6 +47,14 @@ def test_a_prefill_is_on_the_line_between_measured_ones() -> None:
     assert costs.prefill(501) == pytest.approx(0.7)
 
 
+def test_a_small_prefill_that_was_disturbed_makes_larger_ones_no_dearer() -> None:
+    """Nothing would ride then, so that no further times would tell otherwise."""
+    costs = Costs(((1, 0.01), (4, 0.4), (64, 0.03), (128, 0.06)), 0.01)
+    assert costs.prefill(4) == pytest.approx(0.03)
+    assert costs.prefill(64) == pytest.approx(0.03)
+    assert costs.added(1, 64) < 0.03
+
+
 @given(costs=any_costs(), more=st.integers(0, 3000))
 def test_measured_steps_take_what_was_measured_and_more_tokens_as_much_as_in_a_prefill(
     costs: Costs, more: int

@@ -251,9 +251,10 @@ class Workflow(Reported):
         for an answer that failed and that nobody has awaited, when it is dropped or the workflow
         is left.
 
-        Raises: TypeError if there is no such parameter; ValueError if two texts in the messages
-            have the same name, a text is of another workflow, its mark was changed, or is in a
-            parameter, or ``n`` is above 1; RuntimeError outside of the workflow.
+        Raises: TypeError if there is no such parameter or these are no messages; ValueError if two
+            texts in the messages have the same name, a text is of another workflow, its mark was
+            changed, or is in a parameter, or ``n`` is above 1; RuntimeError outside of the
+            workflow.
         """
         requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
         answer = self._add(Answer(self._unused_name(name)))
@@ -301,6 +302,11 @@ class Workflow(Reported):
         self._requests.start_soon(function)
 
     def _make_pending(self, messages: Messages, name: str, on_failure: OnFailure) -> Pending:
+        try:
+            copies = [*map(dict, messages)]
+        except (TypeError, ValueError):
+            expected = '[{"role": ..., "content": ...}, ...]'
+            raise TypeError(f"messages are {expected}, not {messages!r:.100}") from None
         texts = find_texts(messages, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
@@ -309,7 +315,7 @@ class Workflow(Reported):
                 "them into its messages"
             )
         return PendingRequest(
-            [*map(dict, messages)],
+            copies,
             texts,
             FailurePolicy.of(on_failure),
             name,

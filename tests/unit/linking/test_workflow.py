@@ -260,6 +260,15 @@ async def test_parameters_that_would_be_ignored_are_refused(name: str) -> None:
             flow.ask(user("?"), **{name: 1})
 
 
+@pytest.mark.parametrize("messages", ["?", ["?"], {"role": "user", "content": "?"}])
+async def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    async with workflow(Engine()) as flow:
+        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+            flow.ask(messages)
+        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+            flow.expect(messages)
+
+
 async def test_extra_body_is_part_of_the_body() -> None:
     engine = Engine()
     async with workflow(engine) as flow:

@@ -133,5 +133,7 @@ def _code_and_message(response: httpx.Response) -> tuple[str | None, str]:
         if response.status_code == 404 and problem.get("param") == "model":
             code = "model_not_found"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, response.text[:500]
+        # A proxy's page has many lines and does not say whose it is.
+        text = " ".join(response.text.split())[:200]
+        return None, f"{response.request.url} answers with status {response.status_code}: {text}"
     return (None if code is None or problem is body else str(code)), message

@@ -172,7 +172,7 @@ def _read_line(path: Path | str, number: int, line: str) -> Event | None:
             return None
         raise TraceError(
             f"{path} is not a trace, as link(team, trace=FILE) writes it; its line {number} is "
-            f"not an event: {error}"
+            f"not an event: {error!r}"
         ) from error
 
 

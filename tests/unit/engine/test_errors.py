@@ -59,6 +59,16 @@ def test_the_status_decides_for_sglangs_own_refusals(
         assert type(error) is kind and str(error) == "No."
 
 
+def test_a_page_of_another_server_is_one_line_that_says_whose_it_is() -> None:
+    request = httpx.Request("POST", f"{URL}/prompt_streams")
+    page = "<html>\n  <h1>Bad gateway</h1>\n" + "<!-- filler -->\n" * 100
+    error = make_refusal(httpx.Response(502, text=page, request=request), URL)
+    assert type(error) is errors.RequestRefused
+    expected = f"{URL}/prompt_streams answers with status 502: <html> <h1>Bad gateway</h1>"
+    assert str(error).startswith(expected)
+    assert len(str(error)) < 300 and "\n" not in str(error)
+
+
 @pytest.mark.parametrize("answer", [{"code": "model_not_found"}, {"code": 404, "param": "model"}])
 def test_a_model_that_is_not_served_is_no_missing_plugin(answer: dict[str, Any]) -> None:
     error = refused(404, {"error": {"message": "No such model.", **answer}})

@@ -345,7 +345,8 @@ def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
         findings.append(note("versions", text, _ONE_CHECKOUT))
     if "render" in info.capabilities and "prompt_streams" not in info.capabilities:
         text = "the engine keeps no KV, and linking needs it"
-        findings.append(fix("settings", text, "start the engine without --flashmoa-kv-cache off"))
+        ways = "--disable-radix-cache, --flashmoa-kv-cache off and, for a PD pair, --pp-size"
+        findings.append(fix("settings", text, f"start the engine without {ways}"))
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):
         text = f"the engine's plugin lacks {', '.join(missing)}"
         remedy = "pip install ./server_patches there, and restart the engine"
@@ -398,14 +399,10 @@ def _check_settings(server: dict[str, Any]) -> list[Finding]:
     """Check the engine's arguments that links depend on."""
     if not server:
         return [note("settings", "the engine does not show its arguments")]
-    findings: list[Finding] = []
-    if server.get("disable_radix_cache"):
-        text = "the radix cache is off, and linking keeps its KV there"
-        findings.append(fix("settings", text, "start the engine without --disable-radix-cache"))
-    if not server.get("enable_cache_report"):
-        text = "cached tokens are reported for linked calls only"
-        findings.append(note("settings", text, "start the engine with --enable-cache-report"))
-    return findings or [ok("settings", "the radix cache is on, and cached tokens are reported")]
+    if server.get("enable_cache_report"):
+        return [ok("settings", "cached tokens are reported")]
+    text = "cached tokens are reported for linked calls only"
+    return [note("settings", text, "start the engine with --enable-cache-report")]
 
 
 def _user_message(content: str) -> dict[str, str]:

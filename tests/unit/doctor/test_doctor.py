@@ -170,6 +170,16 @@ def test_torch_for_cpus_is_reported_if_there_is_a_gpu(
     assert found.level == level and device in found.text and bool(found.remedy) == (level != "ok")
 
 
+def test_an_engine_that_keeps_no_kv_is_one_problem_with_each_option_that_may_be_why() -> None:
+    plugin = {"version": flashmoa.__version__}
+    info = SimpleNamespace(plugin=plugin, sglang={"version": "0.5.23"}, capabilities=["render"])
+    settings = {"disable_radix_cache": True, "enable_cache_report": True}
+    found = [*checks._check_versions(info, "http://engine"), *checks._check_settings(settings)]
+    (problem,) = [each for each in found if each.level == "fix"]
+    assert "--disable-radix-cache" in problem.remedy
+    assert "--flashmoa-kv-cache off" in problem.remedy
+
+
 def test_an_engine_beside_whose_decodes_nothing_rides_says_why() -> None:
     def rides(*reasons: str) -> list[tuple[str, str]]:
         ranks = [SimpleNamespace(no_rides=reason) for reason in reasons]

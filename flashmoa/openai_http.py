@@ -546,7 +546,10 @@ def _advice(error: BaseException | None, url: str) -> str | None:
     # Other adapters do without this client.
     from openai import APIConnectionError, APITimeoutError, AuthenticationError, NotFoundError
 
+    # Of a client that was closed it says that there was no connection, too.
     if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+        if not isinstance(error.__cause__, httpx.TransportError):
+            return None
         return "cannot be reached. Is the engine running? `flashmoa serve` starts one."
     if isinstance(error, AuthenticationError):
         return "refuses this API key, or needs one; give the client the right api_key=..."

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from autogen_core import Image
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
+from openai import APIConnectionError
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.autogen._client import SynchronousEngine
@@ -71,6 +73,20 @@ def by_pickle(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionCli
 
 def by_dump(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
     return FlashMoAChatCompletionClient.load_component(client.dump_component())
+
+
+async def test_only_an_engine_that_was_not_reached_is_said_not_to_be() -> None:
+    call = partial(
+        FlashMoAChatCompletionClient.create, messages=[UserMessage(content="?", source="user")]
+    )
+    client = FlashMoAChatCompletionClient(model="m", base_url="http://127.0.0.1:9", max_retries=0)
+    with pytest.raises(APIConnectionError) as raised:
+        await call(client)
+    assert any("cannot be reached" in each for each in raised.value.__notes__)
+    await client.close()
+    with pytest.raises(APIConnectionError) as raised:
+        await call(client)
+    assert not getattr(raised.value, "__notes__", [])
 
 
 async def test_an_engine_that_was_down_is_asked_again_and_the_guess_is_logged_once(

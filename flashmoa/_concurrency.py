@@ -127,13 +127,18 @@ class SingleFlight:
         self._host = host
         self._work = work
         self._is_requested = False
-        self.is_running = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_running(self) -> bool:
+        # A loop that ends cancels tasks before their first step, and they do not notice.
+        return self._loop is not None and not self._loop.is_closed()
 
     def request(self) -> None:
         """Run the work; if it is running, run it once more afterwards."""
         self._is_requested = True
         if not self.is_running:
-            self.is_running = True
+            self._loop = running_loop()
             self._host.start(self._run)
 
     def start_if_idle(self) -> None:
@@ -151,7 +156,7 @@ class SingleFlight:
                 self._is_requested = False
                 await self._work()
         finally:
-            self.is_running = False
+            self._loop = None
 
 
 async def run_cancelled(work: Work) -> None:

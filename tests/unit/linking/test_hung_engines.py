@@ -15,7 +15,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core import CancellationToken
 
 from flashmoa import EngineClient, Text, Workflow
-from flashmoa._concurrency import TaskHost
+from flashmoa._concurrency import SingleFlight, TaskHost
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.errors import EngineError
 from flashmoa.observe import CallStarted, Event, LinkClosed
@@ -177,3 +177,22 @@ async def test_work_added_while_a_host_closes_is_done_at_once() -> None:
     await anyio.wait_all_tasks_blocked()
     await host.close()
     assert done == 3
+
+
+def test_work_that_ended_with_its_loop_before_its_first_step_runs_in_the_next_loop() -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        done.append("work")
+
+    flight = SingleFlight(TaskHost("work failed"), work)
+
+    async def program(steps: int) -> None:
+        flight.request()
+        for _ in range(steps):
+            await anyio.lowlevel.checkpoint()
+
+    asyncio.run(program(0))
+    assert not flight.is_running and not done
+    asyncio.run(program(9))
+    assert done == ["work"]

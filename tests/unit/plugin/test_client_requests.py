@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +20,6 @@ from flashmoa_sglang.http.api import Api
 from flashmoa_sglang.http.bodies import PromptReader
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
-from flashmoa_sglang.http.hints import Hints, read_hints
 from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.messages import RequestMark
@@ -239,47 +238,6 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
         table.close(stream, "deleted")
 
 
-@pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])
-def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object) -> None:
-    with pytest.raises(ValueError, match="must be an integer from 0 to 2147483647"):
-        read_hints(HttpRequest(expected_output_tokens=number))
-
-
-@pytest.mark.parametrize("stream", [7, [], {}, True, ["x"]])
-def test_an_id_of_a_stream_that_is_no_string_is_refused(stream: object) -> None:
-    with pytest.raises(ValueError, match="prompt_stream_id must be a string"):
-        read_hints(HttpRequest(prompt_stream_id=stream))
-
-
-def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
-    dynamo = {"agent_hints": {"priority": -3, "osl": 70, "speculative_prefill": True}, "more": 1}
-    hints = read_hints(HttpRequest(nvext=dynamo))
-    assert hints == Hints(expected_output=70, priority=-3)
-    own = read_hints(HttpRequest(nvext=dynamo, expected_output_tokens=5))
-    assert own.expected_output == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "seconds"),
-    [
-        ({"prewarm": True}, 1800),
-        ({"prewarm": True, "ttl": "12h"}, 43_200),
-        ({"prewarm": True, "ttl": "5s", "mode": "explicit"}, 5),
-        ({"prewarm": True, "ttl": None}, 1800),
-        ({"prewarm": False, "ttl": "30m"}, None),
-        # Without prewarm nothing is done, and so nothing refused.
-        ({"ttl": None}, None),
-        ({"prewarm": None, "ttl": "1d"}, None),
-        (None, None),
-    ],
-)
-def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -> None:
-    asked = HttpRequest(messages=[], prompt_cache_options=options)
-    assert read_hints(asked).prewarm == seconds
-    elsewhere = HttpRequest(prompt="x", prompt_cache_options=options)
-    assert read_hints(elsewhere).prewarm is None
-
-
 @pytest.mark.parametrize(
     ("enabled", "low_first", "priority"), [(False, False, None), (True, False, 5), (True, True, -5)]
 )
@@ -294,33 +252,23 @@ def test_a_larger_priority_is_more_urgent_in_any_order_of_the_engine(
 
 
 @pytest.mark.parametrize(
-    ("role", "why", "says"),
-    [("prefill", None, "one of a PD pair"), ("null", "It keeps no KV", "no prompt can be warmed")],
+    ("role", "why", "request_", "says"),
+    [
+        ("prefill", None, lambda: generation([1]), "one of a PD pair"),
+        ("null", "It keeps no KV", lambda: generation([1]), "no prompt can be warmed"),
+        ("null", None, lambda: generation([[1], [2]]), "one by one"),
+        ("null", None, lambda: generation(None, text=["a", "b"]), "one by one"),
+        ("null", None, lambda: generation([1], sampling_params={"n": 2}), "one by one"),
+    ],
+    ids=["pair", "no KV", "batch", "texts", "answers"],
 )
-async def test_an_engine_that_keeps_no_prompts_refuses_to_prewarm_one(
-    role: str, why: str | None, says: str
+async def test_what_cannot_be_prewarmed_is_refused(
+    role: str, why: str | None, request_: Callable[[], Any], says: str
 ) -> None:
     engine = SimpleNamespace(role=role, why_no_kv=lambda: why)
     manager = SimpleNamespace(flashmoa_table=SimpleNamespace(engine=engine))
-    outputs = client_requests.prewarm(pytest.fail, manager, generation([1]), None, 60)
-    with pytest.raises(ValueError, match=says):
-        await anext(outputs)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        lambda: generation([[1], [2]]),
-        lambda: generation(None, text=["a", "b"]),
-        lambda: generation([1], sampling_params={"n": 2}),
-    ],
-    ids=["batch", "texts", "answers"],
-)
-async def test_prompts_are_prewarmed_one_by_one(request_: Any) -> None:
-    engine = SimpleNamespace(role="null", why_no_kv=lambda: None)
-    manager = SimpleNamespace(flashmoa_table=SimpleNamespace(engine=engine))
     outputs = client_requests.prewarm(pytest.fail, manager, request_(), None, 60)
-    with pytest.raises(ValueError, match="one by one"):
+    with pytest.raises(ValueError, match=says):
         await anext(outputs)
 
 
@@ -337,25 +285,6 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
     assert stream.closed == ("used" if role == "null" else None)
     assert ("prompt_stream" in warm["meta_info"]) == (role == "null")
     table.close(stream, "deleted")
-
-
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"nvext": 1}, "nvext"),
-        ({"nvext": {"agent_hints": [1]}}, "nvext.agent_hints"),
-        ({"nvext": {"agent_hints": {"osl": -1}}}, "nvext.agent_hints.osl"),
-        ({"nvext": {"agent_hints": {"priority": True}}}, "nvext.agent_hints.priority"),
-        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
-        ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm"),
-        ({"prompt_cache_options": {"prewarm": True, "ttl": "1d"}}, "prompt_cache_options.ttl"),
-        ({"prompt_cache_options": {"prewarm": True, "ttl": "0s"}}, "prompt_cache_options.ttl"),
-        ({"prompt_cache_options": {"prewarm": True, "ttl": 30}}, "prompt_cache_options.ttl"),
-    ],
-)
-def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named} must be"):
-        read_hints(HttpRequest(messages=[], **body))
 
 
 def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:

@@ -1,0 +1,74 @@
+"""What a request's body says of its answer, its priority and its prompt stream, and wrong hints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.http.hints import Hints, read_hints
+
+
+def with_body(**body: object) -> Any:
+    """Return a client's request with this body."""
+    return SimpleNamespace(_json=body, state=SimpleNamespace(), headers={})
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])
+def test_numbers_with_which_no_scheduler_can_compute_are_refused(number: object) -> None:
+    with pytest.raises(ValueError, match="must be an integer from 0 to 2147483647"):
+        read_hints(with_body(expected_output_tokens=number))
+
+
+@pytest.mark.parametrize("stream", [7, [], {}, True, ["x"]])
+def test_an_id_of_a_stream_that_is_no_string_is_refused(stream: object) -> None:
+    with pytest.raises(ValueError, match="prompt_stream_id must be a string"):
+        read_hints(with_body(prompt_stream_id=stream))
+
+
+def test_dynamos_hints_are_read_unless_there_is_one_of_our_own() -> None:
+    dynamo = {"agent_hints": {"priority": -3, "osl": 70, "speculative_prefill": True}, "more": 1}
+    hints = read_hints(with_body(nvext=dynamo))
+    assert hints == Hints(expected_output=70, priority=-3)
+    own = read_hints(with_body(nvext=dynamo, expected_output_tokens=5))
+    assert own.expected_output == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"prewarm": True}, 1800),
+        ({"prewarm": True, "ttl": "12h"}, 43_200),
+        ({"prewarm": True, "ttl": "5s", "mode": "explicit"}, 5),
+        ({"prewarm": True, "ttl": None}, 1800),
+        ({"prewarm": False, "ttl": "30m"}, None),
+        # Without prewarm nothing is done, and so nothing refused.
+        ({"ttl": None}, None),
+        ({"prewarm": None, "ttl": "1d"}, None),
+        (None, None),
+    ],
+)
+def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -> None:
+    asked = with_body(messages=[], prompt_cache_options=options)
+    assert read_hints(asked).prewarm == seconds
+    elsewhere = with_body(prompt="x", prompt_cache_options=options)
+    assert read_hints(elsewhere).prewarm is None
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"nvext": 1}, "nvext"),
+        ({"nvext": {"agent_hints": [1]}}, "nvext.agent_hints"),
+        ({"nvext": {"agent_hints": {"osl": -1}}}, "nvext.agent_hints.osl"),
+        ({"nvext": {"agent_hints": {"priority": True}}}, "nvext.agent_hints.priority"),
+        ({"prompt_cache_options": "30m"}, "prompt_cache_options"),
+        ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": "1d"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": "0s"}}, "prompt_cache_options.ttl"),
+        ({"prompt_cache_options": {"prewarm": True, "ttl": 30}}, "prompt_cache_options.ttl"),
+    ],
+)
+def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} must be"):
+        read_hints(with_body(messages=[], **body))

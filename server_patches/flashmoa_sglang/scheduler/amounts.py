@@ -168,21 +168,25 @@ def least_tokens(costs: Costs, page: int) -> int:
 
     If fewer are left for the final request, its forward takes hardly longer than without them.
     """
-    return max(page, _SMALLEST_LEAST, min(_nearly_free_tokens(costs), _LARGEST_LEAST))
+    free = _tokens_as_fast_as(costs, _SMALLEST_LEAST)
+    return max(page, _SMALLEST_LEAST, min(free, _LARGEST_LEAST))
 
 
-@lru_cache(maxsize=256)
-def _nearly_free_tokens(costs: Costs) -> int:
-    return costs.tokens_within(TOLERANCE * costs.prefill(_SMALLEST_LEAST))
+@lru_cache(maxsize=1024)
+def _tokens_as_fast_as(costs: Costs, tokens: int) -> int:
+    """Return the most tokens of which a forward takes hardly longer than with so many."""
+    return costs.tokens_within(TOLERANCE * costs.prefill(tokens))
 
 
 def fill_tokens(costs: Costs, prefilling: int, page: int) -> int:
     """Return how many tokens of streams join a forward that prefills for clients.
 
-    The forward takes hardly longer with them, if it is so small that its tokens do not fill it.
+    The forward takes hardly longer with them, if it is so small that its tokens do not fill it. On
+    a CPU, where each token takes as long as the one before, so few could join that none do.
     """
-    tokens = max(0, _nearly_free_tokens(costs) - prefilling)
-    return tokens - tokens % page
+    few = max(1, min(prefilling, _SMALLEST_LEAST))
+    tokens = _tokens_as_fast_as(costs, few) - prefilling
+    return tokens - tokens % page if tokens >= _LEAST_INCREMENT else 0
 
 
 @dataclass(slots=True)

@@ -125,9 +125,9 @@ def test_a_forward_for_streams_is_short_where_larger_ones_are_not_more_efficient
     assert stream_chunk(core, 1000, 1024) == 1024  # At least a page.
 
 
-def nearly_free(costs: Costs, most: int) -> int:
-    """Return the most tokens, of at most ``most``, that take 1.1 times as long as very few."""
-    longest = 1.1 * costs.prefill(LEAST)
+def nearly_free(costs: Costs, most: int, few: int = LEAST) -> int:
+    """Return the most tokens, of at most ``most``, that take 1.1 times as long as a few."""
+    longest = 1.1 * costs.prefill(few)
     allowed = [n for n in range(1, most + 1) if costs.prefill(n) <= longest]
     return max(allowed, default=0)
 
@@ -145,12 +145,17 @@ def test_streams_fill_a_forward_of_clients_while_that_is_nearly_free(
 ) -> None:
     tokens = fill_tokens(costs, prefilling, page)
     assert tokens >= 0 and tokens % page == 0
-    most = nearly_free(costs, 1000)
-    if most < 1000:
-        left = max(0, most - prefilling)
-        assert tokens == left - left % page
+    left = nearly_free(costs, 1000, min(max(prefilling, 1), LEAST)) - prefilling
+    if left == 1000 - prefilling:
+        assert tokens + page > left
     else:
-        assert tokens + page > 1000 - prefilling
+        assert tokens == (left - left % page if left >= SMALLEST else 0)
+
+
+def test_streams_join_no_small_request_where_each_token_takes_as_long_as_the_one_before() -> None:
+    core = Costs(((1, 0.05), (16, 0.1), (933, 2.9)), 0.05)  # SmolLM2 on a CPU core.
+    assert fill_tokens(core, 18, 1) == 0
+    assert fill_tokens(FLAT, 18, 1) == 74 - 18
 
 
 # In a decode step of one request, the first 64 tokens take 0.05 ms each, and further ones 0.1 ms.

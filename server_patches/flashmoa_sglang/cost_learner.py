@@ -44,6 +44,8 @@ T = TypeVar("T")
 _Kind = tuple[str, int, int]
 # The size of a forward, its context, and its seconds.
 _Time = tuple[int, int, float]
+# The size of a forward, its seconds, and how much they say.
+_Weighted = tuple[int, float, float]
 
 
 class CostLearner:
@@ -209,16 +211,16 @@ def _added(alone: Costs, mixed: Iterable[TimedForward]) -> dict[tuple[int, int],
         added = seconds - alone.decode(decodes, kv) - alone.per_pair * pairs
         size = _kind(forward)[1]
         found[_row(decodes), size].append((decodes + tokens, added))
-    rows: dict[tuple[int, int], float] = {}
-    least: dict[int, float] = {}
+    lines: dict[int, list[_Weighted]] = defaultdict(list)
     for row, total, added in sorted(
         (row, int(median(total for total, _ in ways)), median(added for _, added in ways))
         for (row, _), ways in found.items()
     ):
-        # More tokens take no less time, whatever the noise says.
-        least[row] = max(least.get(row, 0.0), added)
+        lines[row].append((total, max(0.0, added), 1.0))
+    rows: dict[tuple[int, int], float] = {}
+    for row, line in lines.items():
         rows[row, 0] = 0.0
-        rows[row, max(1, total - row)] = least[row]
+        rows |= {(row, max(1, total - row)): added for total, added in _rising(line)}
     return rows
 
 
@@ -239,14 +241,33 @@ def _fit(sizes: Iterable[Sequence[Sequence[_Time]]]) -> tuple[list[tuple[int, fl
     )
     alone = (
         [
-            (size, max(seconds - per_context * context, _LEAST_ALONE * seconds))
+            (size, max(seconds - per_context * context, _LEAST_ALONE * seconds), seconds)
             for times in kinds
             for size, context, seconds in times
         ]
         for kinds in known
     )
     chosen = (_below_median(times, lambda time: time[1]) for times in alone)
-    return list(chosen), per_context
+    # The more of a time is its context's, the less it says of the rest.
+    points = _rising([(size, seconds, seconds / whole) for size, seconds, whole in chosen])
+    return points, per_context
+
+
+def _rising(points: Iterable[_Weighted]) -> list[tuple[int, float]]:
+    """Return (size, seconds) of points of (size, seconds, weight), of which none is below the last.
+
+    Larger forwards take no less time, whatever the noise says. Where they seem to, either may be
+    wrong: all of these get their median, so that one of them changes none of the others.
+    """
+    sizes: list[int] = []
+    groups: list[list[tuple[float, float]]] = []
+    for size, seconds, weight in points:
+        sizes.append(size)
+        groups.append([(seconds, weight)])
+        while len(groups) > 1 and _median(groups[-2]) > _median(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    return [*zip(sizes, (_median(group) for group in groups for _ in group), strict=True)]
 
 
 def _slope(lines: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> float:
@@ -255,17 +276,23 @@ def _slope(lines: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> float:
     It is the median of what all pairs of a line say, weighted by how far they are apart. With each
     line comes how far that is at least: nearer ones differ by their noise.
     """
-    found = sorted(
+    slope = _median(
         ((seconds - before) / (x - other), abs(x - other))
         for least, line in lines
         for (x, seconds), (other, before) in combinations(line, 2)
         if abs(x - other) >= least
     )
-    half = sum(apart for _, apart in found) / 2
-    for slope, apart in found:
-        half -= apart
+    return max(0.0, slope)
+
+
+def _median(weighted: Iterable[tuple[float, float]]) -> float:
+    """Return the median of numbers, each with its weight; the lower of two, and 0 of none."""
+    ordered = sorted(weighted)
+    half = sum(weight for _, weight in ordered) / 2
+    for number, weight in ordered:
+        half -= weight
         if half <= 0:
-            return max(0.0, slope)
+            return number
     return 0.0
 
 

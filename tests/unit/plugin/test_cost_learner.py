@@ -311,3 +311,28 @@ def test_a_step_takes_time_although_noise_gives_all_of_it_to_its_context() -> No
     steps = [TimedForward(8, kv, 0, 0, seconds) for kv, seconds in ((9000, 0.001), (99000, 0.1))]
     prefills = [TimedForward(0, 0, tokens, 0, 0.01) for tokens in (64, 512)]
     assert learned(*(steps + prefills) * 5).decode(8) > 0
+
+
+def test_a_context_that_seems_dear_makes_smaller_prefills_no_cheaper() -> None:
+    """A large prefill behind it seems to take hardly any time without, and small ones even less."""
+    dice = random.Random(0)
+    small = [(0, 0, tokens, 0) for tokens in (64, 128, 256, 512)]
+    near, far = ((0, 0, 2048, 2048 * context) for context in (2000, LONG))
+    disturbed = times(lambda *context: 9 * DEVICE(*context), [far] * 3, dice)
+    costs = learned(*times(DEVICE, [*small, near] * 3, dice), *disturbed)
+    for _, _, tokens, _ in small:
+        assert costs.prefill(tokens) == pytest.approx(DEVICE(0, 0, tokens), rel=0.1)
+
+
+def test_a_disturbed_step_makes_larger_ones_no_dearer() -> None:
+    """Nothing would ride along to show that they are not."""
+    dice, slow = random.Random(0), (8, 80, STEP_SIZES[0] - 8, 0)
+    contexts = warm_up()
+    learner = CostLearner()
+    learner.add(times(DEVICE, [context for context in contexts if context != slow], dice))
+    learner.add(times(lambda *context: 20 * DEVICE(*context), [slow] * 3, dice))
+    costs = learner.learn()
+    assert costs is not None
+    for size in STEP_SIZES[1:]:
+        added = DEVICE(8, 80, size - 8) - DEVICE(8, 80)
+        assert costs.added(8, size - 8) == pytest.approx(added, abs=0.04 * DEVICE(8, 80), rel=0.1)

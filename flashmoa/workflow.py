@@ -287,8 +287,8 @@ class Workflow(Reported):
             namespace: the namespace of its KV: the ``cache_salt``, ``extra_key`` or ``lora_path``
                 that the request will have, if any; by default those of the engine's client.
 
-        Raises: ValueError if two texts in the messages have the same name; RuntimeError outside of
-            the workflow.
+        Raises: TypeError if these are no messages; ValueError if two texts in the messages have the
+            same name; RuntimeError outside of the workflow.
         """
         self._entered()
         pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
@@ -307,7 +307,7 @@ class Workflow(Reported):
         except (TypeError, ValueError):
             expected = '[{"role": ..., "content": ...}, ...]'
             raise TypeError(f"messages are {expected}, not {messages!r:.100}") from None
-        texts = find_texts(messages, self._texts)
+        texts = find_texts(copies, self._texts)
         names = [text.name for text in texts]
         if len(set(names)) < len(names):
             raise ValueError(

@@ -269,6 +269,15 @@ async def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
             flow.expect(messages)
 
 
+async def test_messages_may_come_one_by_one() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        draft = flow.ask(user("Draft."))
+        messages: Any = iter(user(f"Shorten: {draft}"))
+        await flow.ask(messages)
+        assert engine.contents == ["Draft.", f"Shorten: {await draft}"]
+
+
 async def test_extra_body_is_part_of_the_body() -> None:
     engine = Engine()
     async with workflow(engine) as flow:

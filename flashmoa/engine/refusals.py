@@ -44,7 +44,7 @@ def bad_answer(url: str, path: str) -> errors.BadAnswer:
 
 @contextmanager
 def translate_errors(url: str) -> Generator[None]:
-    """Raise EngineTimeout and EngineUnreachable in place of httpx's exceptions."""
+    """Raise EngineTimeout, EngineUnreachable and BadAnswer in place of httpx's exceptions."""
     try:
         yield
     except httpx.TimeoutException as error:
@@ -52,6 +52,8 @@ def translate_errors(url: str) -> Generator[None]:
             f"{url} did not answer in time; see the engine's log, or give the client a longer "
             "timeout"
         ) from error
+    except httpx.DecodingError as error:
+        raise bad_answer(url, error.request.url.path) from error
     except httpx.RequestError as error:
         reason = str(error) or type(error).__name__
         raise errors.EngineUnreachable(

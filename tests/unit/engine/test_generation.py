@@ -20,7 +20,7 @@ from flashmoa.engine.generation import (
     read_events,
     read_generation,
 )
-from flashmoa.errors import BadAnswer, EngineError, RequestRefused
+from flashmoa.errors import BadAnswer, RequestRefused
 from tests.unit.engine.faulty_engine import TEXT, faulty_engine
 
 pytestmark = pytest.mark.anyio
@@ -162,7 +162,7 @@ async def test_a_chat_of_another_form_is_an_error_of_its_engine(event: str) -> N
         client._http = httpx.AsyncClient(
             base_url="http://engine", transport=httpx.MockTransport(lambda _: sent)
         )
-        with pytest.raises(EngineError):
+        with pytest.raises(BadAnswer, match="http://engine/v1/chat/completions"):
             async with client.chat([]) as deltas:
                 [delta async for delta in deltas]
 

@@ -88,7 +88,8 @@ class TaskHost:
         """
         self._closed = True
         self._group = None
-        group_tasks = list(self._group_tasks)
+        # A loop that was closed with its tasks, by no `asyncio.run`, runs them no more.
+        group_tasks = [task for task in self._group_tasks if not task.get_loop().is_closed()]
         for task in group_tasks:
             task.cancel()
         with anyio.move_on_after(_CLOSING_SECONDS, shield=True):

@@ -200,3 +200,18 @@ def test_work_that_ended_with_its_loop_before_its_first_step_runs_in_the_next_lo
     assert not flight.is_running and not done
     asyncio.run(program(9))
     assert done == ["work"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_host_is_closed_although_a_loop_was_closed_with_its_tasks() -> None:
+    host = TaskHost("work failed")
+
+    async def begin() -> None:
+        host.start(anyio.sleep_forever)
+        await anyio.wait_all_tasks_blocked()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    loop.close()
+    asyncio.run(host.close())
+    assert host.is_closed

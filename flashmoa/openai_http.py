@@ -548,7 +548,7 @@ def _advice(error: BaseException | None, url: str) -> str | None:
 
     # Of a client that was closed it says that there was no connection, too.
     if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
-        if not isinstance(error.__cause__, httpx.TransportError):
+        if not isinstance(error.__cause__, http_module(error.request).TransportError):
             return None
         return "cannot be reached. Is the engine running? `flashmoa serve` starts one."
     if isinstance(error, AuthenticationError):

@@ -16,7 +16,7 @@ import pytest
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai_http import PassingAnswer
+from flashmoa.openai_http import PassingAnswer, advising
 from flashmoa.openai_io import UntappedIO
 from tests.unit.openai.fake_server import (
     TEXT,
@@ -343,3 +343,12 @@ async def test_each_piece_of_text_is_observed_before_its_bytes_pass(library: str
     assert passed == len(WORDS)
     await response.aclose()
     assert isinstance(recorder.found[-1], RuntimeError)
+
+
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+def test_an_engine_that_is_out_of_reach_is_named_with_either_library(library: str) -> None:
+    http = pytest.importorskip(library)
+    request = http.Request("POST", "http://engine/v1/chat/completions")
+    with pytest.raises(openai.APIConnectionError) as raised, advising("http://engine"):
+        raise openai.APIConnectionError(request=request) from http.ConnectError("refused")
+    assert "http://engine cannot be reached" in raised.value.__notes__[0]

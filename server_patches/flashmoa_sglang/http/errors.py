@@ -7,6 +7,7 @@ use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed``
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -96,10 +97,19 @@ class EngineDraining(ApiError):
     status, code = 503, "draining"
 
 
+# The name of a field. In the place of a problem, pydantic also names the types that it has tried.
+_FIELD = re.compile("(?!str$)[a-z_0-9]+")
+_PYTHONS_OBJECT = re.compile(r"dictionary or instance of \w+")
+
+
 def explain(error: ValidationError) -> str:
     """Return what is wrong with the first fields that do not fit a model."""
-    parts = [
-        f"{'.'.join(str(step) for step in problem['loc']) or 'body'}: {problem['msg']}"
-        for problem in error.errors(include_url=False, include_input=False)[:3]
-    ]
-    return "; ".join(parts) + "."
+    found = error.errors(include_url=False, include_input=False)
+    parts = (f"{_place(one['loc'])}: {_PYTHONS_OBJECT.sub('object', one['msg'])}" for one in found)
+    return "; ".join([*dict.fromkeys(parts)][:3]) + "."
+
+
+def _place(steps: tuple[int | str, ...]) -> str:
+    # The first step may be a field that a client has made up.
+    rest = [str(step) for step in steps[1:] if isinstance(step, int) or _FIELD.fullmatch(step)]
+    return ".".join([*map(str, steps[:1]), *rest]) or "body"

@@ -1,0 +1,52 @@
+"""What the plugin says of bodies that do not fit; without engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from flashmoa_sglang.http.errors import explain
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+
+def keep(value: Any) -> Any:
+    return value
+
+
+class UserMessage(BaseModel):
+    role: Literal["user"]
+    content: str | list[int]
+
+
+class OtherMessage(BaseModel):
+    role: Literal["system", "assistant"]
+    content: str
+
+
+class Chat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    messages: list[Annotated[OtherMessage, AfterValidator(keep)] | UserMessage]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"messages": [5]}, "messages.0: Input should be a valid object."),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages.0.role: Input should be 'system' or 'assistant'; "
+            "messages.0.content: Field required.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.role: Input should be 'system' or 'assistant'; messages.0.content: Input "
+            "should be a valid string; messages.0.content: Input should be a valid list.",
+        ),
+        ({"messages": [], "Prompt-2": 1}, "Prompt-2: Extra inputs are not permitted."),
+    ],
+)
+def test_places_are_told_without_the_types_that_were_tried(body: Any, expected: str) -> None:
+    """As in SGLang's chats, whose messages fit one of several models."""
+    with pytest.raises(ValidationError) as raised:
+        Chat.model_validate(body)
+    assert explain(raised.value) == expected

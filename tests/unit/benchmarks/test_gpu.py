@@ -236,6 +236,33 @@ def test_dummy_weights_are_the_same_in_every_engine_and_matter(shims: ModuleType
     assert not torch.equal(one["up.weight"][:1, :4].flatten(), one["up.bias"][:4])
 
 
+def test_the_gpu_makes_dummy_weights_that_are_in_host_memory(
+    shims: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core takes minutes for them, and would make others than the GPU of another engine."""
+    places: list[str] = []
+    generator, empty_like = torch.Generator, torch.empty_like
+
+    def make_generator(device: torch.device) -> torch.Generator:
+        places.append(device.type)
+        return generator()
+
+    def make_empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        places.append(device.type)
+        return empty_like(like)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "Generator", make_generator)
+    monkeypatch.setattr(torch, "empty_like", make_empty)
+    module: Any = SimpleNamespace()
+    shims.replace_weights(module)
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 9, bias=False)})
+    module.initialize_dummy_weights(model)
+    assert places == ["cuda", "cuda"]
+    weight = model.state_dict()["up.weight"]
+    assert 0.01 < weight.abs().max() <= shims.WEIGHTS
+
+
 def test_the_shims_patch_a_module_once_it_is_imported(
     shims: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -59,13 +59,13 @@ class LocalEngine:
         """Return whether any process of the engine is alive."""
         return _group_exists(self.pid)
 
-    async def wait_until_ready(self) -> None:
+    async def wait_until_ready(self, limit: float = _START_SECONDS) -> None:
         """Wait until the engine answers.
 
-        Raises: EngineError with the end of the log, if the engine ends or is not ready after three
-            minutes.
+        Raises: EngineError with the end of the log, if the engine ends or is not ready after
+            ``limit`` seconds.
         """
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + limit
         # No proxy reaches this machine's own addresses.
         async with httpx.AsyncClient(trust_env=False) as http:
             while time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class LocalEngine:
                     pass
                 await anyio.sleep(0.1)
         raise EngineError(
-            f"{self.url} was not ready within {_START_SECONDS:.0f} s; the end of the engine's "
+            f"{self.url} was not ready within {limit:.0f} s; the end of the engine's "
             f"log:\n{self.tail()}"
         )
 

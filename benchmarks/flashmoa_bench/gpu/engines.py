@@ -149,7 +149,7 @@ class GpuEngines:
             running = await _Running.launch(name, wanted, way, self._logs)
             try:
                 with anyio.fail_after(self._limit):
-                    start.settings = await running.prepare(plugin=wanted.plugin)
+                    start.settings = await running.prepare(self._limit, plugin=wanted.plugin)
             except (EngineError, TimeoutError) as error:
                 start.problem = f"{type(error).__name__}: {error}\n{running.engine.tail(60)}"
                 print(f"{name} did not start ({way.name}): {start.problem}", flush=True)
@@ -201,12 +201,16 @@ class _Running:
             )
         return cls(process, LocalEngine(process.pid, port, log))
 
-    async def prepare(self, *, plugin: bool) -> dict[str, Any]:
+    async def prepare(self, limit: float, *, plugin: bool) -> dict[str, Any]:
         """Wait until the engine answers, and return its settings.
+
+        Args:
+            limit: seconds that it may take to start.
+            plugin: whether it has the plugin, for whose costs to wait.
 
         Raises: EngineError or TimeoutError if it does not.
         """
-        await self.engine.wait_until_ready()
+        await self.engine.wait_until_ready(limit)
         with anyio.fail_after(_FIRST_ANSWER_SECONDS):
             await ask(self.client, [1000, 2000, 3000], 2)
         costs = None

@@ -62,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             tried.append((name, way.name))
             return cls((name, way.name))
 
-        async def prepare(self, *, plugin: bool) -> dict[str, Any]:
+        async def prepare(self, _limit: float, *, plugin: bool) -> dict[str, Any]:
             if self.key in fails:
                 raise EngineError("it ended")
             return {"plugin": plugin}

@@ -15,7 +15,7 @@ import pytest
 from flashmoa_bench.harness.modelled_gpus import read_device
 
 from flashmoa.engine.local import LocalEngine
-from flashmoa.errors import EngineUnreachable
+from flashmoa.errors import EngineError, EngineUnreachable
 
 
 class _Ready(BaseHTTPRequestHandler):
@@ -45,6 +45,15 @@ async def test_an_engine_on_this_machine_is_not_asked_through_a_proxy(
     with anyio.fail_after(5):
         await engine.wait_until_ready()
     assert await read_device(engine.url) == {"name": "h200"}
+
+
+@pytest.mark.anyio
+async def test_an_engine_may_take_as_long_as_it_is_given(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("still loading")
+    engine = LocalEngine(os.getpgid(0), 9, log)
+    with pytest.raises(EngineError, match=r"not ready within 0 s(?s:.*)still loading"):
+        await engine.wait_until_ready(0.2)
 
 
 @pytest.mark.anyio

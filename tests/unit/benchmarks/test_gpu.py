@@ -22,6 +22,7 @@ from flashmoa_bench.gpu.engines import Wanted, Way, gpu_engines
 from flashmoa_bench.gpu.kernels import error_of, rotated
 from flashmoa_bench.gpu.stages import CPU_SIZES
 
+from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import EngineError
 from tests.conftest import ROOT
 
@@ -105,6 +106,40 @@ async def test_an_engine_that_starts_in_no_way_is_not_tried_again(
         with pytest.raises(EngineError, match="no way to start broken"):
             await started.use(both)
         assert launches == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("plugin", [True, False])
+async def test_an_engine_is_asked_once_it_has_measured_its_costs(
+    plugin: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first request of a client ends the measurement, so that ours must not come before."""
+    done: list[object] = []
+
+    async def start(limit: float) -> None:
+        done.append(limit)
+
+    async def measure(_url: str) -> Any:
+        done.append("measured")
+        return SimpleNamespace(costs=SimpleNamespace(model_dump=lambda: "costs"))
+
+    async def ask(*_: object) -> None:
+        done.append("asked")
+
+    async def read(_url: str) -> dict[str, Any]:
+        return {"version": "0.5.12.post1"}
+
+    monkeypatch.setattr(engines, "wait_for_costs", measure)
+    monkeypatch.setattr(engines, "ask", ask)
+    monkeypatch.setattr(engines, "read_server", read)
+    engine = LocalEngine(1, 1, tmp_path / "engine.log")
+    monkeypatch.setattr(engine, "wait_until_ready", start)
+    process: Any = None
+    running = engines._Running(process, engine)
+    found = await running.prepare(7, plugin=plugin)
+    await running.client.close()
+    assert done == [7, *(["measured"] if plugin else []), "asked"]
+    assert found == {"version": "0.5.12.post1", "costs": "costs" if plugin else None}
 
 
 @pytest.mark.anyio

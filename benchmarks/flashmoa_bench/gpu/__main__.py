@@ -39,6 +39,9 @@ from flashmoa_bench.harness.report import machine, versions
 # Bytes. Less holds half of the layers of the model with experts, and two engines of the other one.
 _SMALL_MEMORY = 100 * 10**9
 _LEAST_SECONDS = 20.0
+# Costs, with no meaning, for engines without streams. Where each step copies all experts, measuring
+# them takes minutes, in which an engine is not idle.
+_COSTS = Path(__file__).with_name("costs.json")
 
 
 @dataclass
@@ -109,6 +112,8 @@ class Run:
         experts = (
             *("--chunked-prefill-size", most, "--max-prefill-tokens", most),
             *("--max-total-tokens", str(2 * int(most)), "--disable-cuda-graph"),
+            # SGLang would set a third of the memory aside that the engines before have left.
+            *("--mem-fraction-static", "0.85", "--flashmoa-costs", str(_COSTS)),
         )
         model, with_experts = self.models
         return {

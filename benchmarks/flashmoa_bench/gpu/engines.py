@@ -72,6 +72,11 @@ class Wanted:
     plugin: bool
     arguments: tuple[str, ...] = ()
 
+    @property
+    def measures(self) -> bool:
+        """Return whether it measures what its forwards cost, once it has started."""
+        return self.plugin and "--flashmoa-costs" not in self.arguments
+
 
 @dataclass(slots=True)
 class Start:
@@ -149,7 +154,7 @@ class GpuEngines:
             running = await _Running.launch(name, wanted, way, self._logs)
             try:
                 with anyio.fail_after(self._limit):
-                    start.settings = await running.prepare(self._limit, plugin=wanted.plugin)
+                    start.settings = await running.prepare(self._limit, measures=wanted.measures)
             except (EngineError, TimeoutError) as error:
                 start.problem = f"{type(error).__name__}: {error}\n{running.engine.tail(60)}"
                 print(f"{name} did not start ({way.name}): {start.problem}", flush=True)
@@ -201,18 +206,18 @@ class _Running:
             )
         return cls(process, LocalEngine(process.pid, port, log))
 
-    async def prepare(self, limit: float, *, plugin: bool) -> dict[str, Any]:
+    async def prepare(self, limit: float, *, measures: bool) -> dict[str, Any]:
         """Wait until the engine answers, and return its settings.
 
         Args:
             limit: seconds that it may take to start.
-            plugin: whether it has the plugin, for whose costs to wait.
+            measures: whether it measures its costs then, for which to wait.
 
         Raises: EngineError or TimeoutError if it does not.
         """
         await self.engine.wait_until_ready(limit)
         costs = None
-        if plugin:
+        if measures:
             # The first request of a client, such as ours, ends the measurement.
             with anyio.move_on_after(_MEASURE_SECONDS):
                 costs = (await wait_for_costs(self.engine.url)).costs

@@ -21,6 +21,7 @@ from flashmoa_bench.gpu.__main__ import STAGES, Run, play
 from flashmoa_bench.gpu.engines import Wanted, Way, gpu_engines
 from flashmoa_bench.gpu.kernels import error_of, rotated
 from flashmoa_bench.gpu.stages import CPU_SIZES
+from flashmoa_sglang.http.calibration import read_costs
 
 from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import EngineError
@@ -63,10 +64,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             tried.append((name, way.name))
             return cls((name, way.name))
 
-        async def prepare(self, _limit: float, *, plugin: bool) -> dict[str, Any]:
+        async def prepare(self, _limit: float, *, measures: bool) -> dict[str, Any]:
             if self.key in fails:
                 raise EngineError("it ended")
-            return {"plugin": plugin}
+            return {"measures": measures}
 
         async def stop(self) -> None:
             tried.append((self.key[0], "stopped"))
@@ -84,7 +85,7 @@ async def test_an_engine_that_does_not_start_is_started_in_the_next_way(
         assert launches == [("plugin", "best"), ("plugin", "stopped"), ("plugin", "modest")]
         first, second = started.starts
         assert first.problem is not None and "the end of its log" in first.problem
-        assert second.problem is None and second.settings == {"plugin": True}
+        assert second.problem is None and second.settings == {"measures": True}
         # What did not work for one is not tried with others, and what runs already is kept.
         await started.use({"plugin": Wanted(tmp_path, True), "stock": Wanted(tmp_path, False)})
         assert launches[3:] == [("stock", "modest")]
@@ -109,9 +110,9 @@ async def test_an_engine_that_starts_in_no_way_is_not_tried_again(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("measures", [True, False])
 async def test_an_engine_is_asked_once_it_has_measured_its_costs(
-    plugin: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    measures: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first request of a client ends the measurement, so that ours must not come before."""
     done: list[object] = []
@@ -136,10 +137,22 @@ async def test_an_engine_is_asked_once_it_has_measured_its_costs(
     monkeypatch.setattr(engine, "wait_until_ready", start)
     process: Any = None
     running = engines._Running(process, engine)
-    found = await running.prepare(7, plugin=plugin)
+    found = await running.prepare(7, measures=measures)
     await running.client.close()
-    assert done == [7, *(["measured"] if plugin else []), "asked"]
-    assert found == {"version": "0.5.12.post1", "costs": "costs" if plugin else None}
+    assert done == [7, *(["measured"] if measures else []), "asked"]
+    assert found == {"version": "0.5.12.post1", "costs": "costs" if measures else None}
+
+
+@pytest.mark.anyio
+async def test_engines_without_streams_measure_no_costs(tmp_path: Path) -> None:
+    options: Any = SimpleNamespace(budget=100, out=tmp_path, cpu=True, offload=1)
+    no_engines: Any = None
+    run = Run(options, no_engines, (tmp_path, tmp_path), CPU_SIZES, time.perf_counter())
+    names = ("stock", "plugin", "mixed", "resident", "h2d", "offload")
+    assert [name for name in names if run._wanted(name).measures] == ["plugin"]
+    arguments = run._wanted("h2d").arguments
+    costs, saturation = read_costs(arguments[arguments.index("--flashmoa-costs") + 1])
+    assert costs.prefill(8) > 0 and saturation is None
 
 
 @pytest.mark.anyio

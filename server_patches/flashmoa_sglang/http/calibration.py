@@ -127,8 +127,9 @@ class WarmUp:
         mixes = not any(rank.no_rides for rank in ranks)
         steps = [size for size in STEP_SIZES if mixes and size <= sizes[-1]]
         for decodes in (number for number in DECODES if number <= most):
+            riding = [size - decodes for size in steps if size - decodes >= FEWEST_RIDING]
             for _ in range(FEWEST):
-                await self._ride_all(decodes, steps)
+                riding = await self._ride_all(decodes, riding)
         await self._read_context(sizes, min(most, DECODES[-1]))
 
     async def _prefill_all(self, sizes: list[int]) -> list[int]:
@@ -138,18 +139,26 @@ class WarmUp:
             layers = self._learned.layers
             hides_transfers = not layers or layers[-1].hides_transfers
             # Two sizes are needed at least.
-            if seconds > self._longest and position and hides_transfers:
+            is_long = position > 0 and hides_transfers and seconds > self._longest
+            if is_long and (size == sizes[-1] or await self._stays_long(size)):
                 return sizes[: position + 1]
         return sizes
 
-    async def _ride_all(self, decodes: int, sizes: Sequence[int]) -> None:
-        """Run decode steps, and some with so many tokens, decodes included."""
+    async def _ride_all(self, decodes: int, sizes: list[int]) -> list[int]:
+        """Run decode steps, and some with so many tokens; return those that are not too long."""
         async with self._decoding(decodes, [0]):
-            for riding in (size - decodes for size in sizes):
-                if riding >= FEWEST_RIDING:
-                    seconds = await self._forward(self._tokens(riding), rides=True)
-                    if seconds > self._longest:
-                        break
+            for position, size in enumerate(sizes):
+                is_long = await self._forward(self._tokens(size), rides=True) > self._longest
+                if is_long and (size == sizes[-1] or await self._stays_long(size, rides=True)):
+                    return sizes[: position + 1]
+        return sizes
+
+    async def _stays_long(self, size: int, *, rides: bool = False) -> bool:
+        """Run a forward that was too long once more, because the first one of a size may compile.
+
+        Return whether it is too long again, so that larger ones are not to run.
+        """
+        return await self._forward(self._tokens(size), rides=rides) > self._longest
 
     async def _read_context(self, sizes: list[int], decodes: int) -> None:
         """Run prefills that have run without context behind a long one, and decodes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -212,6 +213,30 @@ async def test_a_slow_engine_runs_small_forwards_only(monkeypatch: pytest.Monkey
     await calibrate(engine)
     assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 4
     assert len(engine.costs.points) >= 2
+
+
+async def test_first_forwards_that_compile_kernels_do_not_end_the_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.08)
+
+    class Compiling(FakeEngine):
+        compiled: set[tuple[bool, int]]
+
+        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
+            if (rides, tokens) in self.compiled:
+                self.compiled.remove((rides, tokens))
+                time.sleep(0.1)
+            super().run(tokens, pairs, rides=rides)
+
+    first = {(False, 4), (False, 16), (True, 31), (True, 64 - 8), (True, 128 - 32)}
+    engine: Any = Compiling(compiled=set(first))
+    await calibrate(engine)
+    assert not engine.compiled
+    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 1024
+    for decodes in (1, 8, 32):
+        ran = [forward.tokens for forward in engine.forwards if forward.decodes == decodes]
+        assert {ran.count(size - decodes) for size in (64, 128, 256, 512)} <= {3, 4}
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 40])

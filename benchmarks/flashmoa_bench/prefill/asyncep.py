@@ -23,7 +23,7 @@ from typing import Annotated
 
 import anyio
 
-from flashmoa.engine import EngineClient
+from flashmoa.engine import EngineClient, KvState
 from flashmoa.errors import EngineError
 from flashmoa.router.flops import UnknownShape, true_flops
 from flashmoa_bench.harness.command_line import Option, command, positive
@@ -78,14 +78,15 @@ class EngineMemory:
     """The memory that one engine takes for a model, in bytes.
 
     Attributes:
-        device_experts, host_experts: experts on the device and in host memory.
+        device_experts, host_experts: experts on the device and in host memory; ``None`` if that is
+            not known.
         misses: how often a layer waited for experts that were not being copied.
         kv: the KV pool.
     """
 
     way: Annotated[str, Column("")]
     device_experts: Annotated[int | None, Column("experts on the device", "{:,.1f}", 1 / _MIB)]
-    host_experts: Annotated[int, Column("on the host", "{:,.1f}", 1 / _MIB)]
+    host_experts: Annotated[int | None, Column("on the host", "{:,.1f}", 1 / _MIB)]
     misses: Annotated[int, Column("misses", "{:,}")]
     kv: Annotated[int | None, Column("KV pool", "{:,.1f}", 1 / _MIB)]
 
@@ -181,24 +182,28 @@ async def _run_batch(engine: EngineClient, prompts: Sequence[Sequence[int]]) -> 
 async def _fetch_memory(engines: Engines) -> list[EngineMemory]:
     """Return each engine's memory.
 
-    An engine that copies no experts does not report them: it has all of them on the device.
+    An engine that copies no experts does not report them: it has all of them on the device, unless
+    SGLang offloads some.
     """
     ranks = {way: (await client.info()).kv[0] for way, client in engines.clients.items()}
     reported = [rank.experts for rank in ranks.values() if rank.experts is not None]
     whole = next((experts.resident + experts.on_host for experts in reported), None)
-    memory: list[EngineMemory] = []
-    for way, rank in ranks.items():
-        experts = rank.experts
-        memory.append(
-            EngineMemory(
-                way=way,
-                device_experts=whole if experts is None else experts.resident + experts.in_slots,
-                host_experts=0 if experts is None else experts.on_host,
-                misses=0 if experts is None else experts.misses,
-                kv=rank.kv_bytes,
-            )
-        )
-    return memory
+    return [_memory_of(way, rank, whole) for way, rank in ranks.items()]
+
+
+def _memory_of(way: str, rank: KvState, whole: int | None) -> EngineMemory:
+    if rank.experts is None:
+        # SGLang does not tell which weights --cpu-offload-gb has moved to the host.
+        known = (None, None) if way == _OFFLOAD.name else (whole, 0)
+        return EngineMemory(way, *known, 0, rank.kv_bytes)
+    experts = rank.experts
+    return EngineMemory(
+        way,
+        experts.resident + experts.in_slots,
+        experts.on_host,
+        experts.misses,
+        rank.kv_bytes,
+    )
 
 
 async def _find_config(engine: EngineClient) -> Path | None:

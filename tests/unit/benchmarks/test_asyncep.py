@@ -6,6 +6,8 @@ import argparse
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from flashmoa_bench.harness.report import make_table, terminal
@@ -13,6 +15,7 @@ from flashmoa_bench.prefill.asyncep import (
     H2D,
     RESIDENT,
     EngineMemory,
+    _fetch_memory,
     flops,
     make_batch,
     summarise,
@@ -50,6 +53,24 @@ def test_exposed_seconds_are_those_that_copying_adds(capsys: pytest.CaptureFixtu
     for each in (rows, memory):
         terminal().print(make_table("", each))
     assert "1,024.0" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_it_is_not_known_where_sglang_has_put_experts() -> None:
+    def engine(**kv: Any) -> Any:
+        async def info() -> Any:
+            return SimpleNamespace(kv=[SimpleNamespace(**{"experts": None, "kv_bytes": 7, **kv})])
+
+        return SimpleNamespace(info=info)
+
+    experts = SimpleNamespace(resident=1, in_slots=2, on_host=4, misses=3)
+    clients = {RESIDENT: engine(), H2D: engine(experts=experts), "cpu_offload": engine()}
+    engines: Any = SimpleNamespace(clients=clients)
+    assert await _fetch_memory(engines) == [
+        EngineMemory(RESIDENT, 5, 0, 0, 7),
+        EngineMemory(H2D, 3, 4, 3, 7),
+        EngineMemory("cpu_offload", None, None, 0, 7),
+    ]
 
 
 def test_flops_are_those_of_the_model(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ STAGES = {
     "1": Stage("both engines start, and answer alike", 60, _start),
     "2": Stage("streamed prompts change no answer, and leave no KV", 90, _compare),
     "3": Stage("handoffs, against their bound", 130, _hand_off),
-    "4": Stage("chains of agents and a stranger on one GPU", 170, _share),
+    "4": Stage("chains of agents and a stranger on one GPU", 220, _share),
     "5": Stage("the plugin without streams, against stock SGLang", 60, _idle),
     "6": Stage("forwards, against the modelled GPU", 60, _forwards),
     "7": Stage("experts in host memory", 150, _experts),

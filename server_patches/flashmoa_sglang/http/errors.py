@@ -99,7 +99,7 @@ class EngineDraining(ApiError):
 
 # The name of a field. In the place of a problem, pydantic also names the types that it has tried.
 _FIELD = re.compile("(?!str$)[a-z_0-9]+")
-_PYTHONS_OBJECT = re.compile(r"dictionary or instance of \w+")
+_PYTHONS_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
 
 def explain(error: ValidationError) -> str:

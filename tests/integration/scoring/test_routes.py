@@ -249,7 +249,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"input": ["a"] * 9_999, "labels": ["x", "y"], "instruct": "b" * 30_000},
         "characters in their prompts together",
     ),
-    (RERANK, {"query": "q", "documents": [[{"type": "text"}]]}, "documents.0."),
+    (
+        RERANK,
+        {"query": "q", "documents": [[{"type": "text"}]]},
+        "documents.0: Input should be a valid string; documents.0: Input should be a valid object.",
+    ),
     (
         SCORE,
         {"query": "a", "label_token_ids": [1], "return_pooled_hidden_states": True},

@@ -130,6 +130,9 @@ class WarmUp:
             riding = [size - decodes for size in steps if size - decodes >= FEWEST_RIDING]
             for _ in range(FEWEST):
                 riding = await self._ride_all(decodes, riding)
+                # An answer alone has more steps than count.
+                if not riding:
+                    break
         await self._read_context(sizes, min(most, DECODES[-1]))
 
     async def _prefill_all(self, sizes: list[int]) -> list[int]:
@@ -145,12 +148,15 @@ class WarmUp:
         return sizes
 
     async def _ride_all(self, decodes: int, sizes: list[int]) -> list[int]:
-        """Run decode steps, and some with so many tokens; return those that are not too long."""
+        """Run decode steps, and some with so many tokens; return those that are not too long.
+
+        The first that is too long is among these, unless all are: then prefills say what they take.
+        """
         async with self._decoding(decodes, [0]):
             for position, size in enumerate(sizes):
                 is_long = await self._forward(self._tokens(size), rides=True) > self._longest
-                if is_long and (size == sizes[-1] or await self._stays_long(size, rides=True)):
-                    return sizes[: position + 1]
+                if is_long and await self._stays_long(size, rides=True):
+                    return sizes[: position + 1] if position else []
         return sizes
 
     async def _stays_long(self, size: int, *, rides: bool = False) -> bool:

@@ -207,6 +207,31 @@ async def test_steps_run_with_as_many_decodes_as_each_rank_has_places_for(
     assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
+@pytest.mark.parametrize("reason", ["it cannot", "it is slow"])
+async def test_answers_run_once_if_nothing_can_ride_with_them(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their steps are many, and slow where nothing rides: on a CPU core."""
+    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.08)
+
+    class Counting(FakeEngine):
+        answers = 0
+
+        async def _decode(self, *args: Any) -> None:
+            self.answers += 1
+            await super()._decode(*args)
+
+        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
+            if rides:
+                time.sleep(0.1)
+            super().run(tokens, pairs, rides=rides)
+
+    engine: Any = Counting(no_rides=reason if reason == "it cannot" else "")
+    await calibrate(engine)
+    behind_a_context = 1 + 32
+    assert engine.answers == 1 + 8 + 32 + behind_a_context
+
+
 async def test_a_slow_engine_runs_small_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.0)
     engine: Any = FakeEngine()

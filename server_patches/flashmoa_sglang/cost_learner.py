@@ -267,7 +267,8 @@ def _rising(points: Iterable[_Weighted]) -> list[tuple[int, float]]:
         while len(groups) > 1 and _median(groups[-2]) > _median(groups[-1]):
             last = groups.pop()
             groups[-1] += last
-    return [*zip(sizes, (_median(group) for group in groups for _ in group), strict=True)]
+    medians = (_median(group) for group in groups for _ in group)
+    return list(zip(sizes, medians, strict=True))
 
 
 def _slope(lines: Iterable[tuple[int, Sequence[tuple[int, float]]]]) -> float:

@@ -98,7 +98,7 @@ class EngineDraining(ApiError):
 
 
 # The name of a field. In the place of a problem, pydantic also names the types that it has tried.
-_FIELD = re.compile("(?!str$)[a-z_0-9]+")
+_FIELD = re.compile(r"(?!(?:str|int|float|bool|bytes)$)[a-z_0-9]+")
 _PYTHONS_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
 

@@ -207,9 +207,9 @@ async def test_steps_run_with_as_many_decodes_as_each_rank_has_places_for(
     assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
-@pytest.mark.parametrize("reason", ["it cannot", "it is slow"])
+@pytest.mark.parametrize("no_rides", ["it cannot", ""], ids=["cannot", "slow"])
 async def test_answers_run_once_if_nothing_can_ride_with_them(
-    reason: str, monkeypatch: pytest.MonkeyPatch
+    no_rides: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their steps are many, and slow where nothing rides: on a CPU core."""
     monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.08)
@@ -226,7 +226,7 @@ async def test_answers_run_once_if_nothing_can_ride_with_them(
                 time.sleep(0.1)
             super().run(tokens, pairs, rides=rides)
 
-    engine: Any = Counting(no_rides=reason if reason == "it cannot" else "")
+    engine: Any = Counting(no_rides=no_rides)
     await calibrate(engine)
     behind_a_context = 1 + 32
     assert engine.answers == 1 + 8 + 32 + behind_a_context

@@ -26,6 +26,7 @@ class OtherMessage(BaseModel):
 class Chat(BaseModel):
     model_config = ConfigDict(extra="forbid")
     messages: list[Annotated[OtherMessage, AfterValidator(keep)] | UserMessage]
+    top_k: int | bool = 1
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,11 @@ class Chat(BaseModel):
             {"messages": [{"role": "user", "content": 5}]},
             "messages.0.role: Input should be 'system' or 'assistant'; messages.0.content: Input "
             "should be a valid string; messages.0.content: Input should be a valid list.",
+        ),
+        (
+            {"messages": [], "top_k": "many"},
+            "top_k: Input should be a valid integer, unable to parse string as an integer; top_k: "
+            "Input should be a valid boolean, unable to interpret input.",
         ),
         ({"messages": [], "Prompt-2": 1}, "Prompt-2: Extra inputs are not permitted."),
     ],

@@ -235,13 +235,14 @@ def show(result: PlanResult, console: Console) -> None:
         console.print(f"Times are the GPUs'; the runs took {result.slowdown:g} times as long.")
     unlinked, saved, most = result.seconds["unlinked"], result.saved_seconds, result.bound_seconds
     decode = sum(wait.decode for wait in result.calls)
-    reached = f", links reach {saved / most:.0%} of that" if most > 0 else ""
+    gain = describe_gain(result)
+    has_gain = gain.startswith("saves") and most > 0
+    reached = f", links reach {saved / most:.0%} of that" if has_gain else ""
     spread = {way: f"{low:.2f} to {high:.2f}" for way, (low, high) in result.spread.items()}
     busy = {engine.name: engine.busy["unlinked"] for engine in result.engines}
     for line in (
         f"\nunlinked    {unlinked:7.2f} s   ({spread['unlinked']})",
-        f"linked      {unlinked - saved:7.2f} s   ({spread['linked']}), saves {saved:.2f} s, "
-        f"{saved / unlinked:.0%}",
+        f"linked      {unlinked - saved:7.2f} s   ({spread['linked']}), {gain}",
         f"the bound   {unlinked - most:7.2f} s   would save {most:.2f} s{reached}",
         f"decoding    {decode:7.2f} s   of the unlinked time; links do not change it",
         f"busiest     {busy[result.busiest_engine]:7.0%}     {result.busiest_engine} computes; "
@@ -258,6 +259,16 @@ def show(result: PlanResult, console: Console) -> None:
     console.print(make_table(title, result.engines, left=("engine", "agents")))
     for line in _notes(result.typical["linked"]):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_gain(result: PlanResult) -> str:
+    """Say what links save, if every linked run took less time than every unlinked one."""
+    saved, unlinked = result.saved_seconds, result.seconds["unlinked"]
+    if result.spread["linked"][1] < result.spread["unlinked"][0]:
+        return f"saves {saved:.2f} s, {saved / unlinked:.0%}"
+    if result.spread["linked"][0] > result.spread["unlinked"][1]:
+        return f"is SLOWER by {-saved:.2f} s, {-saved / unlinked:.0%}"
+    return "no difference: the ranges overlap"
 
 
 def _notes(linked: TeamRun) -> list[str]:

@@ -95,6 +95,24 @@ def test_what_is_printed_says_that_gpus_are_modelled(result: PlanResult) -> None
     assert "reader is not linked: of a test" in printed
 
 
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [
+        ((0.7, 0.8, 0.9), "is SLOWER by 0.30 s, 9%"),
+        ((0.2, 0.3, 0.5), "no difference: the ranges overlap"),
+        ((0.5, 0.6, 0.7), "no difference: the ranges overlap"),
+    ],
+)
+def test_what_links_do_not_save_is_said_in_words(waits: tuple[float, ...], said: str) -> None:
+    rounds = [make_round("unlinked", wait) for wait in (0.6, 0.5, 0.4)]
+    rounds += [make_round("linked", wait) for wait in waits]
+    console = Console(record=True, width=120, quiet=False)
+    show(summarise(rounds, STEPS, PLACEMENT, slowdown=2.0), console)
+    printed = console.export_text()
+    assert f"), {said}\n" in printed
+    assert "links reach" not in printed and "saves" not in printed
+
+
 def test_an_answer_that_changed_is_found() -> None:
     rounds = [make_round("unlinked", 0.5), make_round("linked", 0.1)]
     assert find_difference(rounds) is None

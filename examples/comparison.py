@@ -41,12 +41,9 @@ async def two_clients(
     Answers are made at temperature 0 and have at most ``--tokens`` tokens, those of tiny models so
     many.
     """
-    settings: dict[str, Any] = {
-        "temperature": 0,
-        "max_tokens": arguments.tokens,
-        # Small models repeat themselves.
-        "extra_body": {"repetition_penalty": 1.1} if real else {"ignore_eos": True},
-    }
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": arguments.tokens}
+    # Small models repeat themselves. For a repetition_penalty, SGLang would compile a kernel first.
+    settings |= {"frequency_penalty": 0.3} if real else {"extra_body": {"ignore_eos": True}}
     async with two_engines(arguments, text, console, real=real) as (url_a, url_b):
         small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **settings)
         large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **settings)

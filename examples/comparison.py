@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import anyio
 from autogen_agentchat.teams import BaseGroupChat
-from engines import print_timeline, two_engines
+from engines import print_timeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -30,26 +31,31 @@ _NOTES = (
     "agents, T_prefill downstream); above 1 if the known part of the prompt was prefilled even "
     "before the first upstream token, below 0 if what else runs on the cores took more.\n"
 )
+# Decoding answers with fewer tokens would hide hardly any prefill.
+_FEWEST_TOKENS = 8
+# Share of the time left that is planned: later runs may take longer than the first run.
+_PLANNED_SHARE = 0.9
 
 
 @asynccontextmanager
 async def two_clients(
-    arguments: argparse.Namespace, text: Path, console: Console, *, real: bool = False
+    arguments: argparse.Namespace, urls: Sequence[str], tokens: int, *, real: bool = False
 ) -> AsyncGenerator[tuple[FlashMoAChatCompletionClient, FlashMoAChatCompletionClient]]:
     """Yield clients of :func:`~engines.two_engines`, whose runs can be compared token for token.
 
-    Answers are made at temperature 0 and have at most ``--tokens`` tokens, those of tiny models so
-    many.
+    Answers are made at temperature 0. They have at most ``tokens`` tokens. Answers of tiny models
+    have exactly ``tokens`` tokens.
     """
-    settings: dict[str, Any] = {"temperature": 0, "max_tokens": arguments.tokens}
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": tokens}
     # Small models repeat themselves. For a repetition_penalty, SGLang would compile a kernel first.
     settings |= {"frequency_penalty": 0.3} if real else {"extra_body": {"ignore_eos": True}}
-    async with two_engines(arguments, text, console, real=real) as (url_a, url_b):
-        small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=url_a, **settings)
-        large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=url_b, **settings)
-        try:
-            yield small, large
-        finally:
+    small = FlashMoAChatCompletionClient(model=arguments.model_a, base_url=urls[0], **settings)
+    large = FlashMoAChatCompletionClient(model=arguments.model_b, base_url=urls[1], **settings)
+    try:
+        yield small, large
+    finally:
+        # The time for the comparison may be over.
+        with anyio.CancelScope(shield=True):
             await small.close()
             await large.close()
 
@@ -83,27 +89,84 @@ def first_token(call: Call) -> float:
     return call.first_token or call.finished.at
 
 
+def choose_size(
+    first: Run, modes: int, rounds: int, tokens: int, seconds: float
+) -> tuple[int, int]:
+    """Return how many rounds and how many tokens of an answer fit into ``seconds``.
+
+    More rounds come before more tokens.
+
+    Args:
+        first: a run with ``tokens``. Later runs are expected to take no longer.
+        modes: number of runs in a round.
+
+    Returns: at most ``rounds`` and ``tokens``; no rounds if one round with short answers is too
+        long.
+    """
+    fewest = min(tokens, _FEWEST_TOKENS)
+    for fewer in range(rounds, 0, -1):
+        for shorter in range(tokens, fewest - 1, -1):
+            saved = 0.0
+            for call in first.calls:
+                written = (call.usage and call.usage.completion_tokens) or tokens
+                decode = call.finished.at - first_token(call)
+                saved += decode * max(0, 1 - shorter / written)
+            if fewer * modes * (first.seconds - saved) <= seconds:
+                return fewer, shorter
+    return 0, fewest
+
+
 async def measure(
-    build_team: Callable[[], BaseGroupChat],
-    clients: Sequence[FlashMoAChatCompletionClient],
+    build_team: Callable[..., BaseGroupChat],
+    urls: Sequence[str],
     task: str,
     modes: Mapping[str, Ahead],
-    repeats: int,
+    arguments: argparse.Namespace,
     console: Console,
 ) -> list[Run]:
-    """Run a new team in every mode, in turns, after a run that is not counted."""
-    names = list(modes)
-    # Each round starts with a different mode, so that changes of the machine affect all alike.
-    plan = [names[(start + i) % len(names)] for start in range(repeats) for i in range(len(names))]
+    """Run a new team in every mode, in turns, after a run in the first mode that is not counted.
+
+    The first run shows how many rounds, with how many tokens of an answer, fit into ``--minutes``.
+    A round that has not ended when the minutes are over is not counted either.
+
+    Raises: SystemExit if no round has ended.
+    """
+    names, minutes = list(modes), f"{arguments.minutes:g} minutes"
     runs: list[Run] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("warming up", total=len(plan) + 1)
-        for mode in [names[0], *plan]:
-            runs.append(await run_once(build_team(), clients, task, mode, modes[mode]))
-            progress.advance(bar)
-            progress.update(bar, description=f"{mode:9}")
-    return runs[1:]
+    columns = (TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn())
+    bars = Progress(*columns, TimeElapsedColumn(), console=console)
+    bar = bars.add_task("first run", total=1 + arguments.repeats * len(names))
+
+    async def run(mode: str, clients: Sequence[FlashMoAChatCompletionClient]) -> Run:
+        done = await run_once(build_team(*clients), clients, task, mode, modes[mode])
+        bars.advance(bar)
+        return done
+
+    with bars, anyio.move_on_after(60 * arguments.minutes) as limit:
+        async with two_clients(arguments, urls, arguments.tokens, real=True) as clients:
+            first = await run(names[0], clients)
+        left = _PLANNED_SHARE * (limit.deadline - anyio.current_time())
+        rounds, tokens = choose_size(
+            first, len(names), arguments.repeats, arguments.tokens, seconds=left
+        )
+        console.print(
+            f"The first run took {first.seconds:.1f} s: {rounds} of {arguments.repeats} rounds, "
+            f"with {tokens} of {arguments.tokens} tokens of an answer, should fit into {minutes}."
+        )
+        bars.update(bar, total=1 + rounds * len(names))
+        async with two_clients(arguments, urls, tokens, real=True) as clients:
+            for _ in range(rounds):
+                for mode in names:
+                    bars.update(bar, description=mode)
+                    runs.append(await run(mode, clients))
+                # Each round starts with a different mode: changes of the machine affect all alike.
+                names = names[1:] + names[:1]
+    if len(runs) < len(names):
+        raise SystemExit(
+            f"Not one round of {', '.join(modes)} fits into {minutes} on these engines: give more "
+            "--minutes, or fewer --tokens."
+        )
+    return runs[: len(runs) // len(names) * len(names)]
 
 
 async def run_once(
@@ -134,7 +197,8 @@ class Handoff:
         bound_seconds: the most that can be hidden, min(T_decode of all upstream agents, T_prefill
             of the downstream agent), FlashAgents Eq. 4. T_prefill includes transport and one token,
             which no overlap can hide.
-        hidden_fraction: seconds saved over ``bound_seconds``; ``None`` in the first mode.
+        hidden_fraction: seconds saved over ``bound_seconds``; ``None`` in the first mode, and if
+            nothing can be hidden.
     """
 
     agent: str
@@ -147,16 +211,41 @@ class Handoff:
     hidden_fraction: float | None
 
 
+def compare(name: str, seconds: Sequence[float], other: str, other_seconds: Sequence[float]) -> str:
+    """Say how long the runs of two modes took, and whether the modes differ.
+
+    Two modes differ if every run of one mode took less time than every run of the other mode.
+    """
+    ratio = median(seconds) / median(other_seconds)
+    if min(len(seconds), len(other_seconds)) == 1:
+        finding = "one round proves nothing beyond equal texts"
+    elif max(seconds) < min(other_seconds):
+        finding = f"{1 - ratio:.0%} less time"
+    elif min(seconds) > max(other_seconds):
+        finding = f"{name} was SLOWER, it took {ratio - 1:.0%} more time"
+    else:
+        finding = "no difference that this machine's noise lets us see"
+    return f"{name} took {_spread(seconds)}, {other} {_spread(other_seconds)}: {finding}"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    text = f"{median(seconds):.2f} s"
+    return f"{text} ({min(seconds):.2f} to {max(seconds):.2f})" if len(seconds) > 1 else text
+
+
 class Comparison:
     """Compares runs in several modes with those in the first mode."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._modes = {run.mode: [each for each in runs if each.mode == run.mode] for run in runs}
         self._base = next(iter(self._modes.values()))
-        self._same_text = all(run.texts == runs[0].texts for run in runs)
+        self.same_text = all(run.texts == runs[0].texts for run in runs)
+
+    def _every_seconds(self, mode: str) -> list[float]:
+        return [run.seconds for run in self._modes[mode]]
 
     def _seconds(self, mode: str) -> float:
-        return median(run.seconds for run in self._modes[mode])
+        return median(self._every_seconds(mode))
 
     def _handoffs(self, mode: str) -> list[Handoff]:
         count = len(self._base[0].calls)
@@ -182,23 +271,29 @@ class Comparison:
             streamed_tokens=tokens("streamed_tokens"),
             late_tokens=tokens("late_tokens"),
             bound_seconds=bound,
-            hidden_fraction=None if runs is self._base else (prefill - seconds) / bound,
+            hidden_fraction=(
+                None if runs is self._base or not bound else (prefill - seconds) / bound
+            ),
         )
 
-    def sentence(self) -> str:
-        """Say how much less time the last mode took than the first, and the bound of that."""
-        base, mode = self._base[0].mode, list(self._modes)[-1]
-        before, after = self._seconds(base), self._seconds(mode)
+    def sentences(self) -> list[str]:
+        """Compare the last mode with each other one, and say how much decoding can hide."""
+        *others, last = self._modes
+        base = self._base[0].mode
         hidden = sum(handoff.bound_seconds for handoff in self._handoffs(base))
-        return (
-            f"{mode.capitalize()}, the chain took {1 - after / before:.0%} less time than {base}, "
-            f"{after:.1f} s instead of {before:.1f} s; at most {hidden / before:.0%} can be hidden,"
-            " the prefills behind the decoding before them."
-        )
+        return [
+            *(
+                f"{compare(last, self._every_seconds(last), each, self._every_seconds(each))}."
+                for each in others
+            ),
+            f"Decoding can hide prefills of {hidden / self._seconds(base):.0%} of the {base} time.",
+        ]
 
     def show(self, console: Console) -> None:
-        """Print the gain, the tables, and a timeline for each mode."""
-        console.print(f"[bold]{self.sentence()}[/]\n", highlight=False)
+        """Print what the modes' times say, the tables, and a timeline for each mode."""
+        for sentence in self.sentences():
+            console.print(f"[bold]{sentence[0].upper()}{sentence[1:]}[/]", highlight=False)
+        console.print()
         console.print(self._latency_table())
         console.print("→ agent: from its upstream's last token to its own first token\n")
         console.print(self._token_table())
@@ -208,18 +303,16 @@ class Comparison:
             print_timeline(runs[-1].events, console)
             console.print()
         count = sum(map(len, self._modes.values()))
-        console.print(f"Same text in all {count} runs: {'yes' if self._same_text else 'NO'}")
+        console.print(f"Same text in all {count} runs: {'yes' if self.same_text else 'NO'}")
 
     def _latency_table(self) -> Table:
-        table = Table(title=f"Chain, medians of {len(self._base)} runs", title_justify="left")
+        table = Table(title=f"Chain, medians; rounds: {len(self._base)}", title_justify="left")
         agents = [handoff.agent for handoff in self._handoffs(self._base[0].mode)]
-        for name in ("mode", "end to end", "speed-up", *(f"→ {agent}" for agent in agents)):
+        for name in ("mode", "end to end", *(f"→ {agent}" for agent in agents)):
             table.add_column(name, justify="left" if name == "mode" else "right")
         for mode in self._modes:
-            seconds = self._seconds(mode)
-            speed_up = self._seconds(self._base[0].mode) / seconds
             cells = [f"{handoff.seconds * 1000:.0f} ms" for handoff in self._handoffs(mode)]
-            table.add_row(mode, f"{seconds:.2f} s", f"{speed_up:.2f}x", *cells)
+            table.add_row(mode, _spread(self._every_seconds(mode)), *cells)
         return table
 
     def _token_table(self) -> Table:
@@ -249,6 +342,7 @@ class Comparison:
             {
                 "mode": mode,
                 "seconds": self._seconds(mode),
+                "every_seconds": self._every_seconds(mode),
                 "ratio": base / self._seconds(mode),
                 "handoffs": [asdict(handoff) for handoff in self._handoffs(mode)],
             }
@@ -257,7 +351,7 @@ class Comparison:
         document = {
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "runs": len(self._base),
-            "same_text": self._same_text,
+            "same_text": self.same_text,
             "modes": modes,
         }
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from autogen_agentchat.agents import (
 )
 from autogen_agentchat.teams import DiGraphBuilder, GraphFlow
 from comparison import run_once, two_clients
-from engines import PAPER, print_timeline, run_program, two_engine_parser
+from engines import PAPER, print_timeline, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
@@ -71,7 +71,10 @@ async def main() -> None:
     """Review the paper unlinked and linked, and print both timelines."""
     arguments = two_engine_parser(__doc__, tokens=64).parse_args()
     console = Console()
-    async with two_clients(arguments, PAPER, console) as (small, large):
+    async with (
+        two_engines(arguments, PAPER, console) as urls,
+        two_clients(arguments, urls, arguments.tokens) as (small, large),
+    ):
         modes: dict[str, Ahead] = {"unlinked": "nothing", "linked": "text"}
         for mode, ahead in modes.items():
             with console.status(f"reviewing, {mode}"):

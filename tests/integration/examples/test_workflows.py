@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flashmoa.observe.calls import calls
 from flashmoa.workflow import Workflow
 from tests.conftest import ROOT
 from tests.integration.autogen.runs import run_once
+from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -55,10 +57,49 @@ async def test_the_chain_example_is_the_same_in_every_mode(
     assert all(run.texts == runs[0].texts for run in runs)
     compared = comparison.Comparison(runs)
     compared.save(tmp_path / "chain.json")
-    assert compared.sentence().startswith("Linked, the chain took")
+    assert compared.sentences()[0].startswith("linked took")
     assert '"same_text": true' in (tmp_path / "chain.json").read_text()
     usage = runs[-1].calls[-1].usage
     assert usage.prompt_stream.status == "hit"
+
+
+def demo_arguments(clients: Clients, tmp_path: Path, *more: str) -> list[str]:
+    engines = ["--engine-a", clients.small.engine.url, "--engine-b", clients.large.engine.url]
+    return ["chain.py", *engines, "--json", str(tmp_path / "chain.json"), *more]
+
+
+async def test_the_demo_compares_as_many_rounds_as_it_says(
+    clients: Clients,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example: Any = importlib.import_module("chain")
+    arguments = demo_arguments(clients, tmp_path, "--tokens", "8", "--repeats", "2")
+    monkeypatch.setattr("sys.argv", arguments)
+    await example.main()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 rounds, with 8 of 8 tokens of an answer, should fit into 4 minutes" in printed
+    assert "Same text in all 6 runs: yes" in printed
+    results = json.loads((tmp_path / "chain.json").read_text())
+    assert [len(mode["every_seconds"]) for mode in results["modes"]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "minutes"), [("unlinked", "0"), ("unlinked", "0.01"), ("linked", "0.01")]
+)
+async def test_a_demo_whose_time_is_over_ends_and_leaves_idle_engines(
+    first: str, minutes: str, clients: Clients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 0.6 s no engine writes four answers of a thousand tokens."""
+    example: Any = importlib.import_module("chain")
+    monkeypatch.setattr(example, "MODES", {first: example.MODES[first]})
+    arguments = demo_arguments(clients, tmp_path, "--tokens", "1000", "--minutes", minutes)
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit, match=r"Not one round .* give more --minutes"):
+        await example.main()
+    for client in (clients.small, clients.large):
+        await wait_until_idle(client.engine)
 
 
 async def test_the_mapreduce_example_is_the_same_linked(clients: Clients) -> None:

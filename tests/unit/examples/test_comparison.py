@@ -1,0 +1,272 @@
+"""Test what the demo says of its runs, and how many it takes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flashmoa.engine import PromptUsage
+from flashmoa.observe import CallFinished, CallStarted, Event, FirstToken
+from tests.conftest import ROOT
+
+NOISE = "no difference that this machine's noise lets us see"
+ONE_ROUND = "one round proves nothing beyond equal texts"
+AGENTS = ("planner", "local", "language", "summary")
+
+times = st.floats(0.01, 1000)
+rounds_of_times = st.lists(times, min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examples() -> Generator[None]:
+    """Add the folder of the examples to the path, since they import each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def comparison(_examples: None) -> Any:
+    return importlib.import_module("comparison")
+
+
+def make_run(
+    mode: str = "unlinked",
+    prefill: float = 2.5,
+    decode: float = 2.0,
+    written: int = 40,
+    text: str = "words",
+    *,
+    has_tokens: bool = True,
+) -> Any:
+    """A run of four agents, whose answers take equally long."""
+    events: list[Event] = []
+    at = 1000.0
+    for agent in AGENTS:
+        call: dict[str, Any] = {"agent": agent, "engine": "engine", "call_id": agent}
+        events.append(CallStarted(**call, at=at))
+        if has_tokens:
+            events.append(FirstToken(**call, at=at + prefill))
+        at += prefill + decode
+        usage = PromptUsage(prompt_tokens=900, completion_tokens=written)
+        events.append(CallFinished(**call, at=at, text=text, usage=usage))
+    run = importlib.import_module("comparison").Run
+    return run(mode, at - 1000, tuple(events))
+
+
+@pytest.mark.parametrize(
+    ("linked", "other", "said"),
+    [
+        ([11.2, 11.0, 11.1], [16.6, 16.5, 16.9], "33% less time"),
+        ([20.1, 20.0, 20.3], [16.6, 16.5, 16.9], "linked was SLOWER, it took 21% more time"),
+        ([13.2, 12.9, 13.8], [13.1, 12.8, 13.5], NOISE),
+        ([11.0, 11.1, 18.0], [16.6, 16.5, 16.9], NOISE),
+        ([11.0, 12.0], [12.0, 13.0], NOISE),
+        ([11.0], [16.5], ONE_ROUND),
+        ([20.0], [16.5], ONE_ROUND),
+    ],
+)
+def test_what_is_said_of_two_modes(
+    linked: list[float], other: list[float], said: str, comparison: Any
+) -> None:
+    assert comparison.compare("linked", linked, "unlinked", other).endswith(f": {said}")
+
+
+def test_the_spread_stands_beside_each_median(comparison: Any) -> None:
+    said = comparison.compare("linked", [13.2, 12.9, 13.8], "warmed", [13.1, 12.8, 13.5])
+    assert said == (
+        f"linked took 13.20 s (12.90 to 13.80), warmed 13.10 s (12.80 to 13.50): {NOISE}"
+    )
+
+
+@given(rounds_of_times, rounds_of_times, st.randoms())
+def test_the_order_of_rounds_does_not_matter(
+    comparison: Any, seconds: list[float], others: list[float], random: Any
+) -> None:
+    said = comparison.compare("linked", seconds, "warmed", others)
+    random.shuffle(seconds)
+    random.shuffle(others)
+    assert comparison.compare("linked", seconds, "warmed", others) == said
+
+
+@given(rounds_of_times, rounds_of_times)
+def test_swapped_modes_swap_what_is_said(
+    comparison: Any, seconds: list[float], others: list[float]
+) -> None:
+    said = comparison.compare("a", seconds, "b", others).partition(": ")[2]
+    swapped = comparison.compare("b", others, "a", seconds).partition(": ")[2]
+    assert ("less time" in said) == ("SLOWER" in swapped)
+    assert ("SLOWER" in said) == ("less time" in swapped)
+    assert (said in (NOISE, ONE_ROUND)) == (said == swapped)
+
+
+@given(rounds_of_times, rounds_of_times)
+def test_no_percentage_is_negative_or_of_one_round(
+    comparison: Any, seconds: list[float], others: list[float]
+) -> None:
+    said = comparison.compare("linked", seconds, "warmed", others)
+    assert "-" not in said
+    assert "%" not in said or len(re.findall(r"s \([\d.]+ to [\d.]+\)", said)) == 2
+
+
+@given(rounds_of_times, rounds_of_times, times)
+def test_another_round_does_not_turn_noise_into_a_difference(
+    comparison: Any, seconds: list[float], others: list[float], more: float
+) -> None:
+    if comparison.compare("a", seconds, "b", others).endswith(NOISE):
+        assert comparison.compare("a", [*seconds, more], "b", others).endswith(NOISE)
+
+
+def size(comparison: Any, run: Any, seconds: float, rounds: int = 3, tokens: int = 40) -> Any:
+    return comparison.choose_size(run, 3, rounds, tokens, seconds=seconds)
+
+
+def test_a_usual_machine_takes_all_rounds_and_tokens(comparison: Any) -> None:
+    assert size(comparison, make_run(), seconds=200) == (3, 40)
+
+
+def test_a_slow_machine_takes_fewer_rounds_and_tokens(comparison: Any) -> None:
+    """With 63 s a run, the machine once took 12 minutes."""
+    rounds, tokens = size(comparison, make_run(prefill=7.75, decode=8), seconds=0.9 * (240 - 63))
+    assert rounds == 1
+    assert 8 <= tokens < 40
+
+
+def test_a_machine_that_is_too_slow_takes_no_round(comparison: Any) -> None:
+    assert size(comparison, make_run(prefill=20, decode=20), seconds=80)[0] == 0
+
+
+def test_an_answer_that_ended_early_takes_no_less_time_with_its_own_tokens(
+    comparison: Any,
+) -> None:
+    """A run takes 18 s. Only with fewer than the 10 tokens that were written it takes less."""
+    run = make_run(written=10)
+    assert size(comparison, run, seconds=54, rounds=1) == (1, 40)
+    assert size(comparison, run, seconds=53, rounds=1)[1] < 10
+
+
+@given(
+    prefill=st.floats(0, 30),
+    decode=st.floats(0, 30),
+    rounds=st.integers(1, 5),
+    tokens=st.integers(1, 60),
+    seconds=st.floats(0, 300),
+)
+def test_what_is_chosen_fits_and_no_more_would(
+    comparison: Any, prefill: float, decode: float, rounds: int, tokens: int, seconds: float
+) -> None:
+    run = make_run(prefill=prefill, decode=decode, written=tokens)
+    slack = 1e-6 * (1 + seconds)
+
+    def takes(rounds: int, shorter: int) -> float:
+        return rounds * 3 * len(AGENTS) * (prefill + decode * shorter / tokens)
+
+    chosen, shorter = size(comparison, run, seconds, rounds, tokens)
+    fewest = min(8, tokens)
+    assert 0 <= chosen <= rounds and fewest <= shorter <= tokens
+    assert takes(chosen, shorter) <= seconds + slack
+    assert chosen == rounds or takes(chosen + 1, fewest) > seconds - slack
+    assert chosen == 0 or shorter == tokens or takes(chosen, shorter + 1) > seconds - slack
+
+
+@pytest.fixture
+def measured(comparison: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each run of ``measure``, whose ninth run does not end."""
+    taken: list[int] = []
+
+    @asynccontextmanager
+    async def two_clients(_arguments: Any, _urls: Any, tokens: int, **_: Any) -> AsyncGenerator:
+        yield (tokens, tokens)
+
+    async def run_once(_team: Any, clients: Sequence[int], _task: str, mode: str, _: Any) -> Any:
+        taken.append(clients[0])
+        if len(taken) == 9:
+            await anyio.sleep_forever()
+        return make_run(mode, prefill=0.01, decode=0.03)
+
+    monkeypatch.setattr(comparison, "two_clients", two_clients)
+    monkeypatch.setattr(comparison, "run_once", run_once)
+    return taken
+
+
+@pytest.mark.anyio
+async def test_a_round_that_does_not_end_in_time_is_not_counted(
+    comparison: Any, measured: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All runs after the first have the same number of tokens, fewer than the first run."""
+    arguments = Namespace(tokens=40, repeats=3, minutes=0.02)
+    modes = {"unlinked": "nothing", "warmed": "known", "linked": "text"}
+    runs = await comparison.measure(
+        lambda *_: None, ["", ""], "task", modes, arguments, Console(width=200)
+    )
+    first, *others = measured
+    assert first == 40 and len(set(others)) == 1 and others[0] < 40
+    assert f"3 of 3 rounds, with {others[0]} of 40 tokens of an answer" in capsys.readouterr().out
+    assert [run.mode for run in runs] == [*modes, "warmed", "linked", "unlinked"]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return the demo's ``main``, which finds the given runs measured."""
+    example: Any = importlib.import_module("chain")
+    engines = ["--engine-a", "http://a", "--engine-b", "http://b"]
+    file = tmp_path / "chain.json"
+    monkeypatch.setattr("sys.argv", ["chain.py", *engines, "--json", str(file)])
+
+    async def main(runs: list[Any]) -> dict[str, Any]:
+        async def measure(*_: Any) -> list[Any]:
+            return runs
+
+        monkeypatch.setattr(example, "measure", measure)
+        try:
+            await example.main()
+        finally:
+            results = json.loads(file.read_text())
+        return results
+
+    return main
+
+
+@pytest.mark.anyio
+async def test_a_demo_that_is_slower_linked_says_so_and_succeeds(
+    demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = await demo(
+        [make_run(mode, prefill) for mode, prefill in (("unlinked", 2), ("linked", 3)) * 3]
+    )
+    assert "Linked took 20.00 s (20.00 to 20.00), unlinked 16.00 s" in (
+        printed := " ".join(capsys.readouterr().out.split())
+    )
+    assert "linked was SLOWER, it took 25% more time." in printed
+    assert [mode["every_seconds"] for mode in results["modes"]] == [[16] * 3, [20] * 3]
+
+
+@pytest.mark.anyio
+async def test_a_demo_whose_texts_differ_fails(
+    demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        await demo([make_run(), make_run("linked", text="other words")])
+    assert status.value.code == 1
+    assert "Same text in all 2 runs: NO" in capsys.readouterr().out
+
+
+@pytest.mark.anyio
+async def test_answers_that_came_in_one_piece_hide_nothing(
+    demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = await demo([make_run(mode, has_tokens=False) for mode in ("unlinked", "linked")])
+    assert [one["hidden_fraction"] for one in results["modes"][1]["handoffs"]] == [None] * 3
+    assert "Decoding can hide prefills of 0% of the unlinked time." in capsys.readouterr().out

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -37,6 +37,7 @@ from flashmoa.moa.systems import Debate, MixtureOfAgents, Staircase
 
 # What a header can have.
 _ApiKey = Annotated[str, Field(pattern="^[ -~]*$")]
+_EngineUrl = Annotated[str, AfterValidator(engine_url)]
 
 
 class ConfigError(FlashMoAError):
@@ -90,23 +91,33 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
-class ModelTable(Sampling):
-    """``repeat`` agents with one model, and their sampling parameters.
-
-    With several ``engines``, each agent asks another one first, and the others if that fails.
-    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
-    """
+class _NamedModel(Sampling):
+    """A table ``[models.NAME]``. The agents that use it may add its engine, or replace any key."""
 
     model_config = ConfigDict(strict=False)
 
-    engine: str | None = None
-    engines: list[str] = Field(default_factory=list[str])
+    engine: _EngineUrl | None = None
+    engines: list[_EngineUrl] = Field(default_factory=list[str])
     model: str = "default"
     api_key: _ApiKey | None = None
     repeat: Count = 1
     role: str = ""
     limits: Limits | None = None
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+    @model_validator(mode="after")
+    def _names_engines_once(self) -> _NamedModel:
+        if self.engine is not None and self.engines:
+            raise ValueError("a model has engine = 'URL' or engines = ['URL', ...], not both")
+        return self
+
+
+class ModelTable(_NamedModel):
+    """``repeat`` agents with one model, and their sampling parameters.
+
+    With several ``engines``, each agent asks another one first, and the others if that fails.
+    ``extra_body`` has parameters of the engine that :class:`Sampling` does not know.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -124,7 +135,7 @@ class ModelTable(Sampling):
 
     @model_validator(mode="after")
     def _has_engine(self) -> ModelTable:
-        if (self.engine is None) == (not self.engines):
+        if self.engine is None and not self.engines:
             raise ValueError("a model needs engine = 'URL', or engines = ['URL', ...]")
         return self
 
@@ -188,7 +199,7 @@ class _DebateTable(_Table):
 class _EarlyExitTable(EarlyExit):
     """An :class:`EarlyExit` whose embedder is the URL of an engine."""
 
-    embedder: Annotated[str, AfterValidator(engine_url)]  # pyright: ignore[reportIncompatibleVariableOverride]
+    embedder: _EngineUrl  # pyright: ignore[reportIncompatibleVariableOverride]
     model: str = "default"
     api_key: _ApiKey | None = None
 
@@ -292,6 +303,7 @@ class _DebateSystemTable(_SystemTable):
         )
 
 
+_Kind = TypeVar("_Kind", bound=BaseModel)
 _KINDS: dict[str, type[_SystemTable]] = {
     "mixture": _MixtureTable,
     "staircase": _StaircaseTable,
@@ -324,6 +336,8 @@ def read_tables(tables: Mapping[str, Any]) -> list[ServedSystem]:
     """Return what the tables of a file describe. Raises: ConfigError, as :func:`read_file`."""
     tables = dict(tables)
     models = _expect_tables(tables.pop("models", {}), "models")
+    for name, table in models.items():
+        _check(_NamedModel, table, ("models", name))
     if "systems" not in tables:
         return [_build(tables, models, ())]
     named = _expect_tables(tables.pop("systems"), "systems")
@@ -353,14 +367,22 @@ def _build(
         raise ConfigError(
             f"{'.'.join((*place, 'kind'))} is {kind!r}; use one of {', '.join(_KINDS)}"
         )
+    found = _check(_KINDS[kind], table, place, file)
     try:
-        found = _KINDS[kind].model_validate(table, context=file)
         return ServedSystem(found.name, found.build(file), file.engines)
+    except ValueError as error:
+        raise ConfigError(f"{'.'.join(place) or found.name}: {error}") from error
+
+
+def _check(
+    kind: type[_Kind], table: dict[str, Any], place: tuple[str, ...], file: _File | None = None
+) -> _Kind:
+    """Return a table with its values. Raises: ConfigError, which names each key and its table."""
+    try:
+        return kind.model_validate(table, context=file)
     except ValidationError as error:
         problems = [_explain(problem, place) for problem in error.errors(include_url=False)]
         raise ConfigError("; ".join(problems)) from error
-    except ValueError as error:
-        raise ConfigError(f"{'.'.join(place) or table.get('name', 'moa')}: {error}") from error
 
 
 def _explain(problem: Any, place: tuple[str, ...]) -> str:

@@ -203,6 +203,13 @@ def test_a_file_with_one_model_needs_no_table_for_it(tmp_path: Path) -> None:
     assert served.system.layers[1][0].sampling["seed"] == 1
 
 
+def test_an_engine_may_be_named_where_a_model_is_used(tmp_path: Path) -> None:
+    agent = '{use = "small", engine = "http://b/v1"}'
+    layers = f"layers = [{{models = [{agent}]}}, {{models = [{agent}]}}]"
+    [served] = read(tmp_path, f"{layers}\n{MODELS.replace('engine', '# engine')}")
+    assert [*served.engine_names] == ["http://b"]
+
+
 @pytest.mark.parametrize("more", [{"lora_path": "x"}, {"models": ["x"]}])
 def test_parameters_that_are_not_known_have_a_table_of_their_own(
     tmp_path: Path, more: dict[str, object]
@@ -217,9 +224,20 @@ def test_parameters_that_are_not_known_have_a_table_of_their_own(
     ("old", "new", "problem"),
     [
         ("temperature = 0.5", "temprature = 0.5",
-         r"systems.careful.layers.0.models.0 has no key 'temprature': did you mean 'temperature'"),
+         r"toml: models.small has no key 'temprature': did you mean 'temperature'\?$"),
         ("temperature = 0.5", "temperature = 5",
-         r"systems.careful.layers.0.models.0.temperature: Input should be less than or equal"),
+         r"toml: models.small.temperature: Input should be less than or equal to 2$"),
+        ("temperature = 0.5", "limits = {attempts = 0}",
+         r"toml: models.small.limits.attempts: Input should be greater than or equal to 1$"),
+        ('"http://a"', '"a:1"',
+         r"toml: models.small.engine: 'a:1' is not an engine's URL; give \S+$"),
+        ("temperature = 0.5", "engines = ['http://b']",
+         r"toml: models.small: a model has engine = 'URL' or engines = .*, not both$"),
+        ("temperature = 0.5", 'use = "small"', r"toml: models.small has no key 'use'"),
+        ('{use = "small", temperature = 0.2}', '{use = "small", temprature = 0.2}',
+         r"toml: systems.careful.layers.1.models.1 has no key 'temprature'"),
+        ("[models.small]", "[models.other]\nsed = 1\n[models.small]",
+         r"toml: models.other has no key 'sed': did you mean 'seed'\?$"),
         ('topology = "3x2x1"', 'topolgy = "3x2x1"',
          r"systems.careful has no key 'topolgy': did you mean 'topology'"),
         ('topology = "3x2x1"', "limits = {stall_second = 3}",

@@ -18,6 +18,7 @@ from flashmoa import EngineClient, FlashMoAError
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
 from flashmoa.doctor import Finding, check_engine
+from flashmoa.errors import EngineError, PluginMissing
 
 if TYPE_CHECKING:
     from flashmoa.moa.config import ServedSystem
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = "Serve mixtures of agents, staircases and debates behind the OpenAI API."
 _API_KEY = "FLASHMOA_API_KEY"
 _TIMEOUT_SECONDS = 60.0
+# How long the start of the server may wait for an engine that does not answer.
+_REACH_SECONDS = 3.0
 _QUESTION = [{"role": "user", "content": "Which day comes after Monday?"}]
 _BEGINNING = {"role": "assistant", "content": "The day after Monday is"}
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
@@ -144,6 +147,27 @@ async def _check_embedder(embedder: Embedder) -> Finding:
     return Finding("ok", "embedder", "it embeds texts")
 
 
+async def _print_missing_engines(systems: Sequence[ServedSystem]) -> bool:
+    """Print which engines do not answer. Return whether there are any."""
+    missing = False
+
+    async def reach(url: str, key: str | None) -> None:
+        nonlocal missing
+        try:
+            async with EngineClient(url, api_key=key, timeout=_REACH_SECONDS) as engine:
+                await engine.plain.models()
+        except PluginMissing:  # It answers, but does not list its models.
+            pass
+        except EngineError as error:
+            missing = True
+            print(f"flashmoa moa: {error}", file=sys.stderr, flush=True)
+
+    async with anyio.create_task_group() as tasks:
+        for url, key in dict.fromkeys(each for served in systems for each in served.engines):
+            tasks.start_soon(reach, url, key)
+    return missing
+
+
 def _serve(systems: Sequence[ServedSystem], options: argparse.Namespace) -> int:
     import uvicorn
 
@@ -159,6 +183,9 @@ def _serve(systems: Sequence[ServedSystem], options: argparse.Namespace) -> int:
     )
     names = ", ".join(system.name for system in systems)
     with bind(options.host, options.port) as listening, suppress(KeyboardInterrupt):
+        if anyio.run(_print_missing_engines, systems):
+            advice = f"`flashmoa moa check {options.config}` checks every engine"
+            print(f"flashmoa moa: the server starts all the same; {advice}", file=sys.stderr)
         print(f"flashmoa: {names} on {api_url(options.host, options.port)}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listening])
     return 0

@@ -1,17 +1,23 @@
-"""What ``flashmoa moa check`` asks engines without the plugin, and what it says is missing."""
+"""What ``flashmoa moa`` asks engines without the plugin, and what it says is missing."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
+import uvicorn
+from anyio.abc import SocketStream
 
 from flashmoa.cli import moa
+from flashmoa.engine.local import free_port
+from tests.unit.engine.faulty_engine import listening, receive, send
 from tests.unit.moa.scripted_engine import Script, scripted_engine
 
 pytestmark = pytest.mark.anyio
+NOWHERE = "http://127.0.0.1:9"
 MODEL = 'engine = "URL", model = "m"'
 LAYERS = f"layers = [{{models = [{{{MODEL}, repeat = 3}}]}}, {{models = [{{{MODEL}}}]}}]\n"
 
@@ -58,3 +64,45 @@ async def test_an_engine_that_refuses_or_lacks_probabilities_is_to_be_fixed(
     shown, _ = await check(tmp_path, capsys, early, [])
     assert "gives no log-probabilities" in shown
     assert "it did not answer within 0.3 s" in shown
+
+
+@pytest.mark.parametrize("up", [True, False])
+async def test_a_server_names_the_engines_that_do_not_answer_and_starts(
+    up: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[object] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _, sockets: served.extend(sockets))
+    path, port = tmp_path / "moa.toml", free_port()
+    async with scripted_engine({"m": ["Tuesday"]}) as (engine, _):
+        path.write_text(LAYERS.replace("URL", engine.url if up else NOWHERE))
+        command = ["serve", str(path), "--port", str(port)]
+        assert await anyio.to_thread.run_sync(moa.main, command) == 0
+    printed = capsys.readouterr()
+    assert len(served) == 1 and printed.out == f"flashmoa: moa on http://127.0.0.1:{port}/v1\n"
+    # Agents ask the same engine with one key, so that it is named once.
+    assert printed.err.count(f"flashmoa moa: {NOWHERE} cannot be reached") == (not up)
+    assert (f"`flashmoa moa check {path}`" in printed.err) == (not up)
+    assert up == (not printed.err)
+
+
+async def test_a_server_names_an_engine_that_refuses_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Refusing:
+        url: str
+
+        async def serve(self, client: SocketStream) -> None:
+            async with client:
+                await receive(client)
+                await send(client, 401, {"error": "Unauthorized"})
+
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
+    path = tmp_path / "moa.toml"
+    async with listening(Refusing) as engine:
+        path.write_text(LAYERS.replace("URL", engine.url))
+        command = ["serve", str(path), "--port", str(free_port())]
+        assert await anyio.to_thread.run_sync(moa.main, command) == 0
+    assert (
+        f"flashmoa moa: {engine.url} refuses this API key, or needs one" in capsys.readouterr().err
+    )

@@ -21,9 +21,10 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Unpack
 
-import openai
+from flashmoa._extras import FromExtra
 
-try:
+with FromExtra("adk", __name__, "Google's ADK"):
+    import openai
     from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, SequentialAgent
     from google.adk.agents.parallel_agent import _create_branch_ctx_for_sub_agent
     from google.adk.events import Event
@@ -32,8 +33,6 @@ try:
     from google.adk.plugins import BasePlugin
     from google.adk.tools import BaseTool, FunctionTool
     from google.genai import types
-except ImportError as error:
-    raise ImportError("ADK is not installed: pip install 'flashmoa[adk]'") from error
 
 from flashmoa._concurrency import all_of, setting
 from flashmoa.adapters import (

@@ -60,8 +60,13 @@ def fix(about: str, text: str, remedy: str) -> Finding:
     return Finding("fix", about, text, remedy)
 
 
+def in_clone(folders: str) -> str:
+    """Return the command that installs packages which no wheel of ``flashmoa`` contains."""
+    return f"pip install {folders} in a clone of FlashMoA's repository"
+
+
 _PLUGIN = "flashmoa"
-_INSTALL_PLUGIN = "pip install ./server_patches"
+_INSTALL_PLUGIN = in_clone("./server_patches")
 _AUTOGEN = ("autogen-core", "autogen-agentchat", "autogen-ext")
 _DEVICES = Path("/dev")
 # Those of NVIDIA's driver, of WSL 2 and of ROCm.
@@ -90,7 +95,7 @@ def check_autogen() -> Finding:
     missing = [name for name in (*_AUTOGEN, "openai") if installed(name) is None]
     if not missing:
         return ok("AutoGen", installed(_AUTOGEN[0]) or "")
-    text = f"not installed: {', '.join(missing)}; only flashmoa.autogen needs that"
+    text = f"not installed: {', '.join(missing)}; flashmoa.autogen needs that"
     return note("AutoGen", text, "pip install 'flashmoa[autogen]'")
 
 
@@ -113,7 +118,7 @@ def _check_version(plugin: str) -> Finding:
     if plugin == flashmoa.__version__:
         return ok("plugin", f"flashmoa-sglang {plugin}")
     text = f"flashmoa-sglang is {plugin}, but flashmoa is {flashmoa.__version__}"
-    return fix("plugin", text, f"{_INSTALL_PLUGIN} . (both from one checkout)")
+    return fix("plugin", text, in_clone("./server_patches ."))
 
 
 def check_environment() -> list[Finding]:
@@ -226,7 +231,7 @@ def _check_accelerator() -> list[Finding]:
     if not devices:
         if find_spec("flashmoa_cpu") is None:
             text = "there is none, and no platform for engines on a CPU"
-            return [torch, note("GPU", text, "for such engines: pip install ./cpu_platform")]
+            return [torch, note("GPU", text, f"for such engines: {in_clone('./cpu_platform')}")]
         return [torch, note("GPU", "there is none: engines run on the CPU (flashmoa-cpu)")]
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         text = "CUDA_VISIBLE_DEVICES is empty: no GPU is used"
@@ -313,7 +318,7 @@ async def _identify_server(url: str, key: str | None) -> Finding:
         return fix("versions", text, _ONE_CHECKOUT)
     if "model_path" in await _get_json(url, key, "/model_info", "/get_model_info"):
         text = f"{url} is SGLang without the plugin: links {_IN_STEPS}"
-        remedy = "where SGLang runs: pip install ./server_patches, unset SGLANG_PLUGINS, restart"
+        remedy = f"where SGLang runs: {_INSTALL_PLUGIN}, unset SGLANG_PLUGINS, restart"
         return note("engine", text, remedy)
     if "data" in await _get_json(url, key, "/v1/models"):
         text = f"{url} is an OpenAI server, but not SGLang: links {_IN_STEPS}, if it has one"
@@ -349,7 +354,7 @@ def _check_versions(info: EngineInfo, url: str) -> list[Finding]:
         findings.append(fix("settings", text, f"start the engine without {ways}"))
     elif missing := sorted(_CAPABILITIES - set(info.capabilities)):
         text = f"the engine's plugin lacks {', '.join(missing)}"
-        remedy = "pip install ./server_patches there, and restart the engine"
+        remedy = f"where the engine runs: {_INSTALL_PLUGIN}, and restart it"
         findings.append(fix("versions", text, remedy))
     return findings
 

@@ -2,14 +2,11 @@
 
 from importlib import import_module
 
-try:
+from flashmoa._extras import FromExtra
+
+with FromExtra("autogen", __name__, "AutoGen"):
     for _module in ("autogen_agentchat.teams", "autogen_ext.models.openai"):
         import_module(_module)
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"flashmoa.autogen needs AutoGen ({error}): pip install 'flashmoa[autogen]'",
-        name=error.name,
-    ) from error
 
 from flashmoa.autogen._calls import EngineUsage
 from flashmoa.autogen._client import FlashMoAChatCompletionClient

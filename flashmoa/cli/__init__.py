@@ -9,12 +9,13 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from flashmoa.cli import doctor, moa, router, score, serve, trace
+from flashmoa.doctor import in_clone
 
 
 def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:
     """Run a command of the package ``flashmoa-bench``, or print how to install it and return 1."""
     if find_spec("flashmoa_bench") is None:
-        problem = "needs the package flashmoa-bench: pip install ./benchmarks"
+        problem = f"needs the package flashmoa-bench: {in_clone('./benchmarks')}"
         print(f"flashmoa {command} {problem}", file=sys.stderr)
         return 1
     return int(import_module(f"flashmoa_bench.{module}").main(arguments))

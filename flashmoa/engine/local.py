@@ -185,8 +185,8 @@ async def local_engines() -> AsyncGenerator[LocalEngines]:
         logs = Path(folder)
         if find_spec("flashmoa_cpu") is None:
             raise RuntimeError(
-                "engines on this machine's CPU need SGLang, the plugin and the CPU platform: run "
-                "make setup, or pip install ./server_patches ./cpu_platform"
+                "engines on this machine's CPU need SGLang, the plugin and the CPU platform: make "
+                "setup in a clone of FlashMoA's repository installs them"
             )
         with (logs / "forkserver.log").open("wb") as errors:
             process = await anyio.open_process(

@@ -19,13 +19,16 @@ from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import anyio
 import anyio.lowlevel
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, SkipValidation
 from pydantic.dataclasses import dataclass as validated
 
 from flashmoa import EngineClient
+from flashmoa._extras import FromExtra
 from flashmoa.moa.settings import NO_OTHERS, Count
+
+with FromExtra("moa", "flashmoa.moa", "numpy"):
+    import numpy as np
+    from numpy.typing import NDArray
 
 Rule = Literal["sample", "threshold"]
 # One row per token or sentence of a text, one column per feature: ``[rows, hidden]``.

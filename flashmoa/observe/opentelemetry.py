@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from flashmoa._extras import FromExtra
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
     CallFailed,
@@ -29,12 +30,8 @@ from flashmoa.observe.events import (
     LinkOpened,
 )
 
-try:
+with FromExtra("opentelemetry", __name__, "OpenTelemetry"):
     from opentelemetry import context, metrics, trace
-except ImportError as missing:
-    raise ImportError(
-        "OpenTelemetry is not installed; pip install 'flashmoa[opentelemetry]'"
-    ) from missing
 
 # How many calls, links and agents without further events are kept; the oldest are dropped first.
 _MAX_KEPT = 1024

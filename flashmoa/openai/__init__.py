@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-import openai
+from flashmoa._extras import FromExtra
+
+with FromExtra("openai", __name__, "OpenAI's client"):
+    import openai
 
 from flashmoa.engine import EngineSettings
 from flashmoa.engine.connections import self_hosted_url

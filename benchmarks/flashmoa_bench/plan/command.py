@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if find_spec("sglang") is None or find_spec("flashmoa_cpu") is None:
         missing = (
-            "the engines need SGLang, the plugin and the CPU platform: "
-            "pip install ./server_patches './cpu_platform[device]'"
+            "the engines need SGLang, the plugin and the CPU platform: make setup in a clone of "
+            "FlashMoA's repository, and source .venv/bin/activate"
         )
         print(f"flashmoa plan: {missing}", file=sys.stderr)
         return 1

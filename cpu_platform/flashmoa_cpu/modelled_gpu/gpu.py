@@ -349,7 +349,7 @@ class MeasuredTables:
         except ImportError as error:
             raise ValueError(
                 f"The times of {gpu} need aiconfigurator-core ({error}): "
-                "pip install 'flashmoa-sglang[device]'."
+                "pip install 'flashmoa-cpu[device]'."
             ) from error
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         modes = ("gemm_quant_mode", "moe_quant_mode")

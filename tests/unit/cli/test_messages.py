@@ -38,10 +38,34 @@ def error_without(package: str, script: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_without_autogen() -> None:
-    error = error_without("autogen_agentchat", "import flashmoa.autogen")
-    assert error.startswith("ModuleNotFoundError: flashmoa.autogen needs AutoGen")
-    assert error.endswith("pip install 'flashmoa[autogen]'")
+@pytest.mark.parametrize(
+    ("module", "package", "needs", "extra"),
+    [
+        ("flashmoa.autogen", "autogen_agentchat", "AutoGen", "autogen"),
+        ("flashmoa.autogen", "openai", "AutoGen", "autogen"),
+        ("flashmoa.openai", "openai", "OpenAI's client", "openai"),
+        ("flashmoa.adk", "openai", "Google's ADK", "adk"),
+        ("flashmoa.agent_framework", "agent_framework", "Agent Framework", "agent-framework"),
+        ("flashmoa.moa", "numpy", "numpy", "moa"),
+        ("flashmoa.observe.opentelemetry", "opentelemetry", "OpenTelemetry", "opentelemetry"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    module: str, package: str, needs: str, extra: str
+) -> None:
+    error = error_without(package, f"import {module}")
+    assert error.startswith(f"ModuleNotFoundError: {module} needs {needs} (")
+    assert package in error and error.endswith(f": pip install 'flashmoa[{extra}]'")
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_a_wheel_says_where_its_benchmarks_are(command: str) -> None:
+    script = f"from flashmoa import cli; sys.exit(cli.{command}(['x']))"
+    error = error_without("flashmoa_bench", script)
+    assert error == (
+        f"flashmoa {command} needs the package flashmoa-bench: "
+        "pip install ./benchmarks in a clone of FlashMoA's repository"
+    )
 
 
 def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:

@@ -64,6 +64,7 @@ def build_team(
             name,
             model_client=second if place % 2 else first,
             system_message="\n\n".join([*(sections[title] for title in titles), role]),
+            model_client_stream=True,  # When its first token comes is seen in a stream alone.
         )
         for place, (name, (titles, role)) in enumerate(ROLES.items())
     ]

@@ -142,7 +142,12 @@ def build_team(client: FlashMoAChatCompletionClient) -> RoundRobinGroupChat:
         "summary": "You merge the plan and every remark into one final travel plan.",
     }
     agents = [
-        AssistantAgent(name, model_client=client, system_message=f"{role}\n\n{guide}")
+        AssistantAgent(
+            name,
+            model_client=client,
+            system_message=f"{role}\n\n{guide}",
+            model_client_stream=True,  # Dynamo does not say whether it separates reasoning.
+        )
         for name, role in roles.items()
     ]
     return RoundRobinGroupChat(agents, max_turns=len(agents))

@@ -43,10 +43,10 @@ def build_team(
     """Build the team of four agents; only the meta-reviewer runs on the large model."""
     paper = PAPER.read_text()
     reviewers = [
-        _filter_messages(AssistantAgent(name, small, system_message=f"{paper}\n\n{role}"), [])
+        _filter_messages(_make_agent(name, small, f"{paper}\n\n{role}"), [])
         for name, role in REVIEWERS.items()
     ]
-    meta = AssistantAgent("meta", large, system_message=f"{paper}\n\n{META}")
+    meta = _make_agent("meta", large, f"{paper}\n\n{META}")
     reader = _filter_messages(meta, list(REVIEWERS))
     graph = DiGraphBuilder()
     for agent in (*reviewers, reader):
@@ -54,6 +54,11 @@ def build_team(
     for agent in reviewers:
         graph.add_edge(agent, reader)
     return GraphFlow([*reviewers, reader], graph=graph.build())
+
+
+def _make_agent(name: str, client: FlashMoAChatCompletionClient, prompt: str) -> AssistantAgent:
+    # When the first token of an answer comes is seen in a stream alone.
+    return AssistantAgent(name, client, system_message=prompt, model_client_stream=True)
 
 
 def _filter_messages(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:

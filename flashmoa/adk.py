@@ -140,7 +140,7 @@ class FlashMoALlm(OpenAILlm):
         self, llm_request: LlmRequest, stream: bool = False
     ) -> AsyncGenerator[LlmResponse]:
         responses = super().generate_content_async(llm_request, stream)
-        held = "it calls tools" if llm_request.config.tools else None
+        held = "it has tools" if llm_request.config.tools else None
         request, observers = CallRequest(self.engine.url, self.model, held), list[CallObserver]()
         if (callers := _caller.get([])) and not _is_dry_run.get():
             planner, name = callers.pop()

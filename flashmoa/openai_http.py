@@ -2,10 +2,10 @@
 
 Every request passes there, below OpenAI's retry loop: those of ``create``, ``stream`` and
 ``parse``, of copies of the client, and of frameworks that were given it. Retries, exceptions and
-timeouts stay as they are. A request whose whole answer is asked for is sent as a streaming one, so
-that its text is observed while it is being generated; its response is put together as it would have
-been. What a server does not take in this form is sent to it as it was, and so is a request of the
-Responses API for a whole answer: streams do not have all fields of that.
+timeouts stay as they are. If an observer takes the text of a whole answer while it is written, the
+request is sent as a streaming one, and its response is put together as it would have been. A
+request is sent as it was if a stream may have another text (:func:`why_left_whole`), if its server
+does not take it in that form, and if it is of the Responses API: streams lack fields of a response.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from flashmoa.openai_io import (
     is_blocking,
 )
 from flashmoa.openai_requests import as_stream, change_body, is_response, read_body
+from flashmoa.openai_whole import why_left_whole
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,12 @@ async def _send_observed(
     for name, value in observer.headers.items():
         request.headers.setdefault(name, value)
     on_text = _contained(observer.on_text)
-    # A server may format tool calls in a stream in another way, so such an answer is not tapped.
-    taps = observer.takes_text and not body.get("tools") and kind is AnswerReader
-    response = await send_changed(client, request, body, fields, options, on_text if taps else None)
+    streaming: Mapping[str, Any] | None = None
+    if observer.takes_text and kind is AnswerReader and not options.get("stream"):
+        streaming = await _stream_form(client, request, body, observer)
+    changed = {**fields, **(streaming or body)}
+    on_piece = None if streaming is None else on_text
+    response = await send_changed(client, request, body, changed, options, on_piece)
     # A hook of the HTTP client may have read a stream already.
     if options.get("stream") and not response.is_closed:
         response.stream = client.watch(response, PassingAnswer(response, observer, on_text, kind))
@@ -149,6 +153,25 @@ async def _send_observed(
         reader = kind(is_stream=is_event_stream(response))
         report_whole(response, response.content, observer, reader)
     return response
+
+
+async def _stream_form(
+    client: UntappedIO, request: Request, body: Mapping[str, Any], observer: CallObserver
+) -> Mapping[str, Any] | None:
+    """Return the body of a request for a whole answer as one for a stream, if that will do."""
+    if client.has_response_hooks or _is_refused(_server_of(request, body)):
+        return None
+    streaming = as_stream(body)
+    if streaming is not None and (reason := await why_left_whole(client, request, body)):
+        observer.on_held(reason)
+        return None
+    return streaming
+
+
+def _server_of(request: Request, body: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a request's server and model. Refusals are remembered for both together."""
+    url = request.url
+    return f"{url.scheme}://{url.netloc.decode()}{url.path}", str(body.get("model"))
 
 
 def _contained(on_text: OnText) -> OnText:
@@ -171,7 +194,7 @@ async def send_changed(
     client: UntappedIO,
     request: Request,
     body: Mapping[str, Any],
-    fields: Mapping[str, Any],
+    changed: Mapping[str, Any],
     options: Mapping[str, Any],
     on_text: OnText | None,
 ) -> Response:
@@ -182,27 +205,22 @@ async def send_changed(
     Args:
         request: the request as it was.
         body: its body.
-        fields: what to add to it, for engines with the plugin.
+        changed: the body to send, which has all its fields.
         options: the arguments of ``send``.
-        on_text: the function to call with each piece of the answer's text, for which the request is
-            sent as a streaming one if that is possible.
+        on_text: the function to call with each piece of the answer's text, if ``changed`` asks for
+            a stream in place of a whole answer.
 
     Returns: the response that the request as it was would have had.
     """
-    url, is_streamed = request.url, bool(options.get("stream"))
-    server = f"{url.scheme}://{url.netloc.decode()}{url.path}", str(body.get("model"))
-    is_tapped = not (is_streamed or client.has_response_hooks or _is_refused(server))
-    streaming = as_stream(body) if is_tapped and on_text is not None else None
-    changed = {**fields, **(streaming or body)}
-    form = server, frozenset(changed)
-    is_same = streaming is None and changed == body
+    is_streamed = bool(options.get("stream"))
+    form = _server_of(request, body), frozenset(changed)
     # With an idempotency key, a server may take one request only.
-    if is_same or _is_refused(form) or "idempotency-key" in request.headers:
+    if changed == body or _is_refused(form) or "idempotency-key" in request.headers:
         return await client.send(request, **options)
     began = time.monotonic()
     try:
         sent = with_body(request, body, changed)
-        if streaming is not None and on_text is not None:
+        if on_text is not None:
             return await _TappedRequest(client, request, on_text).send(sent, options)
         response = await client.send(sent, **options)
         if response.status_code not in _REFUSALS_OF_FORMS:

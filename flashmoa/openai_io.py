@@ -78,6 +78,12 @@ class UntappedIO:
     async def read(self, response: Response) -> None:
         await response.aread()
 
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Run a function that blocks, beside the event loop if there is one."""
+        # Threads of the program's own functions may all be busy.
+        limiter = anyio.CapacityLimiter(1)
+        return await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
+
     def pieces(self, response: Response) -> AsyncGenerator[bytes]:
         """Yield the bytes of a response's body, without content encoding, as they arrive."""
         return response.aiter_bytes()
@@ -195,6 +201,9 @@ class BlockingIO(UntappedIO):
 
     async def read(self, response: Response) -> None:
         response.read()
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        return function()
 
     async def pieces(self, response: Response) -> AsyncGenerator[bytes]:
         for piece in response.iter_bytes():

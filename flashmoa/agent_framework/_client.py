@@ -156,7 +156,7 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
         """Begin a request that is about to be sent; linked workflows observe it."""
-        held = "it calls tools" if options.get("tools") else None
+        held = "it has tools" if options.get("tools") else None
         request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
         executor = find_calling_executor() if self.linked_teams else None
         observers = self.linked_teams.observe(executor, request) if executor is not None else []

@@ -78,7 +78,8 @@ class CallObserver:
         expected_output_tokens: how long the answer is likely to be, if that is known. Engines with
             the plugin may put short jobs first (FlashAgents §6.6); others ignore it.
         headers: further headers of the request, unless it has them already.
-        takes_text: whether it takes the answer's text before the answer is complete.
+        takes_text: whether it takes the answer's text before the answer is complete. A request for
+            a whole answer may be sent as a request for a stream then.
     """
 
     prompt_stream_id: str | None = None
@@ -94,6 +95,9 @@ class CallObserver:
         """Receive the body of the chat completion, as it is about to be sent."""
         if self.report is not None:
             self.report.prompt_sent(body)
+
+    def on_held(self, reason: str) -> None:
+        """Note why no text will come before the answer is complete, although it takes text."""
 
     def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
         """Receive the function that closes the answer's connection, if its reader does not."""
@@ -141,7 +145,8 @@ class ObservedCall:
         self._observers = observers
         # An answer that is held back may be a tool call, and servers may format tool calls in a
         # stream in another way.
-        self.takes_text = bool(observers) and hold_reason is None
+        takers = [observer for observer in observers if observer.takes_text]
+        self.takes_text = bool(takers) and hold_reason is None
         self._is_finished = False
         self._is_sent = False
         self._pieces: list[str] = []
@@ -190,6 +195,11 @@ class ObservedCall:
         is_first, self._is_sent = not self._is_sent, True
         for observer in self._observers if is_first else ():
             observer.on_prompt(body)
+
+    def hold(self, reason: str) -> None:
+        """Notify the observers of why no text will come before the answer is complete."""
+        for observer in self._observers:
+            observer.on_held(reason)
 
     def add_text(self, text: str) -> None:
         """Notify the observers of the next piece of the answer's text."""
@@ -252,6 +262,9 @@ class _CallAttempt(CallObserver):
 
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._call.send(body)
+
+    def on_held(self, reason: str) -> None:
+        self._call.hold(reason)
 
     def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
         self._call.add_response(close)

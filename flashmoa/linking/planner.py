@@ -75,6 +75,7 @@ class LinkedCall(CallObserver):
         self.text = Text(agent)
         self.is_rewritten = rewritten is not None
         self.hold_reason = rewritten or request.hold_reason
+        self.takes_text = planner.streams and self.hold_reason is None
         self.prompt_stream_id = own_link.claim() if own_link is not None else None
         # Other servers do not know the field, and some refuse a request that has it.
         if planner.has_plugin(request.engine):
@@ -84,6 +85,9 @@ class LinkedCall(CallObserver):
         self._own_link = own_link
         late = missed_link or (own_link is not None and own_link.is_late)
         report.started(own_link.used_id if own_link is not None else None, late=late)
+
+    def on_held(self, reason: str) -> None:
+        self.hold_reason = self.hold_reason or reason
 
     def on_text(self, text: str) -> None:
         super().on_text(text)
@@ -293,6 +297,8 @@ class LinkPlanner(ABC):
         written = call.text.written
         is_forwarded = result.is_forwarded and not call.is_rewritten
         if is_forwarded and result.text.startswith(written):
+            if call.hold_reason is not None:
+                self._report_held_back(call, call.hold_reason)
             call.text.finish(result.text)
         elif written:
             # Other agents get something else: the result of a tool call, or a rewritten text.
@@ -306,6 +312,9 @@ class LinkPlanner(ABC):
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """Note that a call has ended without giving text to other agents; links keep waiting."""
+        self._report_held_back(call, reason)
+
+    def _report_held_back(self, call: LinkedCall, reason: str) -> None:
         for link in self.waiting_for(call.agent):
             agent, url = link.agent, link.engine.url
             self.listener(LinkWaits(agent=agent, engine=url, upstream=call.agent, reason=reason))

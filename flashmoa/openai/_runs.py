@@ -404,6 +404,9 @@ class _CallOfThread(CallObserver):
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._tell("on_prompt", body)
 
+    def on_held(self, reason: str) -> None:
+        self._tell("on_held", reason)
+
     def on_text(self, text: str) -> None:
         self._tell("on_text", text)
 

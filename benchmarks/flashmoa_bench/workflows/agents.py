@@ -64,6 +64,7 @@ def chain(small: Client, large: Client) -> RoundRobinGroupChat:
             name,
             model_client=large if name == "summary" else small,
             system_message=f"{guide}\n\n{role}",
+            model_client_stream=True,  # When its first token comes is seen in a stream alone.
         )
         for name, role in TRAVEL_AGENTS.items()
     ]
@@ -78,10 +79,10 @@ def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> Grap
     """
     paper = PAPER.read_text()
     reviewers = [
-        _filter_messages(AssistantAgent(name, small, system_message=f"{paper}\n\n{role}"), [])
+        _filter_messages(_make_agent(name, small, f"{paper}\n\n{role}"), [])
         for name, role in REVIEWERS.items()
     ]
-    meta = AssistantAgent("meta", large, system_message=f"{paper}\n\n{_META}")
+    meta = _make_agent("meta", large, f"{paper}\n\n{_META}")
     reader = _filter_messages(meta, list(REVIEWERS))
     graph = DiGraphBuilder()
     for agent in (*reviewers, reader):
@@ -93,6 +94,10 @@ def mapreduce(small: Client, large: Client, *, sequential: bool = False) -> Grap
         for agent in reviewers:
             graph.add_edge(agent, reader)
     return GraphFlow([*reviewers, reader], graph=graph.build())
+
+
+def _make_agent(name: str, client: Client, prompt: str) -> AssistantAgent:
+    return AssistantAgent(name, client, system_message=prompt, model_client_stream=True)
 
 
 def _filter_messages(agent: AssistantAgent, sources: Sequence[str]) -> MessageFilterAgent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import httpx
 from agent_framework import Agent, Message, Workflow
 from agent_framework.orchestrations import SequentialBuilder
 
+from flashmoa import openai_whole
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.observe import Event, LinkDeclined
 
@@ -53,6 +55,8 @@ class FakeEngine:
         engine: Any = client.engine
         engine.render, engine.open_stream, engine.append = self._render, self._open, self._append
         engine.delete_stream = engine.keep_alive = self._ignore
+        # It cannot be asked, as it has no port.
+        openai_whole._servers[f"{client.engine.url}/v1"] = False, math.inf
         openai: Any = client.client
         openai._client._transport = _Transport(self._chat)
 

@@ -19,6 +19,8 @@ Fate = Literal[
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
 OTHER = ["A ", "lazy ", "dog."]
+# Settings of an SGLang engine without a reasoning parser (`/model_info`).
+PARSES_NOTHING = {"reasoning_parser": None, "disaggregation_mode": "null"}
 BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 _USAGE = {
     "prompt_tokens": 7,
@@ -44,7 +46,10 @@ class FaultyEngine:
     async def serve(self, client: SocketStream) -> None:
         async with client:
             with suppress(*BROKEN):
-                _, _, request = await receive(client)
+                _, path, request = await receive(client)
+                if path == "/model_info":  # It has no fate.
+                    await send(client, 200, PARSES_NOTHING)
+                    return
                 self.bodies.append(request)
                 fate: Fate = self._fates.pop(0) if self._fates else "fine"
                 await self._answer(client, fate, bool(request.get("stream")))
@@ -66,7 +71,7 @@ class FaultyEngine:
         else:
             if fate in ("hang", "slow"):
                 await anyio.sleep(30 if fate == "hang" else _SLOW * len(WORDS))
-            await send(client, 200, _completion(OTHER if fate == "other" else WORDS))
+            await send(client, 200, completion(OTHER if fate == "other" else WORDS))
 
 
 # Pause before each word, in seconds.
@@ -99,7 +104,8 @@ async def send(client: SocketStream, status: int, body: Any, more: bytes = b"") 
     await client.send(_head(status, b"application/json", length + more) + content)
 
 
-def _completion(words: Sequence[str]) -> dict[str, Any]:
+def completion(words: Sequence[str]) -> dict[str, Any]:
+    """Return a whole chat completion."""
     message = {"role": "assistant", "content": "".join(words), "reasoning_content": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     return {**_BASE, "object": "chat.completion", "choices": [choice], "usage": _USAGE}

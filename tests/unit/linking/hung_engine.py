@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from anyio.abc import SocketStream
 
-from tests.unit.engine.faulty_engine import BROKEN, listening, receive, send, stream
+from tests.unit.engine.faulty_engine import (
+    BROKEN,
+    PARSES_NOTHING,
+    listening,
+    receive,
+    send,
+    stream,
+)
 from tests.waiting import until
 
 Route = Literal["render", "open", "append", "keep_alive", "delete", "prefill", "chat", "other"]
@@ -23,7 +30,7 @@ class HungEngine:
         lacks: routes that it does not have.
         gone: ids of streams that have expired.
         answers: the answers of other paths, which it does not have otherwise.
-        requests: every request so far, as (route, body).
+        requests: every request so far, as (route, body), without questions for its settings.
     """
 
     def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
@@ -31,7 +38,7 @@ class HungEngine:
         self.hangs = set(hangs)
         self.lacks: set[Route] = set()
         self.gone: set[str] = set()
-        self.answers: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {"/model_info": PARSES_NOTHING}
         self.requests: list[tuple[Route, dict[str, Any]]] = []
         self._ids = (f"s{number}" for number in itertools.count())
 
@@ -47,7 +54,8 @@ class HungEngine:
             with suppress(*BROKEN):
                 method, path, body = await receive(client)
                 route = _route(method, path)
-                self.requests.append((route, body))
+                if path != "/model_info":
+                    self.requests.append((route, body))
                 if route in self.hangs:
                     await client.receive()  # This returns when the client disconnects.
                 elif path in self.answers:

@@ -25,7 +25,14 @@ from flashmoa.linking.link import Ahead
 from flashmoa.linking.options import LinkSettings, SessionOf
 from flashmoa.observe import CallFinished, Event, PromptSent, UpstreamFailed
 from flashmoa.observe.trace import read
-from tests.unit.engine.faulty_engine import chunk, listening, send_event, start_events
+from tests.unit.engine.faulty_engine import (
+    chunk,
+    completion,
+    listening,
+    send,
+    send_event,
+    start_events,
+)
 from tests.unit.linking.hung_engine import HungEngine, Route, hung_engine
 from tests.unit.openai.test_observed_calls import INFO
 from tests.waiting import until
@@ -54,15 +61,22 @@ class Scribe(HungEngine):
         if route != "chat":
             await super()._answer(client, route, body)
             return
-        await start_events(client)
+        is_stream = body.get("stream")
+        assert is_stream or self.ahead != "text"
+        if is_stream:
+            await start_events(client)
         if "reader" not in str(body["messages"]):
-            await send_event(client, chunk({"content": WORD}))
+            if is_stream:
+                await send_event(client, chunk({"content": WORD}))
             if self.ahead == "text":
                 await until(lambda: WORD.strip() in self.streamed)
             elif self.ahead == "known":
                 await self.until("open")
             if self.fails:
                 return
+        if not is_stream:
+            await send(client, 200, completion([WORD, "is high."]))
+            return
         await send_event(client, chunk({"content": "is high."}))
         await send_event(client, chunk({}, "stop"))
         await send_event(client, "[DONE]")
@@ -150,6 +164,9 @@ async def test_ahead_says_how_much_is_prefilled(
     assert ("open" in scribe.routes()) == (ahead != "nothing")
     if ahead in ("nothing", "known"):
         assert WORD.strip() not in scribe.streamed
+    # Nobody gets the text while it is written, so that whole answers are asked for as they were.
+    are_streams = {bool(body.get("stream")) for route, body in scribe.requests if route == "chat"}
+    assert are_streams == {play is play_workflow or ahead in ("text", None)}
 
 
 @everywhere

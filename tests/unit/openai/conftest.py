@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoa import openai_http
+from flashmoa import openai_http, openai_whole
 from tests.unit.openai.fake_server import FakeServer, serve
 
 
@@ -23,5 +23,6 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> F
 
 @pytest.fixture(autouse=True)
 def no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what the servers of other tests, which have the same URL, have refused."""
+    """Forget what the servers of other tests, which have the same URL, have refused or said."""
     monkeypatch.setattr(openai_http, "_refused", {})
+    monkeypatch.setattr(openai_whole, "_servers", {})

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from flashmoa.openai import AsyncOpenAI, OpenAI
+from tests.unit.engine.faulty_engine import PARSES_NOTHING
 from tests.unit.linking.hung_engine import STATE
 
 URL = "http://engine:30000"
@@ -31,7 +32,9 @@ class FakeServer:
     """Serves chat completions, the Responses API and any number of prompt streams.
 
     Attributes:
-        requests: every request so far, as (path, body, headers).
+        requests: every request so far, as (path, body, headers), without the questions.
+        questions: requests for its settings.
+        settings: its answers to questions, by path; others get 404.
         chat: answers chat completions.
         response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.
@@ -39,6 +42,8 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.is_blocking = False
+        self.settings: dict[str, Any] = {"/model_info": PARSES_NOTHING}
+        self.questions: list[httpx.Request] = []
         self.requests: list[tuple[str, dict[str, Any], httpx.Headers]] = []
         self.chat: Chat = lambda body: stream(chunks()) if body.get("stream") else whole()
         self.response: Chat = self.chat
@@ -60,6 +65,11 @@ class FakeServer:
     def answer(self, request: httpx.Request) -> httpx.Response:
         body: dict[str, Any] = json.loads(request.content or b"{}")
         path = request.url.path
+        if path in ("/model_info", "/server_info"):
+            self.questions.append(request)
+            return httpx.Response(
+                200 if path in self.settings else 404, json=self.settings.get(path)
+            )
         self.requests.append((path, body, request.headers))
         if path.endswith("/chat/completions"):
             return self.chat(body)

@@ -208,7 +208,7 @@ class LinkPlugin(BasePlugin, Reported):
         self, *, tool: Any, tool_args: Any, tool_context: Any, result: Any
     ) -> None:
         if planner := self._runs.get(tool_context.invocation_id):
-            planner.end_tool(tool_context.function_call_id, result)
+            planner.end_tool(tool_context.agent_name, tool_context.function_call_id, result)
 
     async def after_agent_callback(self, *, agent: Any, callback_context: Any) -> None:
         if planner := self._runs.get(callback_context.invocation_id):
@@ -248,8 +248,9 @@ class RunPlanner(LinkPlanner):
         self._task = asyncio.current_task()
         self._begun: set[str] = set()
         self._ended: set[str] = set()
-        # By the id of a tool's call, the request that brings its result, and its name there.
-        self._tools: dict[str, tuple[RequestAfterTools, str]] = {}
+        # By the agent and the id of its tool's call, the request that brings the result, and the
+        # tool's name there. Some models number their calls, so that ids of two agents are equal.
+        self._tools: dict[tuple[str, str | None], tuple[RequestAfterTools, str]] = {}
 
     @property
     def is_running(self) -> bool:
@@ -308,24 +309,25 @@ class RunPlanner(LinkPlanner):
         async def render(texts: Mapping[str, str]) -> str:
             request = await self._dry_run(actor, events, self._context.session.state)
             found = {call.id: texts[tool] for call, tool in zip(calls, tools, strict=True)}
-            messages = [
-                {**each, "content": found.get(each["tool_call_id"], each["content"])}
-                if each["role"] == "tool"
-                else each
-                for each in request.body["messages"]
-            ]
+            messages = [*request.body["messages"]]
+            # Results of earlier calls may have the same ids; these come last.
+            for place in range(_last_call(messages) + 1, len(messages)):
+                each = messages[place]
+                if each["role"] == "tool" and each["tool_call_id"] in found:
+                    messages[place] = {**each, "content": found[each["tool_call_id"]]}
             return await replace(request, body={**request.body, "messages": messages}).render()
 
         model = actor.canonical_model
         namespace = ChatRequest(model.engine, model.extra_body).namespace
         held = RequestAfterTools(agent, model.engine, tools, render, namespace=namespace)
-        self._tools.update((call.id, (held, tool)) for call, tool in zip(calls, tools, strict=True))
+        for call, tool in zip(calls, tools, strict=True):
+            self._tools[agent, call.id] = held, tool
         return held
 
-    def end_tool(self, call_id: str, result: object) -> None:
-        """Note the result of a call of a tool."""
-        if call_id in self._tools:
-            request, tool = self._tools.pop(call_id)
+    def end_tool(self, agent: str, call_id: str | None, result: object) -> None:
+        """Note the result of an agent's call of a tool."""
+        if (agent, call_id) in self._tools:
+            request, tool = self._tools.pop((agent, call_id))
             # A callback may have to make JSON of it yet.
             with suppress(TypeError, ValueError):
                 whole = result if isinstance(result, dict) else {"result": result}
@@ -442,3 +444,8 @@ class RunPlanner(LinkPlanner):
             return branch
         above = context.model_copy(update={"branch": branch})
         return _create_branch_ctx_for_sub_agent(parent, agent, above).branch
+
+
+def _last_call(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the place of the last message that calls tools."""
+    return max(place for place, each in enumerate(messages) if each.get("tool_calls"))

@@ -214,6 +214,59 @@ async def test_what_an_agent_asks_after_its_tools_is_linked_in_the_first_run(
     assert opened == [("look()", "walk()")] and closed(events) == ["unused" if ends else "used"]
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("names", [("a", "b"), ("a",)], ids=["two agents", "one agent"])
+async def test_calls_of_tools_with_equal_ids_keep_their_own_results(
+    names: tuple[str, ...], rounds: int, guide: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models number their calls, in each answer anew."""
+    called = [("look", {"place": "lake"}), ("walk", {"place": "hill"})]
+    script(monkeypatch, call_until(2 * rounds, called))
+    events: list[Event] = []
+
+    async def play(plugin: LinkPlugin | None) -> list[Any]:
+        said = Counter[str]()
+
+        def link_of(name: str) -> Link | None:
+            runs = plugin._runs.values() if plugin else ()
+            links = (link for run in runs for link in run.links)
+            return next((link for link in links if link.agent == name and link.stream_id), None)
+
+        async def look(place: str, tool_context: ToolContext) -> str:
+            """Look."""
+            name = tool_context.agent_name
+            await until(lambda: plugin is None or link_of(name) is not None)
+            said[name] += 1
+            return f"What {name} saw, {said[name]}. " * 20
+
+        async def walk(place: str, tool_context: ToolContext) -> dict[str, str]:
+            """Walk."""
+            name = tool_context.agent_name
+
+            def is_streamed() -> bool:
+                link = link_of(name)
+                return link is not None and f"{name} saw, {said[name]}" in link.prompt.stable()
+
+            await until(lambda: plugin is None or is_streamed())
+            return {"there": f"{name} {said[name]}"}
+
+        async with open_models({}) as models:
+            members = [agent(name, models[0], guide[:500], tools=[look, walk]) for name in names]
+            plugins = [] if plugin is None else [plugin]
+            team = ParallelAgent(name="both", sub_agents=members)
+            async with InMemoryRunner(agent=team, plugins=plugins) as runner:
+                shown = [event async for event in await begin(runner)]
+        parts = [(e.author, part) for e in shown if e.content for part in e.content.parts or ()]
+        return sorted((author, repr(part)) for author, part in parts)
+
+    unlinked = await play(None)
+    assert await play(LinkPlugin(listener=events.append)) == unlinked
+    found = Counter((call.agent, status(call)) for call in calls(events))
+    assert found == {
+        (name, how): count for name in names for how, count in (("unlinked", 1), ("hit", rounds))
+    }
+
+
 async def test_a_message_that_has_come_extends_the_link_to_its_reader(guide: str) -> None:
     plugin = LinkPlugin()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import getattr_static
 from types import MethodType
 from typing import Any, cast
 
@@ -44,7 +45,6 @@ from flashmoa.agent_framework._client import FlashMoAChatClient
 
 # A stock agent's ``run`` without the layers that trace it.
 run_untraced: Any = cast("Any", RawAgent).run
-_STOCK_RUNS: Any = (cast("Any", Agent).run, run_untraced)
 
 _ASKS_SERVERS = "predicting its prompt would ask its MCP servers for their tools"
 
@@ -56,16 +56,12 @@ _WITHOUT_MODEL = (
 )
 _WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
 
-# What a client's request and its text depend on.
-_CLIENT_METHODS = (
-    "get_response",
-    "_inner_get_response",
-    "_prepare_options",
-    "_prepare_messages_for_openai",
-    "_prepare_tools_for_openai",
-    "_parse_response_from_openai",
-    "_parse_response_update_from_openai",
-)
+# Beginnings of the names of methods that a client's request and its text depend on, and of those
+# that an agent's depend on. The framework divides them further from release to release.
+_CLIENT_METHODS = ("get_response", "_inner_", "_prepare_", "_build_", "_parse_")
+_AGENT_METHODS = ("run", "_prepare_", "_call_", "_parse_", "_finalize_", "_get_", "_resolve_")
+# What a user may replace without effect on these, or gets a reason of its own.
+_OTHER_CODE = {"_parse_usage_from_openai", "tokenizer", "compaction_strategy"}
 
 _WORKFLOWS = (
     Workflow,
@@ -239,18 +235,33 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
     Args:
         arguments: the keyword arguments of the client's ``get_response``.
     """
-    for name in _CLIENT_METHODS:
-        stock = getattr(FlashMoAChatClient, name)
-        if name in vars(client) or getattr(type(client), name) is not stock:
-            return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
+    if client.compaction_strategy or arguments.get("compaction_strategy"):
+        return "it has a compaction strategy"
+    for name in _find_own_code(client, FlashMoAChatClient, _CLIENT_METHODS):
+        return f"{type(client).__name__}.{name}, which its client has, is not FlashMoA's own"
     client_kwargs: Mapping[str, Any] = arguments.get("client_kwargs") or {}
     if client.chat_middleware:
         return "its client has middleware"
     if arguments.get("middleware") or client_kwargs.get("middleware"):
         return "its request has middleware"
-    if client.compaction_strategy or arguments.get("compaction_strategy"):
-        return "it has a compaction strategy"
     return None
+
+
+def _find_own_code(owner: Any, stock: type[Any], methods: tuple[str, ...]) -> list[str]:
+    """Return the names of code of the user's that an object holds.
+
+    Functions may be set on it, as methods are and hooks (``message_preparer``), or be methods of
+    its class.
+
+    Args:
+        stock: the framework's class, or FlashMoA's, that the object is of.
+        methods: beginnings of the names of the methods that count.
+    """
+    names = [name for name in dir(stock) if name.startswith(methods)]
+    own, of_stock = (partial(getattr_static, cls) for cls in (type(owner), stock))
+    found = [name for name in names if own(name) is not of_stock(name)]
+    found += [name for name, value in vars(owner).items() if callable(value)]
+    return [name for name in found if name not in _OTHER_CODE]
 
 
 def _why_no_agent(executor: Executor) -> str:
@@ -272,7 +283,8 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
     change something, and may make the agent send others a text that is not its model's.
     """
     agent: Any = executor.agent
-    if getattr(cast("Any", type(agent)), "run", None) not in _STOCK_RUNS or "run" in vars(agent):
+    stock = Agent if isinstance(agent, Agent) else RawAgent
+    if not isinstance(agent, stock) or _find_own_code(agent, stock, _AGENT_METHODS):
         return f"it is a {type(agent).__name__}, not a stock Agent"
     if agent.middleware:
         return "it has middleware"

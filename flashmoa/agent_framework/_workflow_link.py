@@ -60,7 +60,8 @@ def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
             ``WorkflowBuilder`` without conditions on edges. Its agents' clients must be
             ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
             agents with middleware (also of the client or the run), compaction strategies, context
-            providers or MCP servers run unlinked.
+            providers or MCP servers run unlinked, and so do agents whose client has hooks
+            (``message_preparer``, ``response_parser``).
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:

@@ -152,6 +152,59 @@ async def test_a_client_with_a_method_of_its_own_is_not_called_for_predictions()
     assert client.calls == len(fake.sent) == 1
 
 
+@pytest.mark.parametrize("hook", ["message_preparer", "response_parser"])
+async def test_hooks_of_a_client_are_not_called_for_predictions(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The releases after those that are tested here have them: as arguments of a client."""
+    called: list[str] = []
+    stock: Any = FlashMoAChatClient._prepare_message_for_openai
+
+    def prepare(self: Any, message: Message) -> Any:
+        if preparer := getattr(self, "message_preparer", None):
+            preparer()
+        return stock(self, message)
+
+    for kind in FlashMoAChatClient.__mro__:
+        if "_prepare_message_for_openai" in vars(kind):
+            monkeypatch.setattr(kind, "_prepare_message_for_openai", prepare)
+    counts: list[int] = []
+    for is_linked in (False, True):
+        client, fake = make_client()
+        hooked: Any = client
+        setattr(hooked, hook, lambda: called.append(hook))
+        workflow = chain(client)
+        reasons = await run_linked(workflow) if is_linked else []
+        if not is_linked:
+            await workflow.run("task")
+        counts.append(len(called))
+        called.clear()
+    assert counts[0] == counts[1] == (5 if hook == "message_preparer" else 0)
+    assert [hook in reason for reason in reasons] == [True] and statuses(fake) == [None] * 2
+
+
+class Prepares(Agent[Any]):
+    prepared = 0
+
+    async def _prepare_session_and_messages(self, **options: Any) -> Any:
+        Prepares.prepared += 1
+        return await super()._prepare_session_and_messages(**options)
+
+
+class Names(Agent[Any]):
+    def __init__(self, client: FlashMoAChatClient, name: str) -> None:
+        super().__init__(client, f"You are {name}.", name=name)
+
+
+async def test_methods_of_an_agents_own_class_are_not_called_for_predictions() -> None:
+    client, fake = make_client()
+    (reason,) = await run_linked(chain(client, Prepares(client, "You are b.", name="b")))
+    assert reason == "it is a Prepares, not a stock Agent"
+    assert Prepares.prepared == 1 and statuses(fake) == [None, None]
+    assert await run_linked(chain(client, Names(client, "b"))) == []
+    assert statuses(fake)[2:] == [None, "hit"]
+
+
 async def test_agents_without_names_are_linked() -> None:
     """Their messages bear the name that the framework makes up."""
     client, fake = make_client()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -113,6 +114,7 @@ class RequestAfterTools:
             raise EngineError.
         namespace: see :class:`Forecast`.
         placeholders: those of the agents whose texts results may hold.
+        other_renders: render other prompts that the request may have instead, in the same way.
         results: the results so far, by the tools' names.
         dropped: is set when the request is not held any more.
         is_given_up: whether that is because it will not come.
@@ -124,6 +126,7 @@ class RequestAfterTools:
     render: Callable[[Mapping[str, str]], Awaitable[str]]
     namespace: Mapping[str, str] | None = None
     placeholders: Placeholders = field(default_factory=Placeholders)
+    other_renders: Sequence[Callable[[Mapping[str, str]], Awaitable[str]]] = ()
     results: dict[str, str] = field(default_factory=dict[str, str])
     dropped: anyio.Event = field(default_factory=anyio.Event)
     is_given_up: bool = False
@@ -151,7 +154,7 @@ class RequestAfterTools:
             turn,
             self.engine,
             self.placeholders,
-            [lambda: self.render(texts)],
+            [partial(render, texts) for render in (self.render, *self.other_renders)],
             namespace=self.namespace,
             holds=lambda _, now: now is None or len(self.results) == len(results),
         )

@@ -148,11 +148,13 @@ class LearnedLinkPlanner(LinkPlanner):
         variants = [messages]
         if earlier.differed is not None:
             variants = [end_at(messages, earlier.differed, other) for other in ("0", "1")]
+        first, *others = self._forms(earlier.request, turn.agent)
+        renders = [partial(_render, engine, first, each) for each in variants]
         return Forecast(
             turn,
             engine,
             self._placeholders,
-            [partial(_render, engine, earlier.request, each) for each in variants],
+            [*renders, *(partial(_render, engine, each, variants[0]) for each in others)],
             namespace=self._namespace(earlier.request),
             holds=holds,
         )
@@ -172,20 +174,33 @@ class LearnedLinkPlanner(LinkPlanner):
         engine = self._find_engine(following, [*self._sent.values()])
         tools = name_calls(called_tools(call.tool_answer))
 
-        async def render(texts: Mapping[str, str]) -> str:
+        async def render(form: RecordedRequest, texts: Mapping[str, str]) -> str:
             written = self._learned.texts(self._padded)
             missing = [texts[tool] for tool in tools]
             messages = self._learned.after_tools(call, written, missing)
-            return await _render(engine, following, messages)
+            return await _render(engine, form, messages)
 
+        first, *others = (partial(render, each) for each in self._forms(following, key))
         return RequestAfterTools(
             key,
             engine,
             tools,
-            render,
+            first,
+            other_renders=others,
             namespace=self._namespace(following),
             placeholders=self._placeholders,
         )
+
+    def _forms(self, request: RecordedRequest, key: str) -> list[RecordedRequest]:
+        """Return requests whose prompts differ wherever a field that changes may be seen.
+
+        Args:
+            request: what the call with this key is expected to send.
+        """
+        earlier = self._learned.example.get(key)
+        changes = earlier.changes if earlier is not None else {}
+        forms = self._learned.fields.forms(request.fields, changes)
+        return [replace(request, fields=fields) for fields in forms]
 
     def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
         """Note that a request was sent in place of another one, as the last of its like."""

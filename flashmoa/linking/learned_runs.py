@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 from flashmoa.linking.calls import OutputLengths
+from flashmoa.linking.learned_fields import Changes, ChangingFields
 from flashmoa.linking.learned_texts import (
     Divergence,
     KnownTexts,
@@ -95,6 +96,7 @@ class RecordedCall:
         tool_answer: its answer, if that calls tools.
         follows: the key of the call whose tools' results it brings, if it brings any.
         result_differed: where what follows that call's answer was not as predicted.
+        changes: the request's fields that have changed from run to run.
     """
 
     key: str
@@ -108,6 +110,7 @@ class RecordedCall:
     tool_answer: Message | None = None
     follows: str | None = None
     result_differed: Divergence | None = None
+    changes: Changes = field(default_factory=dict[str, tuple[Any, int]])
 
 
 class Program:
@@ -143,6 +146,7 @@ class LearnedRun:
 
     Attributes:
         parallel: the names of which calls were at the same time, in the example or in this run.
+        fields: those of calls that change from run to run.
     """
 
     def __init__(self, program: Program) -> None:
@@ -191,6 +195,9 @@ class LearnedRun:
         # Names of which a call began as that of the earlier run did.
         self._alike: set[str] = set()
         self._shared = SharedValues()
+        self.fields = ChangingFields()
+        for call in calls:
+            self.fields.add(call.request.fields, call.changes)
         # The last calls that are not recorded.
         self._passing: dict[str, RecordedCall] = {}
 
@@ -218,6 +225,7 @@ class LearnedRun:
         if before is not None:
             call.follows = before.key
             self._learn_form(before, request)
+            self.fields.compare_order(before.request.fields, request.fields)
         if key in self.example:
             self._learn_differences(call, before)
         self.calls[key] = call
@@ -459,6 +467,7 @@ class LearnedRun:
     def _learn_differences(self, call: RecordedCall, before: RecordedCall | None) -> None:
         """Learn in what a call differs from the example's."""
         messages, twin = call.request.messages, self.example[call.key]
+        call.changes = self.fields.compare(twin.request.fields, twin.changes, call.request.fields)
         predicted = self.predict(call.key, self.texts())
         call.differed = find_divergence(predicted, messages)
         if before is not None and twin.follows == before.key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.linking import forecasts
+from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
 from tests.integration.openai.programs import (
+    SETTINGS,
     TASK,
     Clients,
     ask,
@@ -28,6 +31,7 @@ from tests.integration.openai.tool_agents import (
     fine,
     look_when_linked,
     look_when_prefilled,
+    offer,
 )
 from tests.integration.scripted import call_until, script
 from tests.integration.support import LAG, wait_until_idle
@@ -256,3 +260,40 @@ async def test_a_request_that_was_given_up_is_not_linked_again(
 
     assert await play_linked("given up", partial(program, look), watch.events) == unlinked
     assert watch.reasons() == ["unused"] and statuses(watch.events) == [None, None, None]
+
+
+@pytest.mark.parametrize("what", ["tools", "schema"])
+async def test_tools_in_another_order_each_time_are_mispredicted_once_at_most(
+    clients: Clients, client: EngineClient, guide: str, what: str
+) -> None:
+    dice = random.Random(3)
+
+    def shuffled() -> list[dict[str, Any]]:
+        tools = offer(*dice.sample(["look", "walk", "swim", "rest"], 4))
+        if what == "schema":
+            tools = offer("look")
+            function = tools[0]["function"]
+            tools[0]["function"] = dict(dice.sample([*function.items()], len(function)))
+        return tools
+
+    async def program() -> list[str]:
+        texts = [TASK]
+        for role in ("Plan.", "Check.", "Sum up."):
+            messages = [
+                {"role": "system", "content": f"{guide[:1000]}\n{role}"},
+                {"role": "user", "content": texts[-1]},
+            ]
+            request: dict[str, Any] = {**SETTINGS, "tools": shuffled(), "messages": messages}
+            answer = await clients.first.chat.completions.create(**request)
+            texts.append(answer.choices[0].message.content or "")
+        return texts
+
+    found: list[list[str | None]] = []
+    for _ in range(5):
+        await client.flush_cache()
+        events: list[Event] = []
+        await play_linked(f"{what} shuffled", program, events)
+        found.append(statuses(events))
+    of_all = [status for statuses_of_run in found for status in statuses_of_run]
+    assert of_all.count("mispredicted") <= 1, found
+    assert "hit" in found[-1]

@@ -185,13 +185,17 @@ class KnownTexts:
         """
 
         def stands_for(text: str) -> str | None:
+            found: set[str] = set()
             # Several calls may have had the same answer; the last that is known counts.
             for key, place in reversed(self._places.get(text, ())):
                 if isinstance(place, int):
-                    if place < len(ids := find_ids(key)):
-                        return ids[place]
+                    found.update(find_ids(key)[place : place + 1])
                 elif key in texts:
                     return place(texts[key])
+            if found:
+                # Some models number the calls of each answer anew, so that several calls have had
+                # an id. It stays if it has become different ids.
+                return found.pop() if len(found) == 1 else None
             return self._changes.get(text)
 
         return predict(value, stands_for, self._finder)

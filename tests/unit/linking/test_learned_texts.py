@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flashmoa.linking import learned_texts
 from flashmoa.linking.learned_texts import (
     Divergence,
+    KnownTexts,
     TextFinder,
     common_first_words,
     common_last_words,
@@ -43,6 +44,22 @@ def test_known_texts_are_replaced_in_strings_of_messages() -> None:
     earlier = [{"role": "user", "content": [{"type": "text", "text": "Check:\nA long plan.\nOK?"}]}]
     content = predict(earlier, {"A long plan.": "Another."})[0]["content"]
     assert content == [{"type": "text", "text": "Check:\nAnother.\nOK?"}]
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ({"a": ["call_8"], "b": ["call_9"]}, "look:0"),
+        ({"a": ["look:0"], "b": ["walk:0"]}, "look:0"),
+        ({"a": ["call_8"], "b": ["call_8"]}, "call_8"),
+        ({"a": ["call_8"], "b": []}, "call_8"),
+    ],
+)
+def test_an_id_that_several_answers_had_is_replaced_only_if_it_is_the_same_for_all(
+    now: dict[str, list[str]], expected: str
+) -> None:
+    known = KnownTexts({}, {"a": ["look:0"], "b": ["look:0"]})
+    assert known.predict("look:0", {}, now.__getitem__) == expected
 
 
 def test_texts_of_which_nothing_is_known_are_not_replaced() -> None:

@@ -25,6 +25,7 @@ from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.options import LinkOptions, LinkSettings, Session
 from flashmoa.linking.pending_request import PendingRequest
+from flashmoa.linking.reasons import NO_LINKS, NOTHING_WRITTEN
 from flashmoa.linking.streamed_text import StreamedText, Text, find_texts
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.report import Report, Reported
@@ -389,12 +390,12 @@ class Workflow(Reported):
             if messages is None:
                 assert pending is not None
                 messages = await pending.messages()
-            body, stream_id, is_late = {**parameters}, None, False
+            body, stream_id, unlinked = {**parameters}, None, NOTHING_WRITTEN
             if pending is not None:
                 body |= pending.claim()
                 stream_id = body.get("prompt_stream_id") or pending.used_id
-                is_late = pending.is_late
-            report.started(stream_id, late=is_late)
+                unlinked = pending.unlinked
+            report.started(stream_id, NO_LINKS if self._settings.ahead == "nothing" else unlinked)
             report.prompt_sent({**body, "messages": messages})
             with answer._reading():
                 async with engine.chat(messages, **body) as deltas:

@@ -385,7 +385,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         observers = self._find_observers(CallRequest(url, model, held))
         if not observers and self._listener is not ignore:
             report = CallReporter(self._listener, agent=caller_name(), engine=url, model=model)
-            report.started(None, late=False)
+            report.started(None, "its agent is in no linked team")
             observers = [CallObserver(report)]
         return ObservedCall(observers, held)
 

@@ -217,8 +217,14 @@ class TeamLinkPlanner(LinkPlanner):
         # A run may follow before the end of the one before is noticed.
         run = self._members.current_run
         if run is not None and run is not self._run:
-            self._run, self._runs = run, self._runs + 1
+            self._run, self._runs, self._has_begun = run, self._runs + 1, False
         return super().begin(agent, request, rewritten, linkable)
+
+    def why_unplanned(self, agent: str) -> str:
+        unknown = self._members.unknown_manager
+        if unknown and self._has_begun:
+            return f"its team's {unknown} chooses speakers by rules that are not AutoGen's own"
+        return super().why_unplanned(agent)
 
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         turns = await self._members.upcoming(caller)

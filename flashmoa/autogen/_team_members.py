@@ -147,6 +147,13 @@ class TeamMembers:
         runtime = self._parts.runtime
         return getattr(runtime, "_run_context", runtime)
 
+    @property
+    def unknown_manager(self) -> str | None:
+        """The name of the manager's class, if it chooses speakers by unknown rules."""
+        manager = self._instances.get(MANAGER)
+        is_known = manager is None or is_stock(manager, *_RULES)
+        return None if is_known else type(manager).__name__
+
     def name_of(self, agent: AgentId) -> str | None:
         """Return the name of the member with this AutoGen agent id, if it is one of this team."""
         team_id = self._parts.team_id

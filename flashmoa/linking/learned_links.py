@@ -33,6 +33,9 @@ _STEPS = 2
 SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
 # What the key of a call may have after the name of its agent.
 _NUMBER = re.compile(r" \(\d+\)\Z")
+_FIRST_RUN = (
+    "the first run of a program is only watched; later runs of it in this process are linked"
+)
 # So many are kept: there may be headers that differ in each request.
 _MOST_SENT = 256
 
@@ -82,6 +85,13 @@ class LearnedLinkPlanner(LinkPlanner):
         known = recorded.key in self._learned.example or recorded.follows is not None
         engine_request = CallRequest(request.url, request.model, hold_reason)
         return self.begin(recorded.key, engine_request, linkable=known)
+
+    def why_unplanned(self, agent: str) -> str:
+        if not self._learned.example:
+            return _FIRST_RUN
+        if agent not in self._learned.example:
+            return "the run before had no such call"
+        return super().why_unplanned(agent)
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
         text = result.text if result.is_forwarded else None

@@ -35,6 +35,7 @@ from flashmoa.linking.prompt_feed import (
     level_once,
     report_plain_engine,
 )
+from flashmoa.linking.reasons import describe_end
 from flashmoa.observe import (
     LinkAdvanced,
     LinkClosed,
@@ -140,11 +141,6 @@ class Link:
         return self._end_reason is not None
 
     @property
-    def is_late(self) -> bool:
-        """Whether the request was sent before the stream was open."""
-        return self._end_reason == _LATE
-
-    @property
     def stream_id(self) -> str | None:
         """The prompt stream's id, once it is open; without the plugin, an id for events only."""
         return self._feed.stream_id
@@ -153,6 +149,13 @@ class Link:
     def used_id(self) -> str | None:
         """The id that events of the request name, if there was a stream when it came."""
         return self.stream_id if self._end_reason in ("used", _UNFINISHED) else None
+
+    @property
+    def unused_reason(self) -> str:
+        """Why the request uses no stream, in words; empty if it uses one, or has not come."""
+        if self._end_reason is None or self.used_id is not None:
+            return ""
+        return describe_end(self._end_reason)
 
     @property
     def is_unnamed(self) -> bool:

@@ -16,9 +16,10 @@ from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
+from flashmoa.linking.reasons import NO_PLUGIN, NOTHING_WRITTEN
 from flashmoa.linking.streamed_text import StreamedText, replace_marks
 from flashmoa.observe import Listener, UpstreamFailed
-from flashmoa.observe.events import ignore
+from flashmoa.observe.events import LATE, ignore
 
 Messages = list[dict[str, Any]]
 # Work to run in the background while a request waits.
@@ -58,7 +59,8 @@ class PendingRequest:
         self._engine = ""
         # The scope in which the prompt is being rendered.
         self._rendering: anyio.CancelScope | None = None
-        self._is_late = False
+        # Why there is no link, for reports.
+        self._unlinked = NOTHING_WRITTEN
         # The strings that messages() has read, by mark.
         self._read_texts: dict[str, str] = {}
 
@@ -68,9 +70,9 @@ class PendingRequest:
         return not all(text.is_complete for text in self._texts)
 
     @property
-    def is_late(self) -> bool:
-        """Return whether the request was claimed before its prompt stream was open."""
-        return self._is_late or (self._link is not None and self._link.is_late)
+    def unlinked(self) -> str:
+        """Return why the claimed request uses no link, in words; empty if it uses one."""
+        return self._unlinked if self._link is None else self._link.unused_reason
 
     @property
     def used_id(self) -> str | None:
@@ -98,7 +100,8 @@ class PendingRequest:
 
         Call this just before the request is sent; the link then sends nothing more.
         """
-        self._is_late = self._stop_rendering()
+        if self._stop_rendering():
+            self._unlinked = LATE
         stream_id = self._link.claim() if self._link is not None else None
         return {"prompt_stream_id": stream_id} if stream_id is not None else {}
 
@@ -159,8 +162,10 @@ class PendingRequest:
                 try:
                     prompt = placeholders.build_prompt(await ChatRequest(engine, request).render())
                 except PluginMissing as problem:
+                    self._unlinked = NO_PLUGIN
                     report_plain_engine(engine, problem)
                 except Exception as error:  # Linking must not cost the request.
+                    self._unlinked = f"{error}"
                     report_no_link(self._agent, engine.url, error, self._listener)
             if rendering.cancel_called:
                 return

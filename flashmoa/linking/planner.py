@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from functools import partial
 
 import anyio
@@ -28,9 +27,19 @@ from flashmoa.linking.link import Link, kind_of, report_no_link
 from flashmoa.linking.options import LinkSettings, Session
 from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import level_once, report_plain_engine
+from flashmoa.linking.reasons import (
+    MISPREDICTED,
+    NO_LINKS,
+    OWN_TURN,
+    PLAIN_ENGINE,
+    UNEXPECTED,
+    UNFINISHED,
+    Unlinked,
+)
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
+from flashmoa.observe.events import FIRST
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +59,7 @@ class LinkedCall(CallObserver):
         agent: the name of the agent that makes the request.
         own_link: the link to the request's prompt, if there is one; the request claims its stream.
         rewritten: see :meth:`LinkPlanner.begin`.
-        missed_link: whether the request came before the planner had made its link.
+        unlinked: why there is no ``own_link``, for reports.
 
     Attributes:
         text: the text that other agents get.
@@ -65,7 +74,7 @@ class LinkedCall(CallObserver):
         own_link: Link | None = None,
         *,
         rewritten: str | None = None,
-        missed_link: bool = False,
+        unlinked: str = "",
     ) -> None:
         report = CallReporter(
             planner.listener, agent=agent, engine=request.engine, model=request.model
@@ -83,8 +92,10 @@ class LinkedCall(CallObserver):
         self.headers = planner.session.headers(planner.session_of(agent))
         self._planner = planner
         self._own_link = own_link
-        late = missed_link or (own_link is not None and own_link.is_late)
-        report.started(own_link.used_id if own_link is not None else None, late=late)
+        if own_link is None:
+            report.started(None, unlinked)
+        else:
+            report.started(own_link.used_id, own_link.unused_reason)
 
     def on_held(self, reason: str) -> None:
         self.hold_reason = self.hold_reason or reason
@@ -110,17 +121,6 @@ class LinkedCall(CallObserver):
     def release_stream(self) -> None:
         if self._own_link is not None:
             self._planner.host.start_cleanup(self._own_link.delete_stream)
-
-
-class _Unlinked(Enum):
-    """Says why an agent has no link."""
-
-    # The attempt has not ended, or was given up because a writer or another call was faster.
-    UNFINISHED = auto()
-    # The agent's next prompt could not be forecast.
-    DECLINED = auto()
-    # The engine has no plugin, and links are off there, until the team's next run.
-    PLAIN_ENGINE = auto()
 
 
 class LinkPlanner(ABC):
@@ -169,9 +169,10 @@ class LinkPlanner(ABC):
         # By agent, the link to it and what it was made from, and why there is no link, if one was
         # tried.
         self._kept: dict[str, tuple[Link, Forecast]] = {}
-        self._unlinked: dict[str, _Unlinked] = {}
+        self._unlinked: dict[str, Unlinked] = {}
         # Agents with a link that could not be next at the last plan.
         self._idle: set[str] = set()
+        self._has_begun = False  # Whether an agent has called in this run.
         # By URL: links to one engine are made one after the other, the likeliest first.
         self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         self._linked_engines: set[EngineClient] = set()  # Those that links were made to.
@@ -240,6 +241,7 @@ class LinkPlanner(ABC):
         if link.engine.url == url and forecast.holds(link.prompt, None):
             return link
         link.end("mispredicted")
+        self._unlinked.setdefault(agent, MISPREDICTED)
         return None
 
     def end_link(self, agent: str, reason: str) -> None:
@@ -256,8 +258,9 @@ class LinkPlanner(ABC):
         for agent in list(self.held):
             self.held.let_come(agent)
         self.running.clear()
-        declined = (name for name, why in self._unlinked.items() if why is _Unlinked.DECLINED)
-        self._unlinked = dict.fromkeys(declined, _Unlinked.DECLINED)
+        unlinked = self._unlinked.items()
+        self._unlinked = {name: why for name, why in unlinked if why.until == "forecast"}
+        self._has_begun = False
 
     def begin(
         self, agent: str, request: CallRequest, rewritten: str | None = None, linkable: bool = True
@@ -271,11 +274,10 @@ class LinkPlanner(ABC):
         self.changes += 1
         self.held.let_come(agent)
         own_link = self.take_link(agent, request.engine)
-        why = self._unlinked.get(agent)
-        unplanned = why is _Unlinked.UNFINISHED or (why is None and self._planning.is_running)
-        missed = own_link is None and unplanned and linkable
+        unlinked = self._why_unlinked(agent, linkable)
         self._end_attempt(agent)
-        call = LinkedCall(self, agent, request, own_link, rewritten=rewritten, missed_link=missed)
+        self._has_begun = True
+        call = LinkedCall(self, agent, request, own_link, rewritten=rewritten, unlinked=unlinked)
         for link in self.waiting_for(agent):
             call.text._follow(link)
         # The text of a complete call has been delivered by now, unless its team waits for another
@@ -285,6 +287,21 @@ class LinkPlanner(ABC):
         self.caller = agent
         self.plan()
         return call
+
+    def why_unplanned(self, agent: str) -> str:
+        """Return why no link was planned to an agent that is about to call, for reports."""
+        if not self._has_begun:
+            return FIRST
+        return OWN_TURN if agent == self.caller else UNEXPECTED
+
+    def _why_unlinked(self, agent: str, linkable: bool) -> str:
+        """Return why an agent that is about to call would have no link; see :meth:`begin`."""
+        if self.settings.ahead == "nothing":
+            return NO_LINKS
+        why = self._unlinked.get(agent)
+        if why in (None, MISPREDICTED) and linkable and self._planning.is_running:
+            why = UNFINISHED
+        return self.why_unplanned(agent) if why is None else why.reason
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
         """Complete the text, or end the links that were fed text which others will not get."""
@@ -354,7 +371,7 @@ class LinkPlanner(ABC):
             reason = f"predicting its next prompt failed: {problem!r}"
         elif problem.__cause__ is None:
             kind = reason  # It is one of FlashMoA's own sentences.
-        self._unlinked[agent] = _Unlinked.DECLINED
+        self._unlinked[agent] = Unlinked(reason, "forecast")
         self.end_link(agent, "unused")
         if (self.agent_of(agent), kind) in self.reported_declines:
             return
@@ -411,14 +428,16 @@ class LinkPlanner(ABC):
 
     async def _forecast(self, turn: Turn, predict: Predict) -> Forecast | None:
         """Return the forecast of one turn, unless it has a link that fits or cannot have one."""
-        if self._unlinked.get(turn.agent) is _Unlinked.PLAIN_ENGINE:
+        why = self._unlinked.get(turn.agent)
+        if why is PLAIN_ENGINE:
             return None
         forecast: Forecast | None = None
         with self._declining(turn.agent, None):
             if self._has_link_for(turn):
                 return None
             # It stays unfinished until there is a link. If it is given up, the agents were faster.
-            self._unlinked.setdefault(turn.agent, _Unlinked.UNFINISHED)
+            if why is None or why.until == "call":
+                self._unlinked[turn.agent] = UNFINISHED
             if not self._is_current(turn, self.changes):
                 return None
             forecast = await predict(turn)
@@ -447,8 +466,8 @@ class LinkPlanner(ABC):
             if not self._is_current(turn, changes) or self._has_link_for(turn):
                 return
             prompt = await forecast.prompt()
-            if self._unlinked.get(agent) is _Unlinked.DECLINED:
-                self._unlinked[agent] = _Unlinked.UNFINISHED
+            if self._unlinked.get(agent) not in (None, PLAIN_ENGINE):
+                self._unlinked[agent] = UNFINISHED
             if not self._is_current(turn, changes):
                 return
             link = self._kept[agent][0] if agent in self._kept else None
@@ -468,7 +487,7 @@ class LinkPlanner(ABC):
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
         if not turn.sure and (reason := await self._why_no_room(engine, prompt)) is not None:
-            self._end_attempt(turn.agent)
+            self._unlinked[turn.agent] = Unlinked(reason)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
         if not self._is_current(turn, changes):
@@ -535,8 +554,8 @@ class LinkPlanner(ABC):
         return changes == self.changes and is_writing
 
     def _end_attempt(self, agent: str) -> None:
-        """Forget an unfinished attempt to link an agent: it has ended, or the agent has called."""
-        if self._unlinked.get(agent) is _Unlinked.UNFINISHED:
+        """Forget the last attempt to link an agent: it has ended well, or the agent has called."""
+        if agent in self._unlinked and self._unlinked[agent].until == "call":
             del self._unlinked[agent]
 
     @contextmanager
@@ -545,11 +564,11 @@ class LinkPlanner(ABC):
         try:
             yield
         except PluginMissing as problem:
-            self._unlinked[agent] = _Unlinked.PLAIN_ENGINE
+            self._unlinked[agent] = PLAIN_ENGINE
             if engine is not None:
                 report_plain_engine(engine, problem)
         except EngineError as error:
-            self._end_attempt(agent)
+            self._unlinked[agent] = Unlinked(f"{error}")
             report_no_link(agent, "" if engine is None else engine.url, error, self.listener)
         except Exception as error:
             self.decline(agent, error)

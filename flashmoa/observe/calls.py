@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from flashmoa.engine import PromptUsage, kv_namespace, prompt_fields
 from flashmoa.observe.events import (
+    LATE,
     CallEvent,
     CallFailed,
     CallFinished,
@@ -37,9 +38,17 @@ class CallReporter:
         self._has_text = False
         self._call = _CallFields(agent=agent, engine=engine, call_id=secrets.token_hex(8))
 
-    def started(self, stream_id: str | None, *, late: bool) -> None:
+    def started(self, stream_id: str | None, unlinked: str) -> None:
         """Report that the request is about to be sent; see :class:`CallStarted`."""
-        self._listener(CallStarted(**self._call, model=self._model, stream_id=stream_id, late=late))
+        self._listener(
+            CallStarted(
+                **self._call,
+                model=self._model,
+                stream_id=stream_id,
+                late=unlinked == LATE,
+                unlinked=unlinked,
+            )
+        )
 
     def prompt_sent(self, body: Mapping[str, Any]) -> None:
         """Report the prompt of the request, given the body of its chat completion."""

@@ -16,6 +16,10 @@ from flashmoa.engine import PromptUsage, StreamFigures
 
 logger = logging.getLogger(__name__)
 
+# Why a call has no link, where reports have a word of their own for it.
+LATE = "its request was sent before its prompt stream was open"
+FIRST = "it began the run, so that nothing was being written for it"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -37,13 +41,15 @@ class CallEvent(Event):
 class CallStarted(CallEvent):
     """An agent's request is about to be sent; ``stream_id`` is set if it uses a link.
 
-    ``model`` is the model name in the request. ``late``: the request came before its stream was
-    open, since its link was still being made.
+    ``model`` is the model name in the request. ``unlinked`` says why the request uses no link; it
+    is empty if it uses one. ``late``: the request came before its stream was open, since its link
+    was still being made.
     """
 
     model: str = ""
     stream_id: str | None = None
     late: bool = False
+    unlinked: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +149,15 @@ class LinkDeclined(Event):
     reason: str
 
 
+# Reasons for which links end in runs in which nothing fails; any other reason is an error.
+ORDINARY_ENDS = frozenset(
+    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine", "unfinished"}
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkClosed(Event):
-    """The link has ended.
-
-    ``reason`` is ``used``, ``abort``, ``mispredicted``, ``unused``, ``closed``, ``too late``,
-    ``plain engine``, ``unfinished``, or an error.
-    """
+    """The link has ended; ``reason`` is one of :data:`ORDINARY_ENDS`, or an error."""
 
     stream_id: str | None
     reason: str

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from flashmoa._extras import FromExtra
 from flashmoa.engine import PromptUsage
 from flashmoa.observe.events import (
+    ORDINARY_ENDS,
     CallFailed,
     CallFinished,
     CallStarted,
@@ -52,10 +53,6 @@ _UNKNOWN_ERROR = "_OTHER"
 # Bucket boundaries that the conventions give for the histograms.
 _SECONDS = [0.01 * 2**power for power in range(14)]
 _TOKENS = [float(4**power) for power in range(14)]
-# Reasons for which a link ends; any other one is an error.
-_ORDINARY_ENDS = frozenset(
-    {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine", "unfinished"}
-)
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -143,6 +140,8 @@ class OpenTelemetry:
         attributes |= {_AGENT: event.agent, "flashmoa.link.late": event.late}
         if event.stream_id is not None:
             attributes[_STREAM] = event.stream_id
+        if event.unlinked:
+            attributes["flashmoa.link.unlinked"] = event.unlinked
         name, kind = f"chat {event.model}".rstrip(), trace.SpanKind.CLIENT
         chat = self._span(name, around, event.at, attributes, kind)
         link = self._links.get(event.stream_id) if event.stream_id is not None else None
@@ -281,7 +280,7 @@ def _prompt_sources(usage: PromptUsage) -> dict[str, int]:
 
 def _link_error(reason: str) -> str | None:
     """Return the class name of the error that a link ended with; ``None`` if it was no error."""
-    return None if reason in _ORDINARY_ENDS else reason.partition(":")[0]
+    return None if reason in ORDINARY_ENDS else reason.partition(":")[0]
 
 
 def _model(call: CallStarted) -> _Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,15 +21,18 @@ from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.events import (
     CallFinished,
     Event,
-    LinkClosed,
     Listener,
     PromptSent,
     ignore,
 )
 from flashmoa.observe.summary import (
     COLUMNS,
+    FAILURES,
+    LINK_WORDS,
     Note,
     Summary,
+    count_links,
+    link_status,
     notes,
     overlaps,
     row,
@@ -40,8 +43,12 @@ from flashmoa.observe.timeline import draw, lanes
 
 _MOST_EVENTS = 4096
 _MOST_NOTES = 10
-_FAILURES = ("failed", "upstream failed")
+_MOST_NAMES = 4
 _WIDTH = 100
+_LEGEND = """\
+prompt: cached tokens and late ones, computed after the request; streamed: cached by its link
+ahead: time of its link's prefills before the request; an empty cell: the engine does not say
+link: """
 
 
 class Report(JupyterMixin):
@@ -77,6 +84,11 @@ class Report(JupyterMixin):
     @property
     def summary(self) -> Summary:
         return summary(self.calls)
+
+    @property
+    def links(self) -> dict[str, int]:
+        """How many links have ended for each reason, and how many are ``still open``."""
+        return count_links(self.events)
 
     @property
     def notes(self) -> list[Note]:
@@ -128,18 +140,24 @@ class Reported(JupyterMixin):
 
 
 def show_calls(events: Sequence[Event]) -> RenderResult:
-    """Yield what a terminal shows of a run: its calls, what links gained, and what went wrong."""
+    """Yield what a terminal shows of a run: its calls, what links gained, and what they did not."""
     found = calls(events)
     if any(call.finished is not None for call in found):
         yield _make_table(found)
-        closed = Counter(event.reason for event in events if isinstance(event, LinkClosed))
-        links = ", ".join(f"{count} {reason}" for reason, count in closed.most_common())
-        yield Text(f"links, by why they ended: {links or 'none'}")
+        yield Text(_describe_columns(found))
+        links = ", ".join(f"{count} {reason}" for reason, count in count_links(events).items())
+        yield Text(f"\nlinks, by why they ended: {links or 'none'}")
         yield Text(str(summary(found)))
     else:
         yield Text("No call has finished.")
-    if remarks := _describe_notes(events):
-        yield Text(f"\nWhat failed, or did not go as planned\n{remarks}")
+    remarks = notes(events)
+    # How links have ended is counted above.
+    if reasons := [note for note in remarks if note.kind not in (*FAILURES, "ended")]:
+        yield Text(f"\nNot prefilled ahead, and why\n{_describe_reasons(reasons)}")
+    if failures := [note for note in remarks if note.kind in FAILURES]:
+        begin = min(event.at for event in events)
+        lines = [f"{seconds(note.at - begin)}, {note.agent}: {note.text}" for note in failures]
+        yield Text(f"\nWhat failed\n{_first_lines(lines)}")
 
 
 def _make_table(found: Sequence[Call]) -> Table:
@@ -154,12 +172,28 @@ def _make_table(found: Sequence[Call]) -> Table:
     return table
 
 
-def _describe_notes(events: Sequence[Event]) -> str:
-    """Return the first notes of a run as lines; of many, those of failures."""
-    begin = min((event.at for event in events), default=0.0)
-    found = sorted(notes(events), key=lambda note: note.kind not in _FAILURES)
-    shown = sorted(found[:_MOST_NOTES], key=lambda note: note.at)
-    lines = [f"  {seconds(note.at - begin)}, {note.agent}: {note.text}" for note in shown]
-    if len(found) > len(shown):
-        lines.append(f"  ... and {len(found) - len(shown)} more; a trace's page shows all")
-    return "\n".join(lines)
+def _describe_columns(found: Sequence[Call]) -> str:
+    statuses = {link_status(call) for call in found}
+    words = [f"{word}: {text}" for word, text in LINK_WORDS.items() if word in statuses]
+    return f"{_LEGEND}{'; '.join(words)}".removesuffix("\nlink: ")
+
+
+def _describe_reasons(reasons: Sequence[Note]) -> str:
+    """Return a line for each text, with the agents that it is said of and how often."""
+    agents: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for note in reasons:
+        agents[note.text][note.agent] += 1
+    lines: list[str] = []
+    for text, said_of in agents.items():
+        names = [f"{name} ({count})" if count > 1 else name for name, count in said_of.items()]
+        if len(names) > _MOST_NAMES:
+            names[_MOST_NAMES:] = [f"{len(names) - _MOST_NAMES} more"]
+        lines.append(f"{', '.join(names)}: {text}")
+    return _first_lines(lines)
+
+
+def _first_lines(lines: Sequence[str]) -> str:
+    shown = [f"  {line}" for line in lines[:_MOST_NOTES]]
+    if len(lines) > len(shown):
+        shown.append(f"  ... and {len(lines) - len(shown)} more; a trace's page shows all")
+    return "\n".join(shown)

@@ -10,6 +10,7 @@ workflows``). Engine and client take times from their own clocks; on two machine
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -18,13 +19,20 @@ from typing import Literal
 
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.events import (
+    FIRST,
+    LATE,
+    ORDINARY_ENDS,
     CallFailed,
     Event,
     LinkClosed,
     LinkDeclined,
+    LinkOpened,
     LinkWaits,
     UpstreamFailed,
 )
+
+# An engine leaves up to so many tokens of an open stream to its request (``docs/engine-api.md``).
+_MOST_LEFT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +95,10 @@ class Summary:
         end_to_end: seconds from the first request to the end of the last call.
         calls, failed: number of calls, and number of those that failed.
         first_token: median of the seconds from request to first token; ``None`` if no call had one.
-        linked: number of calls that found their prompt streams.
-        no_gain: number of these whose streams had computed nothing.
+        linked: number of calls that found their prompt streams, or whose links prefilled on an
+            engine without the plugin.
+        plain: number of the latter, of which no engine says whether they were of use.
+        no_gain: number of linked calls whose streams had computed nothing.
         overlap: the sum of these calls' overlaps; ``left`` is of those where it is known, and
             ``unlinked`` is known only if it is for all of these.
     """
@@ -100,17 +110,22 @@ class Summary:
     linked: int
     no_gain: int
     overlap: Overlap
+    plain: int = 0
 
     def __str__(self) -> str:
         overlap = self.overlap
         linked = f"{self.linked:,} of {self.calls:,} calls linked"
         text = f"end to end {seconds(self.end_to_end)}; {linked}"
-        if not self.linked:
-            return text
+        if self.plain:
+            text += f", {self.plain:,} of these without the plugin (see cached)"
         if self.no_gain:
             text += f" ({self.no_gain:,} of these gained nothing)"
+        if self.linked == self.plain:
+            return text
+        whose = "the others'" if self.plain else "their"
         text += (
-            f". Of their prompt tokens, {overlap.ahead_tokens:,} were prefilled ahead and "
+            f". Of {whose} prompt tokens, "
+            f"{overlap.ahead_tokens:,} were prefilled ahead and "
             f"{overlap.left_tokens:,} were left to compute"
         )
         if overlap.left is None:
@@ -118,8 +133,10 @@ class Summary:
         text += f"; their first tokens came {seconds(overlap.left)} after their requests, added up"
         if overlap.unlinked is None:
             return text
-        estimate = f"about {seconds(overlap.unlinked)}, by the engine's measured costs"
-        return f"{text}, instead of {estimate}"
+        return (
+            f"{text}, instead of about {seconds(overlap.unlinked)}, by the engine's measured "
+            "costs; what prefilling ahead took from answers being written is not counted"
+        )
 
 
 def summary(calls: Sequence[Call]) -> Summary:
@@ -128,6 +145,7 @@ def summary(calls: Sequence[Call]) -> Summary:
     ends = [call.ended.at for call in calls if call.ended is not None]
     waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
     hits = overlaps(calls).values()
+    plain = sum(link_status(call) == "plain" for call in calls)
     left = [hit.left for hit in hits if hit.left is not None]
     unlinked = [hit.unlinked for hit in hits if hit.unlinked is not None]
     return Summary(
@@ -135,7 +153,7 @@ def summary(calls: Sequence[Call]) -> Summary:
         calls=len(calls),
         failed=sum(isinstance(call.ended, CallFailed) for call in calls),
         first_token=median(waits) if waits else None,
-        linked=len(hits),
+        linked=len(hits) + plain,
         no_gain=sum(not hit.ahead_tokens for hit in hits),
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
@@ -144,7 +162,18 @@ def summary(calls: Sequence[Call]) -> Summary:
             left_tokens=sum(hit.left_tokens for hit in hits),
             unlinked=sum(unlinked) if unlinked and len(unlinked) == len(left) else None,
         ),
+        plain=plain,
     )
+
+
+def count_links(events: Sequence[Event]) -> dict[str, int]:
+    """Return how many links have ended for each reason, and how many are ``still open``."""
+    closed = [event for event in events if isinstance(event, LinkClosed)]
+    ended = {event.stream_id for event in closed}
+    opened = [event for event in events if isinstance(event, LinkOpened)]
+    still_open = sum(event.stream_id not in ended for event in opened)
+    counts = dict(Counter(event.reason for event in closed).most_common())
+    return counts | ({"still open": still_open} if still_open else {})
 
 
 def seconds(value: float) -> str:
@@ -173,6 +202,27 @@ A prompt's tokens are ``cached`` or ``late``; ``streamed`` are those of the cach
 link had computed (on an engine without the plugin: that it had asked for).
 """
 
+LINK_WORDS = {
+    "first": "it began the run",
+    "none": "not linked, see below",
+    "hit": "its prompt began with its stream",
+    "no gain": "a hit, but its stream had computed nothing",
+    "late": "it came before its stream was open",
+    "mispredicted": "its prompt differs from its stream",
+    "plain": "prefilled without the plugin",
+    "elsewhere": "it went to another engine than its stream",
+    "unfinished": "it came before its stream was complete",
+    "used": "another request had used its stream",
+    "deleted": "its stream had been given up",
+    "expired": "its stream had expired",
+    "drained": "the engine had closed its stream",
+    "other_namespace": "its namespace is not its stream's",
+    "unknown": "the engine did not know its stream",
+    "not told": "the answer does not say how its stream was used",
+}
+"""What the words in the column ``link`` mean: how the engine says that a call has found its stream
+(``StreamUse.status``), or what became of a link of which the engine says nothing."""
+
 
 def row(call: Call, overlap: Overlap | None) -> list[str]:
     """Return one cell for each of ``COLUMNS``; empty if the engine does not report the value."""
@@ -194,15 +244,7 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
 
 
 def link_status(call: Call) -> str:
-    """Return the state of a call's prompt stream as the engine reports it, or another word.
-
-    ``late``: the call came before its stream was open. ``no gain``: its stream had computed nothing
-    when it came, so that it waited as without a link. ``plain``: its link was to an engine without
-    the plugin, which does not report whether it was of use. ``elsewhere``: a front end sent it to
-    another engine than the one with its stream, or it had ended before its stream.
-    ``unfinished``: its stream, behind a front end, was given up, as texts in it were still open.
-    ``""``: there was no link to it.
-    """
+    """Return one of :data:`LINK_WORDS`; empty if nothing is known, as in an old trace."""
     if call.usage is not None and call.usage.prompt_stream is not None:
         status = call.usage.prompt_stream.status
         return "no gain" if status == "hit" and call.usage.streamed_tokens == 0 else status
@@ -212,7 +254,11 @@ def link_status(call: Call) -> str:
         return "elsewhere"
     if call.link_end == "unfinished":
         return "unfinished"
-    return "late" if call.started.late else ""
+    if call.started.late:
+        return "late"
+    if call.started.unlinked:
+        return "first" if call.started.unlinked == FIRST else "none"
+    return "not told" if call.started.stream_id and call.finished is not None else ""
 
 
 def _first_token(call: Call) -> str:
@@ -224,11 +270,18 @@ def _first_token(call: Call) -> str:
 
 
 NoteKind = Literal[
-    "failed", "upstream failed", "mispredicted", "late", "declined", "waits", "ended"
+    "failed",
+    "upstream failed",
+    "link failed",
+    "unlinked",
+    "declined",
+    "late",
+    "no gain",
+    "mispredicted",
+    "waits",
+    "ended",
 ]
-
-# Reasons for which a link ends that need no note: its call used it, or its team was closed.
-_ORDINARY_REASONS = ("used", "closed")
+FAILURES: tuple[NoteKind, ...] = ("failed", "upstream failed", "link failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +297,12 @@ class Note:
 
 def notes(events: Sequence[Event]) -> list[Note]:
     """Return the notes of a run in the order of their times."""
-    made = [_note_event(event) for event in events] + [_note_call(call) for call in calls(events)]
+    declined = {(event.agent, event.reason) for event in events if isinstance(event, LinkDeclined)}
+    made = [_note_event(event) for event in events] + [
+        _note_call(call)
+        for call in calls(events)
+        if (call.agent, call.started.unlinked) not in declined
+    ]
     return sorted([note for note in made if note is not None], key=lambda note: note.at)
 
 
@@ -256,7 +314,7 @@ def _note_event(event: Event) -> Note | None:
         case CallFailed():
             return note("failed", f"the call failed: {event.error}")
         case LinkDeclined():
-            return note("declined", f"no link to it: {event.reason}")
+            return note("declined", event.reason)
         case LinkWaits():
             return note(
                 "waits", f"the text of {event.upstream} is not streamed to it: {event.reason}"
@@ -266,19 +324,32 @@ def _note_event(event: Event) -> Note | None:
             return note("upstream failed", text)
         case LinkClosed(reason="mispredicted"):
             return note("mispredicted", "the conversation took another course; the link was closed")
-        case LinkClosed() if event.reason not in _ORDINARY_REASONS:
+        case LinkClosed() if event.reason not in ORDINARY_ENDS:
+            return note("link failed", f"its link failed: {event.reason}")
+        case LinkClosed() if event.reason not in ("used", "closed"):
             return note("ended", f"the link ended: {event.reason}")
         case _:
             return None
 
 
 def _note_call(call: Call) -> Note | None:
-    started = call.started
-    stream = call.usage.prompt_stream if call.usage is not None else None
-    if stream is not None and stream.status == "mispredicted":
+    started, status = call.started, link_status(call)
+
+    def note(kind: NoteKind, text: str) -> Note:
+        return Note(started.at, call.agent, started.engine, kind, text)
+
+    if status == "mispredicted":
         text = "its prompt differs from its stream; the engine computed the rest with the request"
-        return Note(started.at, call.agent, started.engine, "mispredicted", text)
-    if started.late:
-        text = "its request was sent before its prompt stream was open"
-        return Note(started.at, call.agent, started.engine, "late", text)
-    return None
+        return note("mispredicted", text)
+    if status == "no gain":
+        return note("no gain", _why_no_gain(call))
+    if status == "late":
+        return note("late", LATE)
+    return note("unlinked", started.unlinked) if status == "none" else None
+
+
+def _why_no_gain(call: Call) -> str:
+    late = call.usage.late_tokens if call.usage is not None else None
+    if late is None or late > _MOST_LEFT_TOKENS:
+        return "the engine had not begun with its stream when its request came"
+    return f"too few tokens were new: an engine leaves up to {_MOST_LEFT_TOKENS} to the request"

@@ -17,6 +17,7 @@ from flashmoa.observe.events import CallFailed, Event
 from flashmoa.observe.summary import (
     COLUMNS,
     Note,
+    count_links,
     link_status,
     notes,
     overlaps,
@@ -99,6 +100,7 @@ def run_data(events: Sequence[Event]) -> dict[str, Any]:
         "begin": begin,
         "seconds": _time(end, begin),
         "summary": asdict(summary(run_calls)),
+        "links": count_links(events),
         "columns": COLUMNS,
         "calls": _calls_data(events, run_calls, lanes, (begin, end)),
         "notes": [_note_data(note, lanes, begin) for note in run_notes],

@@ -6,7 +6,8 @@ const MOST_FLOWS = 400;
 const THIN = 3;
 const BADGE = {
   "failed": "✕", "upstream failed": "↯", "mispredicted": "≠", "late": "L",
-  "declined": "–", "waits": "…", "ended": "∎",
+  "declined": "–", "waits": "…", "ended": "∎", "unlinked": "○", "no gain": "0",
+  "link failed": "✕",
 };
 
 class Chart {

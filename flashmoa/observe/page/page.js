@@ -7,7 +7,7 @@ function summarise(run) {
     ["End to end", seconds(whole), "first request to last token"],
     ["Calls", count(calls), failed ? `${failed} failed` : `of ${run.lanes.length} agents`],
     ["To the first token", seconds(token), "median of all calls"],
-    ["Linked", `${count(linked)} of ${count(calls)}`, "found their prompt streams"],
+    ["Linked", `${count(linked)} of ${count(calls)}`, ends(run.links)],
     ["Tokens prefilled ahead", count(overlap.ahead_tokens), ahead],
     ["Tokens left", count(overlap.left_tokens), `${seconds(overlap.left)} to first tokens`],
   ];
@@ -16,6 +16,11 @@ function summarise(run) {
     box.append(element("dt", name), element("dd", value), element("dd", about));
     document.getElementById("summary").append(box);
   }
+}
+
+function ends(links) {
+  const parts = Object.entries(links).map(([reason, number]) => `${count(number)} ${reason}`);
+  return `links: ${parts.join(", ") || "none"}`;
 }
 
 // With `act`, the first cell of a row is a button.

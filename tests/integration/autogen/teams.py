@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 from autogen_agentchat.agents import (
     AssistantAgent,
     BaseChatAgent,
@@ -21,6 +23,7 @@ from autogen_agentchat.teams import (
     GraphFlow,
     RoundRobinGroupChat,
     SelectorGroupChat,
+    Swarm,
 )
 from autogen_core import CancellationToken
 from autogen_core.memory import ListMemory, MemoryContent
@@ -32,6 +35,7 @@ from autogen_core.models import AssistantMessage, LLMMessage, UserMessage
 
 from flashmoa.autogen import SELECTOR_PROMPT
 from tests.integration.autogen.runs import Client
+from tests.integration.scripted import script
 
 Build = Callable[[Client], BaseGroupChat]
 
@@ -164,6 +168,39 @@ def society(client: Client) -> BaseGroupChat:
     inner = RoundRobinGroupChat(agents(client, "in1 in2"), max_turns=2)
     minds = SocietyOfMindAgent("minds", team=inner, model_client=client)
     return RoundRobinGroupChat([agent(client, "one"), minds, agent(client, "two")], max_turns=3)
+
+
+def swarm(client: Client, handoffs: dict[str, list[str]], turns: int, **more: Any) -> Swarm:
+    members = [agent(client, name, handoffs=to, **more) for name, to in handoffs.items()]
+    return Swarm(members, termination_condition=MaxMessageTermination(turns))
+
+
+def orchestrate(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Script an orchestrator, which lets a coder and a writer take ``turns`` turns together.
+
+    Return the model info that its client must have, and the list of its requests for a ledger:
+    without structured output a ledger is an ordinary completion.
+    """
+    ledgers: list[dict[str, Any]] = []
+
+    def answer_to(request: dict[str, Any]) -> Any:
+        if "response_format" not in request:
+            return None
+        ledgers.append(request)
+        answers = {
+            "is_request_satisfied": len(ledgers) == turns + 1,
+            "is_progress_being_made": True,
+            "is_in_loop": False,
+            "instruction_or_question": "Go on.",
+            "next_speaker": ("coder", "writer")[len(ledgers) % 2],
+        }
+        return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
+
+    script(monkeypatch, answer_to)
+    info = dict.fromkeys(("vision", "structured_output", "multiple_system_messages"), False)
+    return info | {"function_calling": True, "json_output": True, "family": "unknown"}, ledgers
 
 
 class Custom(BaseChatAgent):

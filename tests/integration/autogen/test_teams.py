@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import AsyncGenerator, Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import anyio
 import pytest
-from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import MagenticOneGroupChat, Swarm
 from autogen_core import CancellationToken
@@ -37,7 +35,7 @@ from tests.integration.autogen.runs import (
     run_once,
     run_team,
 )
-from tests.integration.autogen.teams import Build, agent, agents, filtered, graph
+from tests.integration.autogen.teams import Build, agent, agents, filtered, graph, swarm
 from tests.integration.scripted import Script, script
 from tests.integration.support import LAG, nightly, slow, start_special_engine, wait_until_idle
 
@@ -128,26 +126,7 @@ async def answer(client: Client, messages: list[tuple[str, str]], name: str) -> 
 async def test_an_orchestrators_prompts_are_predicted(
     engine: LocalEngine, guide: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledgers = 0
-
-    def answer_to(request: dict[str, Any]) -> Any:
-        nonlocal ledgers
-        if "response_format" not in request:
-            return None
-        ledgers += 1
-        answers = {
-            "is_request_satisfied": ledgers == 4,
-            "is_progress_being_made": True,
-            "is_in_loop": False,
-            "instruction_or_question": "Go on.",
-            "next_speaker": ("coder", "writer")[ledgers % 2],
-        }
-        return json.dumps({key: {"reason": "so", "answer": a} for key, a in answers.items()})
-
-    script(monkeypatch, answer_to)
-    # Without structured output the ledger is an ordinary completion.
-    info = dict.fromkeys(("vision", "structured_output", "multiple_system_messages"), False)
-    info |= {"function_calling": True, "json_output": True, "family": "unknown"}
+    info, ledgers = teams.orchestrate(monkeypatch, turns=3)
     async with connected(engine, model_info=info) as (client,):
         members = agents(client, "coder writer")
         team = MagenticOneGroupChat(members, model_client=client, max_turns=6)
@@ -157,7 +136,7 @@ async def test_an_orchestrators_prompts_are_predicted(
     assert len(reading) == 3
     speaking = [call for call in calls if call.agent != manager]
     check_predicted("magentic one", [*reading, *speaking])
-    assert ledgers == 4
+    assert len(ledgers) == 4
 
 
 def speaker(request: dict[str, Any]) -> str:
@@ -167,11 +146,6 @@ def speaker(request: dict[str, Any]) -> str:
 async def look(place: str) -> str:
     """Look at a place."""
     return f"a fine {place}"
-
-
-def swarm(client: Client, handoffs: dict[str, list[str]], turns: int, **more: Any) -> Swarm:
-    members = [agent(client, name, handoffs=to, **more) for name, to in handoffs.items()]
-    return Swarm(members, termination_condition=MaxMessageTermination(turns))
 
 
 TWO = {"alice": ["bob"], "bob": ["alice"]}

@@ -15,6 +15,7 @@ from flashmoa.errors import EngineUnreachable, PluginMissing
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened
+from flashmoa.observe.events import LATE
 
 pytestmark = pytest.mark.anyio
 HEAD = "head" * 100
@@ -117,7 +118,7 @@ async def test_known_text_is_sent_at_once_and_written_text_in_halves() -> None:
     closed = events[-1]
     assert isinstance(closed, LinkClosed)
     assert (closed.reason, closed.stream_id, link.used_id) == ("used", *[link.stream_id] * 2)
-    assert link.stream_id is not None and not link.is_late
+    assert link.stream_id is not None and link.unused_reason != LATE
 
 
 async def test_a_short_prompt_is_left_to_its_request() -> None:
@@ -127,7 +128,7 @@ async def test_a_short_prompt_is_left_to_its_request() -> None:
         link.close_slot("A")
         await settle()
         assert link.claim() is None
-        assert not link.is_late
+        assert link.unused_reason != LATE
     assert server.prompts == []
     assert [(type(event), getattr(event, "reason", "")) for event in events] == [
         (LinkClosed, "plain engine")

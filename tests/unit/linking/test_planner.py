@@ -11,15 +11,22 @@ import pytest
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
 from flashmoa.engine import EngineInfo, EngineSettings, PromptUsage, client
-from flashmoa.errors import EngineError, MalformedRequest, PluginMissing, PromptTooLarge
+from flashmoa.errors import (
+    EngineError,
+    EngineUnreachable,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+)
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link
 from flashmoa.linking.options import LinkSettings
 from flashmoa.linking.planner import LinkedCall, LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt, Slot
+from flashmoa.linking.reasons import NO_LINKS, NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
 from flashmoa.observe import CallStarted, Event, LinkDeclined
-from flashmoa.observe.events import ignore
+from flashmoa.observe.events import FIRST, LATE, ignore
 from tests.unit.linking.hung_engine import hung_engine
 from tests.waiting import until
 
@@ -35,9 +42,14 @@ class Pair(LinkPlanner):
 
     is_running = True
 
-    def __init__(self, engine: EngineClient, kv_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        kv_share: float = 1.0,
+        settings: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
+    ) -> None:
         self.events: list[Event] = []
-        super().__init__(self.events.append, LinkSettings(), kv_share=kv_share)
+        super().__init__(self.events.append, settings, kv_share=kv_share)
         self.forecasts = 0
         self.may_forecast = anyio.Event()
         self.may_forecast.set()
@@ -94,6 +106,10 @@ class Pair(LinkPlanner):
 
         await until(found)
         return found()[0]
+
+    def reasons(self) -> list[str]:
+        """Return why each call so far has no link."""
+        return [event.unlinked for event in self.events if isinstance(event, CallStarted)]
 
     def declined(self) -> list[LinkDeclined]:
         return [event for event in self.events if isinstance(event, LinkDeclined)]
@@ -208,6 +224,76 @@ async def test_a_link_whose_prompt_stays_the_same_is_kept_while_others_are_made_
         link = await planner.link()
 
 
+async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
+    planner.problem = "its context is odd"
+    for agent in ("other", "other", "writer", "reader", "end", "other"):
+        if agent == "end":
+            planner.end_all("unused")
+        else:
+            planner.begin(agent, REQUEST)
+            await planner.planned()
+    assert planner.reasons() == [FIRST, OWN_TURN, UNEXPECTED, "its context is odd", FIRST]
+
+
+async def test_a_call_whose_link_is_still_planned_is_late_and_says_so(planner: Pair) -> None:
+    planner.may_forecast = anyio.Event()
+    planner.begin("writer", REQUEST)
+    await until(lambda: planner.forecasts)
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, LATE]
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "until_next"),
+    [(EngineUnreachable("it is down"), "it is down"), (PluginMissing("no plugin"), NO_PLUGIN)],
+)
+async def test_a_call_whose_engine_refused_its_link_says_why_once(
+    planner: Pair, error: EngineError, until_next: str
+) -> None:
+    """A reason that an attempt had is not told of a later call, for which there was no attempt."""
+    planner.refusal = error
+    for agent in ("writer", "reader", "other", "reader"):
+        planner.begin(agent, REQUEST)
+        await planner.planned()
+    # Of a plain engine it is known until the run ends.
+    later = NO_PLUGIN if isinstance(error, PluginMissing) else UNEXPECTED
+    assert planner.reasons() == [FIRST, until_next, UNEXPECTED, later]
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("abort", "its link was closed, as a text that it reads failed or became a tool call"),
+        ("unused", "its link had ended, as no request came in time"),
+        ("OSError: no", "its link failed: OSError: no"),
+    ],
+)
+async def test_a_call_whose_link_has_ended_says_why(planner: Pair, end: str, reason: str) -> None:
+    planner.begin("writer", REQUEST)
+    (await planner.link()).end(end)
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, reason]
+
+
+async def test_a_call_that_takes_another_course_says_so(planner: Pair) -> None:
+    planner.begin("writer", REQUEST)
+    await planner.link()
+    await planner.planned()
+    planner.holds_still = False
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, OTHER_COURSE]
+
+
+async def test_calls_that_are_only_watched_say_that_links_are_off() -> None:
+    async with EngineClient(ENGINE) as engine:
+        planner = Pair(engine, settings=LinkSettings(ahead="nothing"))
+        planner.begin("writer", REQUEST)
+        planner.begin("reader", REQUEST)
+        assert planner.reasons() == [NO_LINKS] * 2
+
+
 @pytest.mark.parametrize(("url", "holds"), [("http://elsewhere", True), (ENGINE, False)])
 async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
     planner: Pair, url: str, holds: bool
@@ -217,6 +303,7 @@ async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
     planner.holds_still = holds
     assert planner.take_link("reader", url) is None
     assert link.is_over and not planner.links
+    assert link.unused_reason == OTHER_COURSE
 
 
 async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(

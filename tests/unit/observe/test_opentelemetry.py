@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,14 @@ def test_linked_call_has_spans_of_agent_chat_link_and_prefill(telemetry: Telemet
     assert link.attributes["flashmoa.link.reason"] == "used"
     assert prefill.attributes == {"flashmoa.prefill.tokens": 500}
     assert all(span.status.is_ok or span.status.is_unset for span in spans.values())
+
+
+def test_a_call_without_a_link_says_why(telemetry: Telemetry) -> None:
+    unlinked = replace(STARTED, stream_id=None, unlinked="its agent sleeps")
+    report(telemetry.listener(), [unlinked, CallFinished(**CALL, at=6.0)])
+    chat = telemetry.spans()["chat m"]
+    assert chat.attributes is not None
+    assert chat.attributes["flashmoa.link.unlinked"] == "its agent sleeps"
 
 
 def test_metrics_of_finished_and_failed_calls(telemetry: Telemetry) -> None:

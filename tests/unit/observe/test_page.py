@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from flashmoa.cli import trace as command
 from flashmoa.observe import CallFinished, CallStarted, Event, LinkDeclined
+from flashmoa.observe import page as page_module
 from flashmoa.observe.page import page, run_data
+from flashmoa.observe.summary import NoteKind
 from flashmoa.observe.trace import Trace
 from tests.integration.page.runs import HOSTILE, hostile, long_run
 from tests.unit.observe.test_trace import RUN
@@ -35,6 +37,13 @@ def test_run_data_has_lanes_calls_and_notes() -> None:
     assert second["overlap"]["ahead"] == 5
     assert [note["kind"] for note in data["notes"]] == ["upstream failed"]
     assert data["seconds"] == 10 and data["summary"]["end_to_end"] == 10
+    assert data["links"] == {"used": 1}
+
+
+def test_every_kind_of_note_has_a_badge() -> None:
+    script = (Path(page_module.__file__).parent / "chart.js").read_text()
+    badges = script.partition("const BADGE = {")[2].partition("};")[0]
+    assert set(re.findall('"([a-z ]+)": "', badges)) == set(get_args(NoteKind))
 
 
 def test_concurrent_calls_of_one_agent_get_separate_rows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -13,9 +14,14 @@ from flashmoa.observe import (
     Event,
     FirstToken,
     LinkAdvanced,
+    LinkClosed,
+    LinkDeclined,
     LinkOpened,
+    LinkWaits,
     PromptSent,
+    UpstreamFailed,
 )
+from flashmoa.observe.events import FIRST
 from flashmoa.observe.report import Report
 from flashmoa.observe.timeline import lanes
 from tests.unit.observe.test_summary import call, use
@@ -31,8 +37,61 @@ def test_a_report_shows_calls_gains_and_what_went_wrong() -> None:
     shown = str(report)
     assert "1 of 2 calls linked" in shown and "B" in shown and "hit" in shown
     assert (report.summary.linked, report.notes, heard) == (1, [], events)
+    # Only the words that are in the table are explained.
+    assert "link: hit: its prompt began with its stream\n" in shown
+    assert "Not prefilled ahead" not in shown and "What failed" not in shown
     # Notebooks show it as HTML.
     assert "calls linked" in report._repr_mimebundle_([], [])["text/html"]
+
+
+def test_a_report_says_why_nothing_was_linked_and_each_reason_once() -> None:
+    report = Report()
+    for number, agent in enumerate("ABCDEFA"):
+        first, *rest = call(agent, number, number + 0.5, number + 1)
+        reason = FIRST if not number else "its workflow is not linked"
+        for event in (replace(first, unlinked=reason), *rest):  # type: ignore[call-arg]
+            report(replace(event, call_id=f"{number}"))  # type: ignore[call-arg]
+    for agent in "BC":
+        waits = {"upstream": "A", "reason": "it decides who speaks"}
+        report(LinkWaits(agent=agent, engine="http://e", at=1, **waits))
+    for reason in ("unused", "abort", "mispredicted"):
+        report(LinkClosed(agent="B", engine="http://e", at=8, stream_id=None, reason=reason))
+    shown = str(report)
+    assert "0 of 7 calls linked\n" in shown
+    assert "link: first: it began the run; none: not linked, see below\n" in shown
+    assert "  B, C, D, E, 2 more: its workflow is not linked\n" in shown
+    assert "  B, C: the text of A is not streamed to it: it decides who speaks\n" in shown
+    assert "1 unused, 1 abort, 1 mispredicted" in shown and "What failed" not in shown
+
+
+def test_what_failed_is_shown_apart_from_what_is_as_usual() -> None:
+    report = Report()
+    who = {"agent": "B", "engine": "http://e"}
+    events = [
+        *call("A", 0, 1, 2),
+        LinkDeclined(**who, at=3, reason="no room"),
+        LinkClosed(**who, at=4, stream_id=None, reason="OSError: no"),
+        UpstreamFailed(**who, at=5, upstream="A", failure="stall", action="abort"),
+    ]
+    for event in events:
+        report(event)
+    ordinary, _, failed = str(report).partition("\nWhat failed\n")
+    assert ordinary.endswith("Not prefilled ahead, and why\n  B: no room\n")
+    assert failed.splitlines() == [
+        "  4.00 s, B: its link failed: OSError: no",
+        "  5.00 s, B: A failed (stall); action: abort",
+    ]
+
+
+def test_links_that_have_not_ended_are_counted_as_open() -> None:
+    report = Report()
+    for event in call("A", 0, 2, 8):
+        report(event)
+    for stream in "st":
+        report(LinkOpened(agent="B", engine="http://e", upstream=("A",), stream_id=stream))
+    report(LinkClosed(agent="B", engine="http://e", stream_id="s", reason="used"))
+    assert report.links == {"used": 1, "still open": 1}
+    assert "links, by why they ended: 1 used, 1 still open" in str(report)
 
 
 def test_a_report_of_a_long_lived_link_holds_the_last_events_and_no_texts() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flashmoa.engine import PromptUsage, Span, StreamFigures, StreamUse
 from flashmoa.observe import (
@@ -22,7 +26,19 @@ from flashmoa.observe import (
     UpstreamFailed,
 )
 from flashmoa.observe.calls import calls, handoffs
-from flashmoa.observe.summary import Overlap, notes, overlaps, row, seconds, summary
+from flashmoa.observe.events import FIRST, LATE
+from flashmoa.observe.summary import (
+    LINK_WORDS,
+    Overlap,
+    count_links,
+    link_status,
+    notes,
+    overlaps,
+    row,
+    seconds,
+    summary,
+)
+from tests.conftest import ROOT
 
 
 def call(
@@ -84,7 +100,7 @@ def test_behind_a_front_end_figures_come_after_the_answers() -> None:
     (found,) = calls([*events, LinkClosed(**who, stream_id="http://w s", reason="unfinished")])
     assert row(found, None)[-1] == "unfinished"
     (found,) = calls(events)
-    assert row(found, None)[-1] == ""
+    assert row(found, None)[-1] == "not told"
 
 
 def test_summary_has_the_figures_of_a_run() -> None:
@@ -123,21 +139,106 @@ def test_the_wait_is_compared_with_the_engines_estimate_if_it_made_one_for_all_h
     assert whole.overlap.unlinked == 5.5
     assert str(whole).endswith(
         "came 1.50 s after their requests, added up, instead of about 5.50 s, by the "
-        "engine's measured costs"
+        "engine's measured costs; what prefilling ahead took from answers being written is not "
+        "counted"
     )
     unknown = call("C", 3, 4, 5, StreamUse(id="s", status="hit"))
     assert summary(calls([*events, *unknown])).overlap.unlinked is None
 
 
-def test_a_hit_that_gained_nothing_reads_so() -> None:
+@pytest.mark.parametrize(
+    ("late", "why"),
+    [
+        (9, "too few tokens were new: an engine leaves up to 128 to the request"),
+        (900, "the engine had not begun with its stream when its request came"),
+    ],
+)
+def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None:
     events = call("A", 0, 1, 2, use())
     usage = PromptUsage(
-        prompt_tokens=9, completion_tokens=1, streamed_tokens=0, late_tokens=9, prompt_stream=use()
+        prompt_tokens=late,
+        completion_tokens=1,
+        streamed_tokens=0,
+        late_tokens=late,
+        prompt_stream=use(),
     )
     events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
     [found] = calls(events)
     assert row(found, None)[-1] == "no gain"
     assert "1 of 1 calls linked (1 of these gained nothing)" in str(summary([found]))
+    assert [(note.kind, note.text) for note in notes(events)] == [("no gain", why)]
+
+
+@pytest.mark.parametrize(
+    ("unlinked", "late", "status", "kinds"),
+    [
+        (FIRST, False, "first", []),
+        (LATE, True, "late", ["late"]),
+        ("its agent sleeps", False, "none", ["unlinked"]),
+        # An old trace does not say.
+        ("", True, "late", ["late"]),
+        ("", False, "", []),
+    ],
+)
+def test_a_call_without_a_link_has_a_word_in_the_table_and_a_reason(
+    unlinked: str, late: bool, status: str, kinds: list[str]
+) -> None:
+    events = call("A", 0, 1, 2)
+    events[0] = replace(events[0], unlinked=unlinked, late=late)  # type: ignore[call-arg]
+    (found,) = calls(events)
+    assert link_status(found) == row(found, None)[-1] == status
+    assert [note.kind for note in notes(events)] == kinds
+    assert all(note.text in (unlinked, LATE) for note in notes(events))
+
+
+def test_the_reason_of_an_agent_without_a_link_is_told_once() -> None:
+    """The planner declines it once; each of its calls says why it has no link."""
+    declined = [
+        LinkDeclined(agent=agent, engine="", at=0, reason="its agent sleeps") for agent in "AB"
+    ]
+    events = call("A", 1, 2, 3)
+    events[0] = replace(events[0], unlinked="its agent sleeps")  # type: ignore[call-arg]
+    found = [(note.agent, note.kind) for note in notes([*declined, *events])]
+    assert found == [("A", "declined"), ("B", "declined")]
+    assert [note.kind for note in notes(events)] == ["unlinked"]
+
+
+def test_every_status_of_an_engine_has_a_meaning() -> None:
+    """Those that a table shows are explained below it."""
+    text = (ROOT / "docs" / "engine-api.md").read_text()
+    listed = text[text.index("- `prompt_stream.status`") : text.index("`prompt_stream.prefills`")]
+    statuses = set(re.findall(r"`([a-z_]+)`", listed))
+    assert statuses >= {"hit", "expired"} and statuses <= LINK_WORDS.keys()
+
+
+@given(st.lists(st.sampled_from(["used", "unused", "OSError: no", ""]), max_size=8))
+def test_each_link_is_counted_by_why_it_ended_or_as_open(ends: list[str]) -> None:
+    who = {"agent": "B", "engine": "http://e"}
+    events: list[Event] = [LinkClosed(**who, stream_id=None, reason="too late")]
+    for number, reason in enumerate(ends):
+        events.append(LinkOpened(**who, upstream=("A",), stream_id=f"{number}"))
+        if reason:
+            events.append(LinkClosed(**who, stream_id=f"{number}", reason=reason))
+    counted = count_links(events)
+    expected = Counter(reason or "still open" for reason in [*ends, "too late"])
+    assert counted == expected
+    assert "still open" not in list(counted)[:-1]
+
+
+def test_links_of_plain_engines_count_as_linked() -> None:
+    """What they were worth only the cached tokens say; the rest of the sentence is of others."""
+    plain = [
+        LinkOpened(agent="P", engine="http://e", upstream=("A",), stream_id="p", plain=True, at=0),
+        *call("P", 1, 2, 3),
+    ]
+    plain[1] = replace(plain[1], stream_id="p")  # type: ignore[call-arg]
+    plain[3] = replace(plain[3], usage=PromptUsage(prompt_tokens=9, completion_tokens=1))  # type: ignore[call-arg]
+    whole = summary(calls(plain))
+    assert (whole.linked, whole.plain, whole.overlap.ahead_tokens) == (1, 1, 0)
+    assert str(whole).endswith("1 of 1 calls linked, 1 of these without the plugin (see cached)")
+    mixed = summary(calls([*plain, *call("B", 8, 8.5, 10, use((0, 4)))]))
+    assert "2 of 2 calls linked, 1 of these without the plugin" in str(mixed)
+    assert "Of the others' prompt tokens, 70 were prefilled ahead" in str(mixed)
 
 
 def whole_answer(agent: str) -> list[Event]:
@@ -187,7 +288,9 @@ def test_notes_name_failures_lateness_and_declined_links() -> None:
         CallStarted(**who, at=3, call_id="1", late=True),
         *call("C", 10, 11, 12, use((1, 2), status="mispredicted")),
     ]
+    events.append(LinkClosed(**who, at=20, stream_id="s", reason="OSError: no"))
     found = [(note.agent, note.kind) for note in notes(events)]
+    assert found.pop() == ("B", "link failed")
     assert found == [
         ("B", "late"),
         ("B", "declined"),
@@ -215,5 +318,5 @@ def test_a_row_says_what_a_link_to_a_plain_engine_had_prefilled(plain: bool) -> 
         CallFinished(**who, at=92, call_id="B", usage=usage),
     ]
     (found,) = calls(events)
-    streamed, status = ("80", "plain") if plain else ("", "")
+    streamed, status = ("80", "plain") if plain else ("", "not told")
     assert row(found, None) == ["B", "100", "88", streamed, "", "9", "", "1.00 s", status]

@@ -175,7 +175,7 @@ def test_a_trace_is_replaced_once_all_that_wrote_it_have_ended(tmp_path: Path) -
 def test_tools_of_openais_client_do_not_end_a_trace(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "run.jsonl", prompts=True)
     reporter = CallReporter(trace, agent="A", engine="http://a", model="m")
-    reporter.started(None, late=False)
+    reporter.started(None, "")
     reporter.prompt_sent({"messages": [{"role": "user"}], "tools": [Path("tool")]})
     (call,) = calls(read(tmp_path / "run.jsonl"))
     assert call.prompt is not None and call.prompt.tools == ["tool"]
@@ -198,7 +198,7 @@ def test_only_the_costliest_breaks_are_shown(tmp_path: Path, capsys: Any) -> Non
     for number in range(24):
         agent = f"agent-{number % 12:02}"
         report = CallReporter(trace, agent=agent, engine="http://e", model=agent)
-        report.started(None, late=False)
+        report.started(None, "")
         text = {"role": "user", "content": f"{number}. Write. [bold]" + "A plan. " * 99}
         report.prompt_sent({"messages": [text]})
         report.finished("", PromptUsage(prompt_tokens=100 + number, completion_tokens=1), "stop")
@@ -274,10 +274,10 @@ def test_command_shows_timeline_calls_and_links(file: Path, capsys: Any) -> None
 
 @pytest.mark.parametrize("run", [RUN, []])
 def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Event]) -> None:
-    """Also if no call has finished, and after many notes of other kinds."""
+    """Also if no call has finished, and apart from many notes of other kinds."""
     file = tmp_path / "run.jsonl"
     trace = Trace(file)
-    declined = [LinkDeclined(**B, at=11.0 + n, reason="no room") for n in range(12)]
+    declined = [LinkDeclined(**B, at=11.0 + n, reason=f"no room {n}") for n in range(12)]
     who = {**B, "call_id": "last"}
     failed = CallFailed(**who, at=25.0, error="EngineUnreachable('http://b [refused]')")
     for event in [*run, *declined, CallStarted(**who, at=24.0), failed]:
@@ -285,4 +285,4 @@ def test_command_says_why_calls_failed(tmp_path: Path, capsys: Any, run: list[Ev
     assert command.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert "B: the call failed: EngineUnreachable('http://b [refused]')\n" in shown
-    assert f"... and {4 if run else 3} more; a trace's page shows all" in shown
+    assert shown.count("... and 2 more; a trace's page shows all") == 1

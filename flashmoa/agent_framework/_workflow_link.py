@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from agent_framework import (
+    AgentExecutor,
     AgentExecutorResponse,
     Executor,
     FanInEdgeGroup,
@@ -45,6 +47,14 @@ from flashmoa.agent_framework._dry_run import (
 )
 from flashmoa.observe import Listener
 
+logger = logging.getLogger(__name__)
+
+# The builders whose workflows are not linked, by a class of the executors that only they make.
+_UNLINKED_BUILDERS = {
+    "HandoffAgentExecutor": "HandoffBuilder",
+    "MagenticOrchestrator": "MagenticBuilder",
+    "BaseGroupChatOrchestrator": "GroupChatBuilder",
+}
 # Types of the contents with which a workflow's user replies to an agent's requests.
 _REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
 
@@ -56,12 +66,12 @@ def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
     workflow again replaces the first link.
 
     Args:
-        workflow: a workflow made by ``SequentialBuilder``, ``ConcurrentBuilder``, or
-            ``WorkflowBuilder`` without conditions on edges. Its agents' clients must be
-            ``FlashMoAChatClient``. Agents with other clients, agents of user-defined classes, and
-            agents with middleware (also of the client or the run), compaction strategies, context
-            providers or MCP servers run unlinked, and so do agents whose client has hooks
-            (``message_preparer``, ``response_parser``).
+        workflow: a workflow made by ``SequentialBuilder``, or by ``WorkflowBuilder`` without
+            conditions on edges. In any other workflow nothing is linked, which is logged. Its
+            agents' clients must be ``FlashMoAChatClient``. Agents with other clients, agents of
+            user-defined classes, and agents with middleware (also of the client or the run),
+            compaction strategies, context providers or MCP servers run unlinked. Agents whose
+            client has hooks (``message_preparer``, ``response_parser``) run unlinked, too.
         options: see :class:`flashmoa.LinkOptions`, also for exceptions.
 
     Raises:
@@ -76,7 +86,10 @@ def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
         )
     settings, clients = LinkSettings(**options), _find_clients(workflow)
     settings.check_agents(workflow.executors)
-    return WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
+    linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
+    if reason := linked.why_nothing_linked():
+        logger.warning("link(workflow) links nothing: %s. Its agents run as usual.", reason)
+    return linked
 
 
 def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
@@ -120,6 +133,14 @@ class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
         observed = [each.linked_teams for each in clients]
         super().__init__(workflow, observed, planner, report, listener)
 
+    def why_nothing_linked(self) -> str | None:
+        """Return why no agent of the workflow can be linked; ``None`` if one can."""
+        if self._planner.linkable:
+            return None
+        if self._planner.unlinked_builder:
+            return f"{self._planner.unlinked_builder} is not linked"
+        return "no agent of the workflow is certain to read what another one writes"
+
     def _find_name(self, caller: Executor) -> str | None:
         return caller.id if self._workflow.executors.get(caller.id) is caller else None
 
@@ -148,15 +169,28 @@ class KnownMessages:
 
 
 class WorkflowLinkPlanner(LinkPlanner):
-    """Plans the links of one workflow."""
+    """Plans the links of one workflow.
+
+    Attributes:
+        linkable: the agents that are certain to read only what other agents write.
+        unlinked_builder: the builder that made the workflow, if its workflows are not linked.
+    """
 
     def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
         super().__init__(listener, settings)
         self._workflow = workflow
+        self.unlinked_builder = find_unlinked_builder(workflow)
+        deliveries = find_deliveries(workflow) if self.unlinked_builder is None else []
         self._deliveries = {
             each.target: each
-            for each in find_deliveries(workflow)
+            for each in deliveries
             if not asks_no_model(workflow.executors[each.target])
+        }
+        self._agents = {name for name, each in workflow.executors.items() if client_of(each)}
+        self.linkable = {
+            each.target
+            for each in self._deliveries.values()
+            if self._agents.issuperset((each.target, *each.sources))
         }
         self._known = KnownMessages(Placeholders(workflow.executors))
 
@@ -185,7 +219,21 @@ class WorkflowLinkPlanner(LinkPlanner):
         ):
             # There was no forecast to say so if what it reads could not be predicted either.
             self.decline(name, NotForecastable(reason))
-        return self.begin(name, request, rewritten=rewritten, linkable=delivery is not None)
+        return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
+
+    def why_unplanned(self, agent: str) -> str:
+        if self.unlinked_builder is not None:
+            return f"{self.unlinked_builder} is not linked"
+        delivery = self._deliveries.get(agent)
+        if not self._has_begun or agent in self.linkable:
+            return super().why_unplanned(agent)
+        if delivery is None:
+            return "it is not certain what it reads, by the edges that lead to it"
+        executors = self._workflow.executors
+        others = [name for name in delivery.sources if name not in self._agents]
+        if not any(isinstance(executors[name], AgentExecutor) for name in delivery.sources):
+            return "it reads no agent's text"
+        return f"it reads what {others[0]} writes, which has no FlashMoAChatClient"
 
     def end_all(self, reason: str) -> None:
         super().end_all(reason)
@@ -237,6 +285,14 @@ class WorkflowLinkPlanner(LinkPlanner):
                 text = self._known.placeholders.padded(name)
                 sent[name] = make_response(self._workflow.executors[name], conversation, text)
         return sent
+
+
+def find_unlinked_builder(workflow: Workflow) -> str | None:
+    """Return the builder that made a workflow, if its workflows are not linked."""
+    kinds = [kind for each in workflow.executors.values() for kind in type(each).__mro__]
+    return next(
+        (_UNLINKED_BUILDERS[k.__name__] for k in kinds if k.__name__ in _UNLINKED_BUILDERS), None
+    )
 
 
 def _answers_requests(conversation: Sequence[Message]) -> bool:

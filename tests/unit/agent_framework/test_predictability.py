@@ -281,8 +281,12 @@ async def test_executors_of_the_framework_are_not_called_code_of_the_users() -> 
     chat = GroupChatBuilder(
         participants=[agent(client, "a")], max_rounds=1, selection_func=lambda _: "a"
     )
-    (reason,) = await run_linked(chat.build())
-    assert reason == "it is a GroupChatOrchestrator of Agent Framework, which is not linked"
+    workflow = chat.build()
+    linked = link(workflow)
+    await workflow.run("task")
+    assert [call.started.unlinked for call in linked.report.calls] == [
+        "GroupChatBuilder is not linked"
+    ]
 
 
 async def test_each_agent_that_could_be_linked_gets_a_reason_if_none_is_predictable() -> None:

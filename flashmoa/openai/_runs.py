@@ -486,19 +486,19 @@ def _run_of_thread() -> Run | None:
 def calling_agent() -> str:
     """Return the name of the agent that is calling, else the user's functions that call.
 
-    It is the name of :func:`agent`, of a LangGraph node or of a Pydantic AI agent, or the role of a
-    CrewAI agent. Functions are named with the lines of their calls, the outermost first
-    (``main:12 > ask:31``).
+    It is the name of :func:`agent`, of a LangGraph node, of an agent of Pydantic AI or of the
+    Agents SDK, or the role of a CrewAI agent. Functions are named with the lines of their calls,
+    the outermost first (``main:12 > ask:31``).
     """
     named = _agent.get() or _langgraph_node() or _pydantic_ai_agent() or _crewai_agent()
-    return named or " > ".join(_calling_lines()) or "call"
+    return named or _agents_sdk_agent() or " > ".join(_calling_lines()) or "call"
 
 
 def agent(name: str) -> AbstractContextManager[None]:
     """Name the agent that makes the calls in this context, in reports, traces and logs.
 
-    Without it calls have the name of their LangGraph node or Pydantic AI agent, the role of their
-    CrewAI agent, or the name of the lines of code that make them.
+    Without it calls have the name of their LangGraph node, Pydantic AI agent or agent of the Agents
+    SDK, the role of their CrewAI agent, or the name of the lines of code that make them.
     """
     return setting(_agent, name)
 
@@ -528,6 +528,17 @@ def _crewai_agent() -> str | None:
     calls = (each.f_locals for each in _frames() if each.f_code.co_name in ("call", "acall"))
     roles = (getattr(call.get("from_agent"), "role", None) for call in calls)
     return next((role.strip() for role in roles if isinstance(role, str)), None)
+
+
+def _agents_sdk_agent() -> str | None:
+    kind: Any = getattr(sys.modules.get("agents"), "Agent", None)
+    if not isinstance(kind, type):
+        return None
+    # It calls in a task of its own, without a frame of the user's, and no context has the agent.
+    own = (each for each in _frames() if each.f_globals.get("__name__", "").startswith("agents."))
+    held = (value for each in own for value in each.f_locals.values() if isinstance(value, kind))
+    names: Iterator[object] = (getattr(each, "name", None) for each in held)
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def _calling_lines() -> list[str]:

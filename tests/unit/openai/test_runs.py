@@ -14,6 +14,7 @@ import pytest
 
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
+from flashmoa.observe.events import FIRST
 from flashmoa.openai import _runs, agent, instrument, run
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 from tests.waiting import until
@@ -140,6 +141,46 @@ async def test_calls_have_the_name_of_their_agent(
     names = [call.agent for call in report.calls]
     assert names[:3] == ["writer", "planner", "critic"]
     assert names[3].startswith("test_calls_have_the_name_of_their_agent:")
+
+
+async def test_calls_have_the_name_of_their_agent_of_the_agents_sdk(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls in a task of its own; a module of the user's may have its name."""
+
+    class Agent:
+        def __init__(self, name: object) -> None:
+            self.name = name
+
+    loop: dict[str, Any] = {"__name__": "agents.run_internal.run_loop"}
+    turn = "async def take_turn(call, public_agent, older_agent=None):\n    await call"
+    exec(turn, loop)
+    async with server.client() as client, run("sdk") as report:
+        for module in (SimpleNamespace(Agent=Agent), SimpleNamespace(Agent=str), SimpleNamespace()):
+            monkeypatch.setitem(sys.modules, "agents", module)
+            call = loop["take_turn"](ask(client, "Go."), Agent("writer"), Agent("boss"))
+            await asyncio.create_task(call)
+        monkeypatch.setitem(sys.modules, "agents", SimpleNamespace(Agent=Agent))
+        await asyncio.create_task(loop["take_turn"](ask(client, "Go."), Agent(None)))
+        mine = Agent("mine")  # Its class may be the user's.
+        await ask(client, mine.name)
+    names = [call.agent for call in report.calls]
+    # Where nothing of the SDK names it, it is named by the lines of code that call.
+    assert names[0] == "writer" and all(":" in name for name in names[1:])
+
+
+async def test_the_first_run_of_a_program_says_that_it_is_only_watched(server: FakeServer) -> None:
+    reasons: list[list[str]] = []
+    async with server.client() as client:
+        for topics in (["a", "b"], ["a", "b", "c"]):
+            async with run("trip") as report:
+                for topic in topics:
+                    with agent(topic):
+                        await ask(client, topic)
+            reasons.append([call.started.unlinked for call in report.calls])
+            assert str(report).count("only watched; later runs") == (len(topics) == 2)
+    assert len(set(reasons[0])) == 1 and "later runs of it in this process" in reasons[0][0]
+    assert [reasons[1][0], reasons[1][2]] == [FIRST, "the run before had no such call"]
 
 
 async def test_a_client_is_observed_until_its_instrumentation_is_closed(

@@ -108,6 +108,11 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         listener: Listener = ignore,
         **kwargs: Any,
     ) -> None:
+        if not kwargs.get("model"):
+            raise ValueError(
+                "no model is given; FlashMoAChatCompletionClient needs model=NAME, the name of "
+                "the served model"
+            )
         url = self_hosted_url(kwargs.get("base_url"))
         kwargs["base_url"] = f"{url}/v1"
         if not kwargs.get("api_key"):

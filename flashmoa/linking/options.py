@@ -6,9 +6,9 @@ import hashlib
 import re
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure
 from flashmoa.linking.link import Ahead
@@ -66,6 +66,15 @@ class LinkSettings:
     trace_prompts: bool = False
     listener: Listener = ignore
     session_headers: Mapping[str, SessionOf] = field(default_factory=SESSION_HEADERS.copy)
+
+    def __new__(cls, **options: Any) -> Self:
+        # Python's own error would name this class, which users never see.
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"there is no option {unknown[0]!r}; the options are {', '.join(known)}"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.ahead not in get_args(Ahead):

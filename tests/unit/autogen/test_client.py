@@ -31,6 +31,14 @@ BLIND = {"has_image_understanding": False, "tool_call_parser": None}
 SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
 
 
+def test_a_client_without_a_model_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not ask the engine before."""
+    monkeypatch.setattr(httpx, "request", None)
+    for options in ({}, {"model": None}, {"model": ""}):
+        with pytest.raises(ValueError, match="FlashMoAChatCompletionClient needs model=NAME"):
+            FlashMoAChatCompletionClient(base_url=URL, **options)
+
+
 class Engine:
     """Answers synchronous requests; is down as long as it has no answer.
 

@@ -51,11 +51,12 @@ def make_team(client: Any, *names: str) -> RoundRobinGroupChat:
         ({"on_failure": {"four": "finalize"}}, r"on_failure names \['four'\]; the agents are"),
         ({"on_failure": "ignore"}, "error must be 'abort' or 'finalize'"),
         ({"trace_prompts": True}, "give trace=FILE, too"),
+        ({"nonsense": 1}, r"no option 'nonsense'; the options are .*, kv_share, include$"),
     ],
     ids=str,
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         link(make_team(make_client()), **arguments)
 
 

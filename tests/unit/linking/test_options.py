@@ -23,7 +23,9 @@ import flashmoa.openai
 from flashmoa import Answer, EngineClient, LinkOptions, Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.options import LinkSettings, SessionOf
-from flashmoa.observe import CallFinished, Event, PromptSent, UpstreamFailed
+from flashmoa.linking.reasons import NO_LINKS, NOTHING_WRITTEN
+from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, UpstreamFailed
+from flashmoa.observe.events import FIRST
 from flashmoa.observe.trace import read
 from tests.unit.engine.faulty_engine import (
     chunk,
@@ -167,6 +169,10 @@ async def test_ahead_says_how_much_is_prefilled(
     # Nobody gets the text while it is written, so that whole answers are asked for as they were.
     are_streams = {bool(body.get("stream")) for route, body in scribe.requests if route == "chat"}
     assert are_streams == {play is play_workflow or ahead in ("text", None)}
+    # Each call says why it has no link, if it has none.
+    first, second = [event.unlinked for event in events if isinstance(event, CallStarted)]
+    assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, NOTHING_WRITTEN)
+    assert second == (NO_LINKS if ahead == "nothing" else "")
 
 
 @everywhere
@@ -210,7 +216,7 @@ async def test_a_trace_has_what_the_listener_hears_and_prompts_if_asked_for(
 
 @everywhere
 async def test_unknown_options_are_refused(scribe: Scribe, play: Play) -> None:
-    with pytest.raises(TypeError, match="'stream'"):
+    with pytest.raises(TypeError, match=r"no option 'stream'; the options are .*ahead, on_failure"):
         await play(scribe, stream=False)
     with pytest.raises(ValueError, match="ahead must be 'nothing', 'known' or 'text', not 'all'"):
         await play(scribe, ahead="all")

@@ -60,7 +60,7 @@ from flashmoa.adapters import (
 from flashmoa.engine import EngineSettings
 from flashmoa.engine.connections import self_hosted_url
 from flashmoa.linking.forecasts import Writers, name_calls
-from flashmoa.observe import Listener
+from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument
 from flashmoa.openai_http import advising
@@ -184,6 +184,7 @@ class LinkPlugin(BasePlugin, Reported):
         self.report = Report(self._listener)
         # By their ids; several may run at once.
         self._runs: dict[str, RunPlanner] = {}
+        self._declined: set[tuple[str, str]] = set()
 
     async def before_run_callback(self, *, invocation_context: Any) -> None:
         for invocation_id, run in list(self._runs.items()):
@@ -192,7 +193,11 @@ class LinkPlugin(BasePlugin, Reported):
         message = invocation_context.user_content
         # A dry run of an answer to a tool's request would run the tool.
         answers = [part for part in (message and message.parts) or () if part.function_response]
-        if type(invocation_context.agent) in _TEAMS and not answers:
+        if answers:
+            self._decline(invocation_context, "its run begins with the result of a tool")
+        elif type(invocation_context.agent) not in _TEAMS:
+            self._decline(invocation_context, "LinkPlugin links runs of ADK's team agents only")
+        else:
             planner = RunPlanner(invocation_context, self.report, self._settings)
             self._runs[invocation_context.invocation_id] = planner
 
@@ -226,6 +231,16 @@ class LinkPlugin(BasePlugin, Reported):
         for run in list(self._runs):
             await self._end(run)
         end_trace(self._listener)
+
+    def _decline(self, context: Any, reason: str) -> None:
+        """Leave a run unlinked, and report why; each reason is reported once for each agent.
+
+        A graph has no agent. It is not logged, as ``flashmoa.openai.run`` may link the run.
+        """
+        agent = getattr(context.agent, "name", "(graph)")
+        if (agent, reason) not in self._declined:
+            self._declined.add((agent, reason))
+            self.report(LinkDeclined(agent=agent, engine="", reason=reason))
 
     async def _end(self, invocation_id: str) -> None:
         planner = self._runs.pop(invocation_id, None)

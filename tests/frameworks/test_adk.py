@@ -14,6 +14,7 @@ import pytest
 from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent, RunConfig, SequentialAgent
 from google.adk.agents.run_config import StreamingMode
 from google.adk.integrations.openai import OpenAILlm
+from google.adk.planners import BuiltInPlanner
 from google.adk.runners import InMemoryRunner
 from google.adk.tools import ToolContext
 from google.adk.workflow import Workflow
@@ -26,6 +27,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.linking.link import Link
 from flashmoa.observe import Event, LinkOpened, Listener
 from flashmoa.observe.calls import calls
+from flashmoa.observe.events import FIRST
 from flashmoa.openai import run
 from tests.frameworks.conftest import URLS
 from tests.integration.openai.programs import TASK, Clients, closed, play_linked, statuses
@@ -307,6 +309,31 @@ async def test_code_of_the_users_is_not_run_for_a_forecast(
         await runner.close()
     assert asked == ["local"]
     assert "local runs unlinked: predicting its prompt would run its instruction" in caplog.text
+
+
+async def test_the_report_of_a_run_that_the_plugin_does_not_link_says_so_once(guide: str) -> None:
+    plugin = LinkPlugin()
+    async with open_models({"ignore_eos": True}) as models:
+        alone = agent("alone", models[0], guide[:500], 8)
+        runner = InMemoryRunner(agent=alone, app_name="test", plugins=[plugin])
+        for _ in range(2):
+            await _read(await begin(runner))
+        await runner.close()
+    assert (
+        f"{plugin}".splitlines()[-1] == "  alone: LinkPlugin links runs of ADK's team agents only"
+    )
+
+
+async def test_agents_without_a_link_say_why(guide: str) -> None:
+    plugin = LinkPlugin()
+    async with open_models({"ignore_eos": True}) as models:
+        team = chain(models, guide[:2000])
+        team.sub_agents[1].planner = BuiltInPlanner(thinking_config=types.ThinkingConfig())
+        runner = InMemoryRunner(agent=team, app_name="test", plugins=[plugin])
+        await _read(await begin(runner))
+        await runner.close()
+    reasons = [call.started.unlinked for call in plugin.report.calls]
+    assert reasons[:2] == [FIRST, "predicting its prompt would run its planner"]
 
 
 async def test_a_graph_is_linked_by_what_it_sent_the_last_time(

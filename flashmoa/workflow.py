@@ -25,9 +25,10 @@ from flashmoa.engine.wire import Delta
 from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
 from flashmoa.linking.options import LinkOptions, LinkSettings, Session
 from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.reasons import NO_LINKS, NOTHING_WRITTEN
+from flashmoa.linking.reasons import NO_LINKS
 from flashmoa.linking.streamed_text import StreamedText, Text, find_texts
 from flashmoa.observe.calls import CallReporter
+from flashmoa.observe.events import WHOLE
 from flashmoa.observe.report import Report, Reported
 from flashmoa.observe.trace import end_trace
 
@@ -390,7 +391,7 @@ class Workflow(Reported):
             if messages is None:
                 assert pending is not None
                 messages = await pending.messages()
-            body, stream_id, unlinked = {**parameters}, None, NOTHING_WRITTEN
+            body, stream_id, unlinked = {**parameters}, None, WHOLE
             if pending is not None:
                 body |= pending.claim()
                 stream_id = body.get("prompt_stream_id") or pending.used_id

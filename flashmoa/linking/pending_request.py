@@ -16,10 +16,10 @@ from flashmoa.linking.forecasts import ChatRequest
 from flashmoa.linking.link import Link, report_no_link
 from flashmoa.linking.prompt import Placeholders, Prompt
 from flashmoa.linking.prompt_feed import report_plain_engine
-from flashmoa.linking.reasons import NO_PLUGIN, NOTHING_WRITTEN
+from flashmoa.linking.reasons import NO_PLUGIN
 from flashmoa.linking.streamed_text import StreamedText, replace_marks
 from flashmoa.observe import Listener, UpstreamFailed
-from flashmoa.observe.events import LATE, ignore
+from flashmoa.observe.events import LATE, WHOLE, ignore
 
 Messages = list[dict[str, Any]]
 # Work to run in the background while a request waits.
@@ -60,7 +60,7 @@ class PendingRequest:
         # The scope in which the prompt is being rendered.
         self._rendering: anyio.CancelScope | None = None
         # Why there is no link, for reports.
-        self._unlinked = NOTHING_WRITTEN
+        self._unlinked = WHOLE
         # The strings that messages() has read, by mark.
         self._read_texts: dict[str, str] = {}
 

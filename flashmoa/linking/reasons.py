@@ -9,7 +9,6 @@ from flashmoa.observe.events import LATE
 
 NO_LINKS = "links are off (ahead='nothing')"
 NO_PLUGIN = "its engine has no plugin, and nothing of its prompt was prefilled there"
-NOTHING_WRITTEN = "no text in its prompt was being written when it was asked"
 OTHER_COURSE = "the conversation took another course than expected"
 OWN_TURN = "it spoke again: an agent's own next turn is linked only while its tools run"
 UNEXPECTED = "it was not expected to be next"

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 # Why a call has no link, where reports have a word of their own for it.
 LATE = "its request was sent before its prompt stream was open"
 FIRST = "it began the run, so that nothing was being written for it"
+WHOLE = "no text in its prompt was being written when it was asked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from flashmoa.observe.events import (
     FIRST,
     LATE,
     ORDINARY_ENDS,
+    WHOLE,
     CallFailed,
     Event,
     LinkClosed,
@@ -120,7 +121,7 @@ class Summary:
             text += f", {self.plain:,} of these without the plugin (see cached)"
         if self.no_gain:
             text += f" ({self.no_gain:,} of these gained nothing)"
-        if self.linked == self.plain:
+        if not overlap.ahead_tokens:
             return text
         whose = "the others'" if self.plain else "their"
         text += (
@@ -204,6 +205,7 @@ link had computed (on an engine without the plugin: that it had asked for).
 
 LINK_WORDS = {
     "first": "it began the run",
+    "whole": "its prompt was complete when it was asked",
     "none": "not linked, see below",
     "hit": "its prompt began with its stream",
     "no gain": "a hit, but its stream had computed nothing",
@@ -257,7 +259,7 @@ def link_status(call: Call) -> str:
     if call.started.late:
         return "late"
     if call.started.unlinked:
-        return "first" if call.started.unlinked == FIRST else "none"
+        return {FIRST: "first", WHOLE: "whole"}.get(call.started.unlinked, "none")
     return "not told" if call.started.stream_id and call.finished is not None else ""
 
 

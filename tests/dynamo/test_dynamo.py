@@ -97,7 +97,7 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
                 break
         assert len(opened(events)) == pair + 1
         # Front ends tell nothing of streams; the engines do.
-        assert [link_status(call) for call in calls(events)] == ["", "hit"] * (pair + 1)
+        assert [link_status(call) for call in calls(events)] == ["whole", "hit"] * (pair + 1)
         assert pair < 19, "all went to one worker"
 
     async with AsyncOpenAI(base_url=f"{dynamo.url}/v1", api_key="-") as openai:
@@ -112,7 +112,7 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
                         messages=[{"role": "user", "content": content}],
                     )  # fmt: skip
                     text = answer.choices[0].message.content or ""
-    assert [link_status(call) for call in calls(report.events)] == ["", "hit"], report
+    assert [link_status(call) for call in calls(report.events)] == ["first", "hit"], report
 
 
 def processes_of(worker: psutil.Process) -> list[psutil.Process]:

@@ -23,9 +23,9 @@ import flashmoa.openai
 from flashmoa import Answer, EngineClient, LinkOptions, Workflow
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.options import LinkSettings, SessionOf
-from flashmoa.linking.reasons import NO_LINKS, NOTHING_WRITTEN
+from flashmoa.linking.reasons import NO_LINKS
 from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, UpstreamFailed
-from flashmoa.observe.events import FIRST
+from flashmoa.observe.events import FIRST, WHOLE
 from flashmoa.observe.trace import read
 from tests.unit.engine.faulty_engine import (
     chunk,
@@ -171,7 +171,7 @@ async def test_ahead_says_how_much_is_prefilled(
     assert are_streams == {play is play_workflow or ahead in ("text", None)}
     # Each call says why it has no link, if it has none.
     first, second = [event.unlinked for event in events if isinstance(event, CallStarted)]
-    assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, NOTHING_WRITTEN)
+    assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, WHOLE)
     assert second == (NO_LINKS if ahead == "nothing" else "")
 
 

@@ -26,7 +26,7 @@ from flashmoa.observe import (
     UpstreamFailed,
 )
 from flashmoa.observe.calls import calls, handoffs
-from flashmoa.observe.events import FIRST, LATE
+from flashmoa.observe.events import FIRST, LATE, WHOLE
 from flashmoa.observe.summary import (
     LINK_WORDS,
     Overlap,
@@ -165,7 +165,7 @@ def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None
     events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
     [found] = calls(events)
     assert row(found, None)[-1] == "no gain"
-    assert "1 of 1 calls linked (1 of these gained nothing)" in str(summary([found]))
+    assert str(summary([found])).endswith("1 of 1 calls linked (1 of these gained nothing)")
     assert [(note.kind, note.text) for note in notes(events)] == [("no gain", why)]
 
 
@@ -173,6 +173,7 @@ def test_a_hit_that_gained_nothing_reads_so_and_why(late: int, why: str) -> None
     ("unlinked", "late", "status", "kinds"),
     [
         (FIRST, False, "first", []),
+        (WHOLE, False, "whole", []),
         (LATE, True, "late", ["late"]),
         ("its agent sleeps", False, "none", ["unlinked"]),
         # An old trace does not say.

@@ -21,21 +21,13 @@ from flashmoa._concurrency import SingleFlight, TaskHost, setting
 from flashmoa.engine import EngineClient
 from flashmoa.engine.client import request_headers
 from flashmoa.errors import EngineError, PluginMissing
+from flashmoa.linking import reasons
 from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, HeldRequests, RequestAfterTools, Turn
 from flashmoa.linking.link import Link, kind_of, report_no_link
 from flashmoa.linking.options import LinkSettings, Session
 from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import level_once, report_plain_engine
-from flashmoa.linking.reasons import (
-    MISPREDICTED,
-    NO_LINKS,
-    OWN_TURN,
-    PLAIN_ENGINE,
-    UNEXPECTED,
-    UNFINISHED,
-    Unlinked,
-)
 from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
 from flashmoa.observe.calls import CallReporter
@@ -169,7 +161,7 @@ class LinkPlanner(ABC):
         # By agent, the link to it and what it was made from, and why there is no link, if one was
         # tried.
         self._kept: dict[str, tuple[Link, Forecast]] = {}
-        self._unlinked: dict[str, Unlinked] = {}
+        self._unlinked: dict[str, reasons.Unlinked] = {}
         # Agents with a link that could not be next at the last plan.
         self._idle: set[str] = set()
         self._has_begun = False  # Whether an agent has called in this run.
@@ -241,7 +233,7 @@ class LinkPlanner(ABC):
         if link.engine.url == url and forecast.holds(link.prompt, None):
             return link
         link.end("mispredicted")
-        self._unlinked.setdefault(agent, MISPREDICTED)
+        self._unlinked.setdefault(agent, reasons.MISPREDICTED)
         return None
 
     def end_link(self, agent: str, reason: str) -> None:
@@ -292,15 +284,15 @@ class LinkPlanner(ABC):
         """Return why no link was planned to an agent that is about to call, for reports."""
         if not self._has_begun:
             return FIRST
-        return OWN_TURN if agent == self.caller else UNEXPECTED
+        return reasons.OWN_TURN if agent == self.caller else reasons.UNEXPECTED
 
     def _why_unlinked(self, agent: str, linkable: bool) -> str:
         """Return why an agent that is about to call would have no link; see :meth:`begin`."""
         if self.settings.ahead == "nothing":
-            return NO_LINKS
+            return reasons.NO_LINKS
         why = self._unlinked.get(agent)
-        if why in (None, MISPREDICTED) and linkable and self._planning.is_running:
-            why = UNFINISHED
+        if why in (None, reasons.MISPREDICTED) and linkable and self._planning.is_running:
+            why = reasons.UNFINISHED
         return self.why_unplanned(agent) if why is None else why.reason
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
@@ -371,7 +363,7 @@ class LinkPlanner(ABC):
             reason = f"predicting its next prompt failed: {problem!r}"
         elif problem.__cause__ is None:
             kind = reason  # It is one of FlashMoA's own sentences.
-        self._unlinked[agent] = Unlinked(reason, "forecast")
+        self._unlinked[agent] = reasons.Unlinked(reason, "forecast")
         self.end_link(agent, "unused")
         if (self.agent_of(agent), kind) in self.reported_declines:
             return
@@ -429,7 +421,7 @@ class LinkPlanner(ABC):
     async def _forecast(self, turn: Turn, predict: Predict) -> Forecast | None:
         """Return the forecast of one turn, unless it has a link that fits or cannot have one."""
         why = self._unlinked.get(turn.agent)
-        if why is PLAIN_ENGINE:
+        if why is reasons.PLAIN_ENGINE:
             return None
         forecast: Forecast | None = None
         with self._declining(turn.agent, None):
@@ -437,7 +429,7 @@ class LinkPlanner(ABC):
                 return None
             # It stays unfinished until there is a link. If it is given up, the agents were faster.
             if why is None or why.until == "call":
-                self._unlinked[turn.agent] = UNFINISHED
+                self._unlinked[turn.agent] = reasons.UNFINISHED
             if not self._is_current(turn, self.changes):
                 return None
             forecast = await predict(turn)
@@ -466,8 +458,8 @@ class LinkPlanner(ABC):
             if not self._is_current(turn, changes) or self._has_link_for(turn):
                 return
             prompt = await forecast.prompt()
-            if self._unlinked.get(agent) not in (None, PLAIN_ENGINE):
-                self._unlinked[agent] = UNFINISHED
+            if self._unlinked.get(agent) not in (None, reasons.PLAIN_ENGINE):
+                self._unlinked[agent] = reasons.UNFINISHED
             if not self._is_current(turn, changes):
                 return
             link = self._kept[agent][0] if agent in self._kept else None
@@ -487,7 +479,7 @@ class LinkPlanner(ABC):
     async def _open(self, forecast: Forecast, prompt: Prompt, changes: int) -> None:
         turn, engine = forecast.turn, forecast.engine
         if not turn.sure and (reason := await self._why_no_room(engine, prompt)) is not None:
-            self._unlinked[turn.agent] = Unlinked(reason)
+            self._unlinked[turn.agent] = reasons.Unlinked(reason)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
         if not self._is_current(turn, changes):
@@ -564,11 +556,11 @@ class LinkPlanner(ABC):
         try:
             yield
         except PluginMissing as problem:
-            self._unlinked[agent] = PLAIN_ENGINE
+            self._unlinked[agent] = reasons.PLAIN_ENGINE
             if engine is not None:
                 report_plain_engine(engine, problem)
         except EngineError as error:
-            self._unlinked[agent] = Unlinked(f"{error}")
+            self._unlinked[agent] = reasons.Unlinked(f"{error}")
             report_no_link(agent, "" if engine is None else engine.url, error, self.listener)
         except Exception as error:
             self.decline(agent, error)

@@ -96,9 +96,9 @@ class Summary:
         end_to_end: seconds from the first request to the end of the last call.
         calls, failed: number of calls, and number of those that failed.
         first_token: median of the seconds from request to first token; ``None`` if no call had one.
-        linked: number of calls that found their prompt streams, or whose links prefilled on an
-            engine without the plugin.
-        plain: number of the latter, of which no engine says whether they were of use.
+        linked: number of calls that found their prompt streams, or are ``untold``.
+        untold: number of calls that used a link, but of which nobody says what it gained: on
+            engines without the plugin, and with answers without usage.
         no_gain: number of linked calls whose streams had computed nothing.
         overlap: the sum of these calls' overlaps; ``left`` is of those where it is known, and
             ``unlinked`` is known only if it is for all of these.
@@ -111,19 +111,19 @@ class Summary:
     linked: int
     no_gain: int
     overlap: Overlap
-    plain: int = 0
+    untold: int = 0
 
     def __str__(self) -> str:
         overlap = self.overlap
         linked = f"{self.linked:,} of {self.calls:,} calls linked"
         text = f"end to end {seconds(self.end_to_end)}; {linked}"
-        if self.plain:
-            text += f", {self.plain:,} of these without the plugin (see cached)"
+        if self.untold:
+            text += f", {self.untold:,} of these without figures of what that gained"
         if self.no_gain:
             text += f" ({self.no_gain:,} of these gained nothing)"
         if not overlap.ahead_tokens:
             return text
-        whose = "the others'" if self.plain else "their"
+        whose = "the others'" if self.untold else "their"
         text += (
             f". Of {whose} prompt tokens, "
             f"{overlap.ahead_tokens:,} were prefilled ahead and "
@@ -146,7 +146,7 @@ def summary(calls: Sequence[Call]) -> Summary:
     ends = [call.ended.at for call in calls if call.ended is not None]
     waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
     hits = overlaps(calls).values()
-    plain = sum(link_status(call) == "plain" for call in calls)
+    untold = sum(link_status(call) in ("plain", "not told") for call in calls)
     left = [hit.left for hit in hits if hit.left is not None]
     unlinked = [hit.unlinked for hit in hits if hit.unlinked is not None]
     return Summary(
@@ -154,7 +154,7 @@ def summary(calls: Sequence[Call]) -> Summary:
         calls=len(calls),
         failed=sum(isinstance(call.ended, CallFailed) for call in calls),
         first_token=median(waits) if waits else None,
-        linked=len(hits) + plain,
+        linked=len(hits) + untold,
         no_gain=sum(not hit.ahead_tokens for hit in hits),
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
@@ -163,7 +163,7 @@ def summary(calls: Sequence[Call]) -> Summary:
             left_tokens=sum(hit.left_tokens for hit in hits),
             unlinked=sum(unlinked) if unlinked and len(unlinked) == len(left) else None,
         ),
-        plain=plain,
+        untold=untold,
     )
 
 

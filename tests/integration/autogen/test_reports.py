@@ -63,4 +63,4 @@ async def test_calls_of_a_plain_server_that_were_prefilled_count_as_linked(
     for client in clients:
         await client.close()
     assert "1 used" in shown and "plain: prefilled without the plugin" in shown
-    assert "1 of 2 calls linked, 1 of these without the plugin" in shown
+    assert "1 of 2 calls linked, 1 of these without figures of what that gained" in shown

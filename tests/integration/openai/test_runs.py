@@ -14,6 +14,7 @@ from flashmoa.engine.local import LocalEngine
 from flashmoa.observe import Event, LinkOpened
 from flashmoa.observe.calls import calls
 from flashmoa.observe.prefix_breaks import find_breaks
+from flashmoa.observe.summary import summary
 from flashmoa.observe.trace import read
 from flashmoa.openai import AsyncOpenAI, instrument, run
 from tests.integration.openai.programs import (
@@ -47,6 +48,8 @@ async def test_a_second_run_is_linked_and_answers_the_same(
     assert await play_linked(name, program) == unlinked
     assert await play_linked(name, program, events) == unlinked
     assert closed(events) == ["used", "used"]
+    whole = summary(calls(events))
+    assert (whole.linked, whole.untold) == (2, 2 if stream else 0)
     if not stream:  # OpenAI's client asks for no usage in streams.
         assert statuses(events) == [None, "hit", "hit"]
 

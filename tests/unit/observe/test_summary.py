@@ -226,19 +226,23 @@ def test_each_link_is_counted_by_why_it_ended_or_as_open(ends: list[str]) -> Non
     assert "still open" not in list(counted)[:-1]
 
 
-def test_links_of_plain_engines_count_as_linked() -> None:
-    """What they were worth only the cached tokens say; the rest of the sentence is of others."""
-    plain = [
-        LinkOpened(agent="P", engine="http://e", upstream=("A",), stream_id="p", plain=True, at=0),
-        *call("P", 1, 2, 3),
-    ]
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
+    """Those of plain engines, and of answers without usage; the rest of the sentence is of others.
+
+    The links are counted as used, too.
+    """
+    opened = LinkOpened(
+        agent="P", engine="http://e", upstream=("A",), stream_id="p", plain=is_plain, at=0
+    )
+    plain = [opened, *call("P", 1, 2, 3)]
     plain[1] = replace(plain[1], stream_id="p")  # type: ignore[call-arg]
     plain[3] = replace(plain[3], usage=PromptUsage(prompt_tokens=9, completion_tokens=1))  # type: ignore[call-arg]
     whole = summary(calls(plain))
-    assert (whole.linked, whole.plain, whole.overlap.ahead_tokens) == (1, 1, 0)
-    assert str(whole).endswith("1 of 1 calls linked, 1 of these without the plugin (see cached)")
+    assert (whole.linked, whole.untold, whole.overlap.ahead_tokens) == (1, 1, 0)
+    assert str(whole).endswith("1 calls linked, 1 of these without figures of what that gained")
     mixed = summary(calls([*plain, *call("B", 8, 8.5, 10, use((0, 4)))]))
-    assert "2 of 2 calls linked, 1 of these without the plugin" in str(mixed)
+    assert "2 of 2 calls linked, 1 of these without figures" in str(mixed)
     assert "Of the others' prompt tokens, 70 were prefilled ahead" in str(mixed)
 
 

@@ -79,10 +79,10 @@ def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
     their own, in which ``listener`` is called.
 
     The first run of a program is watched, and only what an agent asks after its tools is linked. In
-    later ones, the prompt of each call that the run before had is prefilled while the calls before
-    it still write. Prompts and answers stay the
-    same; a program that does something else this time only gains less. Calls count if their client
-    is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
+    later runs of the process, the prompt of each call that the run before had is prefilled while
+    the calls before it still write: a script with one run gains nothing. Prompts and answers stay
+    the same; a program that does something else this time only gains less. Calls count if their
+    client is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
     :func:`instrument`.
 
     Calls of other threads count if they have this context (``asyncio.to_thread``,

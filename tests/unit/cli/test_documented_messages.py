@@ -17,6 +17,7 @@ _PLACEHOLDER = re.compile(
 MESSAGES_OF_SGLANG = ("Requested token count exceeds", "The input (N tokens) is longer than")
 # Sections with a table whose first column quotes messages.
 SECTIONS = (
+    "### `CallStarted.unlinked`",
     "### `LinkWaits.reason`",
     "### `LinkDeclined.reason`",
     "## Installing",

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, internals, kv_free, options
-from flashmoa_sglang.http import client_requests, metrics, rendering
+from flashmoa_sglang.http import client_requests, metrics, rendering, sent_answers
 from flashmoa_sglang.http.calibration import learn_costs, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.streams import StreamTable
@@ -44,6 +44,7 @@ _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
 _TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
+_MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -79,12 +80,7 @@ def attach_api(_result: None, manager: Any) -> None:
     # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
     from flashmoa_sglang.http.api import Api
 
-    handlers = http_server.app.state
-    renderer = rendering.ChatRenderer(
-        lambda: handlers.openai_serving_chat,
-        # SGLang has none if it lacks a package for it.
-        lambda: getattr(handlers, "openai_serving_responses", None),
-    )
+    renderer = rendering.ChatRenderer(http_server.app.state)
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     Api(engine, table, renderer).add_to(http_server.app)
@@ -134,10 +130,25 @@ async def handle_chat(
         return chat.create_error_response(str(error))
     # SGLang may process its messages in a worker thread, from which this context learns nothing.
     rendering.served.set(request)
-    result = await original(chat, request, raw_request)
+    gaps: ToolGaps | None = chat.tokenizer_manager.flashmoa_tool_gaps
+    serving = original(chat, request, raw_request)
+    if gaps is None:
+        result = await serving
+    else:
+        api = sent_answers.CHAT if hasattr(request, "messages") else sent_answers.RESPONSES
+        result = await gaps.follow(api, serving)
     if stream_request is None:
         return result
     return client_requests.annotate_chat(result, stream_request)
+
+
+async def handle_messages(
+    original: Callable[..., Any], messages: Any, request: Any, raw_request: Any
+) -> Any:
+    """Follow the answer of Anthropic's API; wraps ``AnthropicServing.handle_messages``."""
+    serving = original(messages, request, raw_request)
+    gaps: ToolGaps | None = messages.openai_serving_chat.tokenizer_manager.flashmoa_tool_gaps
+    return await (serving if gaps is None else gaps.follow(sent_answers.MESSAGES, serving))
 
 
 async def without_streams(
@@ -211,6 +222,7 @@ HTTP_HOOKS = [
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
+    Hook(f"{_MESSAGES}.handle_messages", "around", handle_messages),
     Hook(f"{_CHAT}._convert_to_internal_request", "around", client_requests.convert_chat),
     *(
         Hook(target, "around", function)

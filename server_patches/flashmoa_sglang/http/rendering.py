@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from flashmoa_sglang.http import client_requests
+from flashmoa_sglang.http import client_requests, sent_answers
 from flashmoa_sglang.http.errors import MalformedRequest, explain
 from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
 from flashmoa_sglang.releases import RELEASE
@@ -24,6 +24,7 @@ from flashmoa_sglang.releases import RELEASE
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from flashmoa_sglang.http.sent_answers import ChatApi, Part
     from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
 
 
@@ -135,12 +136,14 @@ class ChatRenderer:
     """Renders chats with the server's chat template and arguments.
 
     Args:
-        chat, responses: return SGLang's handlers of chat completions and of the Responses API.
+        handlers: has SGLang's handlers of its APIs, once they are made.
     """
 
-    def __init__(self, chat: Callable[[], Any], responses: Callable[[], Any]) -> None:
-        self._chat = chat
-        self._responses = responses
+    def __init__(self, handlers: Any) -> None:
+        self._handlers = handlers
+
+    def _chat(self) -> Any:
+        return self._handlers.openai_serving_chat
 
     @property
     def template(self) -> str:
@@ -165,20 +168,6 @@ class ChatRenderer:
         text = chat.tokenizer_manager.tokenizer.decode([*ids], skip_special_tokens=False)
         return FunctionCallParser([], chat.tool_call_parser).detector.has_tool_call(text)
 
-    def parse(self, request: Any, output: dict[str, Any]) -> Any:
-        """Return the message that SGLang makes of a request's last output; ``None`` if none.
-
-        Args:
-            request: SGLang's ``ChatCompletionRequest``.
-            output: the output of the tokenizer manager, with the whole text.
-        """
-        meta = output["meta_info"]
-        # SGLang writes into the reason.
-        output = {**output, "meta_info": {**meta, "finish_reason": {**meta["finish_reason"]}}}
-        response = self._chat()._build_chat_response(request, [output], 0)
-        choices = getattr(response, "choices", None)
-        return choices[0].message if choices else None
-
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...
 
@@ -198,13 +187,50 @@ class ChatRenderer:
         problem = chat._validate_request(request)
         if problem:
             raise MalformedRequest(problem)
+        return self._render(request)
+
+    def render_with(self, chat: Any, messages: list[dict[str, Any]]) -> RenderedPrompt:
+        """Render a ``ChatCompletionRequest`` with further messages.
+
+        Raises: as :meth:`render`.
+        """
+        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+        try:
+            further = ChatCompletionRequest(messages=messages, model=chat.model).messages
+        except ValidationError as error:
+            raise MalformedRequest(f"Not a chat request: {_short(error)}") from error
+        # Its fields stay as they are: what is left out is rendered in another way than ``None``.
+        update = {"messages": [*chat.messages, *further], "continue_final_message": False}
+        return self._render(chat.model_copy(update=update))
+
+    def _render(self, request: Any) -> RenderedPrompt:
         with _recording() as rendered:
-            result = chat._process_messages(request, is_multimodal=False)
+            result = self._chat()._process_messages(request, is_multimodal=False)
         if result.image_data or result.video_data or result.audio_data:
             raise MalformedRequest(
                 "Only text can be rendered; send images with the request itself."
             )
         return rendered
+
+    def read_parts(self, api: ChatApi, parts: list[Part]) -> list[dict[str, Any]]:
+        """Return the messages that SGLang makes of an answer's parts once they come back.
+
+        Raises: MalformedRequest if they cannot come back.
+        """
+        from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+        from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+
+        if api is sent_answers.CHAT:
+            return parts
+        if api is sent_answers.RESPONSES:
+            return self._handlers.openai_serving_responses._construct_input_messages(
+                ResponsesRequest(input=parts), None
+            )
+        answer = {"role": "assistant", "content": parts}
+        request = AnthropicMessagesRequest(model="m", max_tokens=1, messages=[answer])
+        chat = self._handlers.anthropic_serving._convert_to_chat_completion_request(request)
+        return [message.model_dump(exclude_none=True) for message in chat.messages]
 
     async def render_response(self, request: Any) -> RenderedPrompt:
         """Render a ``ResponsesRequest``, which SGLang makes a chat of.
@@ -217,7 +243,8 @@ class ChatRenderer:
                 "A request with previous_response_id has a prompt that is stored; send the whole "
                 "input."
             )
-        responses = self._responses()
+        # SGLang has none if it lacks a package for it.
+        responses = getattr(self._handlers, "openai_serving_responses", None)
         if responses is None or responses.use_harmony:
             raise MalformedRequest(
                 "This server renders no requests of the Responses API as text; send input_ids."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from flashmoa_sglang.costs import UNMEASURED
@@ -89,3 +90,10 @@ def open_stream(
     table.add(stream, list(range(tokens)))
     table.open(stream)
     return stream
+
+
+def generation(ids: Any, **fields: Any) -> Any:
+    """Return the fields of a ``GenerateReqInput``."""
+    names = "text session_params image_data video_data audio_data cache_salt extra_key lora_path"
+    none = dict.fromkeys([*names.split(), "sampling_params"])
+    return SimpleNamespace(**{**none, "input_ids": ids, **fields})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +14,18 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.http import bodies, client_requests, rendering, tool_gaps
+from flashmoa_sglang.http import bodies, client_requests, rendering
 from flashmoa_sglang.http.api import Api
 from flashmoa_sglang.http.bodies import PromptReader
 from flashmoa_sglang.http.engine import Engine
 from flashmoa_sglang.http.errors import PromptTooLarge, TooManyStreams
 from flashmoa_sglang.http.stream import PromptStream, Terms
 from flashmoa_sglang.http.streams import StreamTable
-from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.fake_engine import FakeEngine, open_stream
+from tests.unit.plugin.fake_engine import FakeEngine, generation, open_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -148,94 +146,6 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
     body = SimpleNamespace(text=None, input_ids=[1], sampling_params={}, routed_dp_rank=None)
     request.use(body, multimodal=False)
     assert request.status == "expired" and not stream.claimed
-
-
-# A request that names no stream has one, too, if it is known by its prompt.
-_OF_A_STREAM = {"custom_params": RequestMark("stream", final=True).to_custom_params()}
-_TOOLS = SimpleNamespace(messages=["Hi"], tools=["a tool"])
-
-
-@pytest.mark.parametrize(
-    ("chat", "fields"),
-    [
-        (None, {}),
-        (SimpleNamespace(messages=["Hi"], tools=None), {}),
-        (_TOOLS, {"session_params": {"id": "s"}}),
-        (_TOOLS, {"sampling_params": {**_OF_A_STREAM, "n": 2}}),
-    ],
-    ids=["of tokens, without a parser", "without tools", "of a session", "of two answers"],
-)
-async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(
-    chat: Any, fields: dict[str, Any]
-) -> None:
-    engine: Any = FakeEngine()
-    renderer: Any = SimpleNamespace(knows_calls=False)
-    gaps = tool_gaps.ToolGaps(engine, StreamTable(engine), renderer)
-    ended = {"finish_reason": {"type": "stop"}}
-    cut = {"id": "cut", "finish_reason": {"type": "length"}}
-
-    async def answer() -> AsyncGenerator[Any]:
-        yield {"meta_info": {"id": "one", "finish_reason": None}}
-        for metas in ([{"id": "one", **ended}], [{"id": "two", **ended}, cut]):
-            outputs = [{"meta_info": meta} for meta in metas]
-            yield outputs if len(outputs) > 1 else outputs[0]
-
-    token = rendering.served.set(chat)
-    fields = {"stream": False, "sampling_params": _OF_A_STREAM, **fields}
-    outputs = gaps.watch(generation([1, 2], **fields), answer())
-    rendering.served.reset(token)
-    assert len([output async for output in outputs]) == 3 and not gaps._tasks
-    # Room is kept in the scheduler for the agents of streams' requests until it knows this.
-    assert engine.released == ["one", "two"]
-    others = gaps.watch(generation([1, 2], **{**fields, "sampling_params": None}), answer())
-    assert len([output async for output in others]) == 3 and len(engine.released) == 2
-
-
-@pytest.mark.parametrize(
-    ("late", "held"),
-    [
-        ({}, False),
-        ({"extra_key": "other"}, True),
-        ({"input_ids": [1, 2, 3, 9]}, True),
-        (None, True),
-    ],
-    ids=["its own", "of another namespace", "another agent's", "none"],
-)
-async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
-    monkeypatch: pytest.MonkeyPatch, late: dict[str, Any] | None, held: bool
-) -> None:
-    engine: Any = FakeEngine()
-    table = StreamTable(engine)
-    gaps = tool_gaps.ToolGaps(engine, table, SimpleNamespace())  # type: ignore[arg-type]
-    gaps._seconds = 60
-    rendered = threading.Event()
-
-    def next_prompt(*_: object) -> Any:
-        rendered.wait()
-        return SimpleNamespace(tokens=array("q", [1, 2, 3, 4, 5]))
-
-    async def answer() -> AsyncGenerator[dict[str, Any]]:
-        yield {"text": "", "meta_info": {"id": "one", "finish_reason": {"type": "stop"}}}
-
-    monkeypatch.setattr(gaps, "_next_prompt", next_prompt)
-    engine.streams_pieces = lambda _: False
-    request = {"priority": None, "stream": False, "sampling_params": _OF_A_STREAM}
-    token = rendering.served.set(_TOOLS)
-    try:
-        async for _ in gaps.watch(generation([1, 2, 3], **request), answer()):
-            pass
-        (task,) = gaps._tasks
-        if late is not None:
-            gaps.watch(generation(**{"ids": [1, 2, 3, 4, 5, 6], **request, **late}), answer())
-        rendered.set()
-        await task
-    finally:
-        rendered.set()
-        rendering.served.reset(token)
-    assert len(table) == held and not gaps._tasks
-    assert engine.released == ([] if held else ["one"])
-    for stream in list(table._open.values()):
-        table.close(stream, "deleted")
 
 
 @pytest.mark.parametrize(
@@ -359,13 +269,6 @@ async def test_a_prompt_finds_the_stream_that_agrees_most(
     assert (found.stream_id if found else None) == (expected.id if expected else None)
     for stream in list(table._open.values()):
         table.close(stream, "deleted")
-
-
-def generation(ids: Any, **fields: Any) -> Any:
-    """Return the fields of a ``GenerateReqInput``."""
-    names = "text session_params image_data video_data audio_data cache_salt extra_key lora_path"
-    none = dict.fromkeys([*names.split(), "sampling_params"])
-    return SimpleNamespace(**{**none, "input_ids": ids, **fields})
 
 
 @pytest.mark.parametrize(

@@ -190,3 +190,29 @@ class KvReport:
     shares: bool | None = None
     no_rides: str = ""
     late_kv: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HearAnswers:
+    """Tells every scheduler whose answers the HTTP process hears while they are written.
+
+    Attributes:
+        begun: ids of requests whose tokens are to be told from now on, with all earlier ones.
+        ended: ids of requests whose tokens are not to be told any more.
+    """
+
+    begun: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTokens:
+    """Tells the HTTP process what running requests have written since the last message.
+
+    Attributes:
+        answers: for each request, its id, its new tokens as the bytes of an ``array("q")``, and how
+            many of these tokens are the prompt's last ones. The first message of a request begins
+            with such tokens, which a detokenizer needs.
+    """
+
+    answers: tuple[tuple[str, bytes, int], ...]

@@ -25,6 +25,7 @@ from flashmoa_sglang import asyncep, internals, kv_free, options
 from flashmoa_sglang.http import client_requests, metrics, rendering, sent_answers
 from flashmoa_sglang.http.calibration import learn_costs, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
+from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tool_gaps import ToolGaps
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
@@ -62,7 +63,7 @@ class Hook:
 def attach_api(_result: None, manager: Any) -> None:
     """Add the routes and wrap the tokenizer; runs after ``init_request_dispatcher``."""
     arguments = RELEASE.resolve_arguments(manager.server_args)
-    manager.flashmoa_table = manager.flashmoa_tool_gaps = None
+    manager.flashmoa_table = manager.flashmoa_tool_gaps = manager.flashmoa_calls = None
     if state.stands_aside(arguments):
         return
     _refuse_unsupported(arguments)
@@ -83,7 +84,10 @@ def attach_api(_result: None, manager: Any) -> None:
     renderer = rendering.ChatRenderer(http_server.app.state)
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
-    Api(engine, table, renderer).add_to(http_server.app)
+    if engine.tokenizer is not None:
+        decode = manager.tokenizer.decode
+        manager.flashmoa_calls = HeardCalls(engine, decode, http_server.app.state)
+    Api(engine, table, renderer, manager.flashmoa_calls).add_to(http_server.app)
     _run_with(http_server.app, lambda: learn_costs(engine))
 
 
@@ -108,12 +112,17 @@ def generate_request(
     original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
 ) -> Any:
     """Tie requests to their prompt stream; wraps ``TokenizerManager.generate_request``."""
+    if (heard := heard_outputs(obj)) is not None:
+        return heard
     original = RELEASE.forget_refused(original)
     if manager.flashmoa_table is None or is_ours(obj):
         return original(manager, obj, request)
     outputs = client_requests.generate_request(original, manager, obj, request)
     gaps: ToolGaps | None = manager.flashmoa_tool_gaps
-    return outputs if gaps is None else gaps.watch(obj, outputs)
+    if gaps is not None:
+        outputs = gaps.watch(obj, outputs)
+    calls: HeardCalls | None = manager.flashmoa_calls
+    return outputs if calls is None else calls.watch(obj, request, outputs)
 
 
 async def handle_chat(

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from flashmoa_sglang import __version__, releases
@@ -26,6 +26,7 @@ from flashmoa_sglang.http.errors import (
     EngineDraining,
     MalformedRequest,
 )
+from flashmoa_sglang.http.hearing.calls import CHANNEL_HEADER, HeardCalls
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import PromptStream
@@ -43,7 +44,14 @@ Handler = Callable[[Request], Awaitable[Any]]
 class Api:
     """Answers requests to the plugin's routes."""
 
-    def __init__(self, engine: Engine, table: StreamTable, renderer: ChatRenderer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        table: StreamTable,
+        renderer: ChatRenderer,
+        calls: HeardCalls | None = None,
+    ) -> None:
+        self._calls = calls
         self._engine = engine
         self._table = table
         self._renderer = renderer
@@ -71,6 +79,8 @@ class Api:
             ("POST", "/prompt_streams/{stream_id}/keep_alive", self.keep_alive),
             ("DELETE", "/prompt_streams/{stream_id}", self.delete),
         ]
+        if self._calls is not None:
+            routes.append(("GET", "/flashmoa/calls", self.hear))
         if self._scores:
             scoring = ScoringApi(
                 self._engine,
@@ -126,15 +136,30 @@ class Api:
             "limits": asdict(self._table.limits),
             "prompt_streams": len(self._table),
             "streamed_tokens": asdict(self._table.streamed),
-            "in_flight": self._engine.in_flight(),
+            "in_flight": {
+                **self._engine.in_flight(),
+                **(self._calls.in_flight() if self._calls else {}),
+            },
             "kv": [asdict(report) for report in ranks],
         }
+
+    async def hear(self, request: Request) -> StreamingResponse:
+        calls = self._calls
+        assert calls is not None
+        lines = calls.listen(request.headers.get(CHANNEL_HEADER))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     def _capabilities(self) -> list[str]:
         prefills = self._engine.role != "decode"
         scores = prefills and self._scores and not self._engine.packs_items
         keeps_kv = prefills and self._engine.why_no_kv() is None
-        return ["render", *(["scoring"] if scores else ()), *(_OF_KV if keeps_kv else ())]
+        hears = self._calls is not None and self._engine.role != "prefill"
+        return [
+            "render",
+            *(["calls"] if hears else ()),
+            *(["scoring"] if scores else ()),
+            *(_OF_KV if keeps_kv else ()),
+        ]
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._engine.require_kv()

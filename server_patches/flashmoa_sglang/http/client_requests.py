@@ -199,7 +199,7 @@ class StreamRequest:
             prompt: the tokens of the prompt, if it has any yet and these are all of it.
         Raises: ValueError if the request is a batch (SGLang answers 400).
         """
-        if _is_batch(obj):
+        if is_batch(obj):
             raise ValueError(f"{STREAM} goes with one prompt; send a batch without it.")
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
@@ -409,7 +409,7 @@ def has_one_prompt(obj: Any) -> bool:
     return not (obj.image_data or obj.video_data or obj.audio_data)
 
 
-def _is_batch(obj: Any) -> bool:
+def is_batch(obj: Any) -> bool:
     return isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
 
 
@@ -470,7 +470,7 @@ async def prewarm(
         raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
     if reason := table.engine.why_no_kv():
         raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
-    if _is_batch(obj) or not has_one_answer(obj):
+    if is_batch(obj) or not has_one_answer(obj):
         raise ValueError("Warm prompts one by one, each with one answer: leave n out.")
     put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}

@@ -20,6 +20,7 @@ from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CountUpdate,
     ForwardTimes,
+    HearAnswers,
     KvQuery,
     KvReport,
     MeasuredCosts,
@@ -243,8 +244,9 @@ class Engine:
         else:
             Prefilled.read(meta)
 
-    def hand_over(self, tokens: StreamTokens) -> None:
-        RELEASE.to_scheduler(self._manager, tokens)
+    def send(self, message: StreamTokens | HearAnswers) -> None:
+        """Send a message to every scheduler."""
+        RELEASE.to_scheduler(self._manager, message)
 
     async def generate(  # noqa: PLR0913 - these are a request's fields
         self,

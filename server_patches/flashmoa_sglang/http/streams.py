@@ -506,7 +506,7 @@ class Handover:
         unclaimed, self.unclaimed = self.unclaimed, []
         if tokens or ended or unclaimed or taken_back:
             message = StreamTokens(tuple(tokens), tuple(ended), tuple(unclaimed), tuple(taken_back))
-            self._engine.hand_over(message)
+            self._engine.send(message)
         return wait
 
     def _note(self, progress: StreamProgress) -> None:

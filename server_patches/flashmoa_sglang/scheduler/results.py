@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ def stream_output(
         original(streamer, reqs, return_logprob, skip_req)
         return
     state.timer.stop(reqs)
+    if news := state.written.news(reqs, time.monotonic()):
+        state.tokenizer_channel.send_output(RELEASE.wrap(news), None)
     for req in reqs:
         mark = state_of(req).mark
         # Under the overlap schedule, SGLang hands a request that has ended over twice.

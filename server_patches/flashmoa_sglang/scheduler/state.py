@@ -15,6 +15,7 @@ from flashmoa_sglang.costs import FEWEST_RIDING, UNMEASURED, TimedForward
 from flashmoa_sglang.messages import (
     CountUpdate,
     ForwardTimes,
+    HearAnswers,
     KvQuery,
     KvReport,
     MeasuredCosts,
@@ -30,6 +31,7 @@ from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
 from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
+from flashmoa_sglang.scheduler.written import WrittenAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class SchedulerState:
 
     Attributes:
         streams: the open prompt streams.
+        written: the requests that clients hear while they are running.
         pins: locks on the KV of prompt streams.
         shared: decides what the batch shares that is being built; ``None`` if nothing is shared.
         held_back: the requests that wait outside of the queue while a batch is built.
@@ -70,6 +73,7 @@ class SchedulerState:
             lambda stream: self.streams.stage(stream),
         )
         self.streams = SchedulerStreams(scheduler, self.pins)
+        self.written = WrittenAnswers(self.options.device_slowdown)
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
         self.role: str = scheduler.server_args.disaggregation_mode
@@ -297,6 +301,7 @@ def attach(_result: None, scheduler: Any) -> None:
     scheduler.tree_cache.flashmoa = state
     dispatcher = scheduler._request_dispatcher
     handle(dispatcher, StreamTokens, state.streams.extend)
+    handle(dispatcher, HearAnswers, state.written.hear)
     handle(dispatcher, ReleaseStream, lambda message: state.streams.end(message.stream))
     handle(dispatcher, KvQuery, lambda message: _report_kv(scheduler, message))
     handle(dispatcher, MeasuredCosts, lambda message: _use_costs(scheduler, message))

@@ -57,7 +57,7 @@ class FakeEngine:
         if self.refusal is not None:
             raise self.refusal
 
-    def hand_over(self, tokens: StreamTokens) -> None:
+    def send(self, tokens: StreamTokens) -> None:
         if self.mistake is not None:
             raise self.mistake
         self.handed.append(tokens)

@@ -1,0 +1,221 @@
+"""``HeardCalls``: which calls are in flight, and which channel hears each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.http import client_requests, rendering
+from flashmoa_sglang.http.errors import MalformedRequest
+from flashmoa_sglang.http.hearing.call import HeardCall
+from flashmoa_sglang.http.hearing.channel import Channel
+from flashmoa_sglang.http.hearing.written_text import WrittenText
+from flashmoa_sglang.messages import HearAnswers, WrittenTokens
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.http.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+# The id of a call: 32 hexadecimal digits, as a UUID has them. The first 16 name its channel.
+CALL_HEADER = "X-Request-Id-FlashMoA"
+CHANNEL_HEADER = "X-FlashMoA-Channel"
+_CALL_ID = re.compile(r"[0-9a-f]{32}")
+_CHANNEL_DIGITS = 16
+_CHANNEL_ID = re.compile(rf"[0-9a-f]{{{_CHANNEL_DIGITS}}}")
+_HEARD = "flashmoa_heard"
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A call in flight: SGLang's request, and the chat that it answers, if it answers one."""
+
+    heard: HeardCall
+    request: Any
+    chat: Any
+
+    @property
+    def channel(self) -> str:
+        return self.heard.id[:_CHANNEL_DIGITS]
+
+
+class HeardCalls:
+    """The calls in flight that name a channel, and the open channels.
+
+    A call is heard from its beginning once its channel is open. Until then nothing is told of it.
+
+    Args:
+        decode: SGLang's ``tokenizer.decode``.
+        handlers: SGLang's application state, which has the handlers of its routes.
+    """
+
+    def __init__(self, engine: Engine, decode: Callable[..., str], handlers: Any) -> None:
+        self._engine = engine
+        self._decode = decode
+        self._handlers = handlers
+        self._channels: dict[str, Channel] = {}
+        # By the id of SGLang's request.
+        self._calls: dict[str, _InFlight] = {}
+        # Each ends with its call.
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_failed = False
+        engine.handle(WrittenTokens, self._take)
+
+    def in_flight(self) -> dict[str, int]:
+        """Return counts that are 0 in an idle process without clients that listen."""
+        return {"heard_calls": len(self._tasks), "channels": len(self._channels)}
+
+    def listen(self, channel_id: str | None) -> AsyncGenerator[bytes]:
+        """Return the lines of a channel, which is open from the first one on.
+
+        An older channel of the same id is closed.
+
+        Raises: MalformedRequest if this is no id of a channel.
+        """
+        if channel_id is None or not _CHANNEL_ID.fullmatch(channel_id):
+            raise MalformedRequest(
+                f"{CHANNEL_HEADER} must have {_CHANNEL_DIGITS} hexadecimal digits in lower case, "
+                "with which the ids of the calls begin."
+            )
+        return self._listen(channel_id)
+
+    async def _listen(self, channel_id: str) -> AsyncGenerator[bytes]:
+        if (older := self._channels.get(channel_id)) is not None:
+            older.close()
+        channel = self._channels[channel_id] = Channel()
+        for call in self._calls.values():
+            if call.channel == channel_id:
+                self._hear(call)
+        try:
+            async with aclosing(channel.lines()) as lines:
+                async for line in lines:
+                    yield line
+        finally:
+            if self._channels.get(channel_id) is channel:
+                del self._channels[channel_id]
+
+    def watch(self, obj: Any, http_request: Any, outputs: AsyncGenerator[Any]) -> Any:
+        """Return the outputs of a ``GenerateReqInput`` as they are, and let its channel hear it."""
+        call_id = _id_of(obj, http_request)
+        is_one = call_id is not None and client_requests.has_one_answer(obj)
+        if not is_one or not client_requests.decodes(obj) or self._engine.role == "prefill":
+            return outputs
+        return self._watch(obj, str(call_id), outputs)
+
+    async def _watch(
+        self, obj: Any, call_id: str, outputs: AsyncGenerator[Any]
+    ) -> AsyncGenerator[Any]:
+        # SGLang makes such an id itself a little later.
+        obj.rid = obj.rid or uuid.uuid4().hex
+        written = (
+            None if obj.stream else WrittenText(partial(self._decode_for, obj.sampling_params))
+        )
+        heard = HeardCall(call_id, written, in_pieces=self._engine.streams_pieces(_streamed(obj)))
+        call = _InFlight(heard, obj, rendering.served.get())
+        # SGLang refuses a second request of the same id.
+        is_first = self._calls.setdefault(obj.rid, call) is call
+        if is_first and call.channel in self._channels:
+            self._hear(call)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    heard.note_output(output)
+                    yield output
+        finally:
+            heard.end()
+            if is_first:
+                del self._calls[obj.rid]
+                self._tell_scheduler(HearAnswers(ended=(obj.rid,)), call)
+
+    def _hear(self, call: _InFlight) -> None:
+        rid = call.request.rid
+        if rid not in self._tasks:
+            self._tell_scheduler(HearAnswers(begun=(rid,)), call)
+            task = self._tasks[rid] = asyncio.create_task(self._run(call), name=f"hear {rid}")
+            task.add_done_callback(lambda _: self._tasks.pop(rid))
+
+    async def _run(self, call: _InFlight) -> None:
+        try:
+            await call.heard.run(self._events(call), partial(self._tell, call.channel))
+        except Exception as error:
+            # SGLang's parsers may raise anything. The answer itself is not concerned.
+            log = logger.debug if self._has_failed else logger.warning
+            self._has_failed = True
+            log("An answer is not heard to its end: %s: %s", type(error).__name__, error)
+            self._tell(call.channel, {"call": call.heard.id, "end": None})
+
+    def _tell(self, channel_id: str, line: dict[str, Any]) -> None:
+        if (channel := self._channels.get(channel_id)) is not None:
+            channel.tell(line)
+
+    def _events(self, call: _InFlight) -> AsyncGenerator[str] | None:
+        """Return the events that SGLang would stream of a chat; ``None`` if it is none."""
+        if not hasattr(call.chat, "messages"):
+            return None
+        from sglang.srt.entrypoints.openai.protocol import StreamOptions
+
+        changes: dict[str, Any] = {
+            name: False for name in type(call.chat).model_fields if name.startswith("return_")
+        }
+        changes |= {
+            "stream": True,
+            "logprobs": False,
+            "stream_options": StreamOptions(include_usage=True),
+        }
+        request = _streamed(call.request)
+        setattr(request, _HEARD, call.heard)
+        return self._handlers.openai_serving_chat._generate_chat_stream(
+            request, call.chat.model_copy(update=changes), None
+        )
+
+    def _take(self, message: WrittenTokens) -> None:
+        for rid, ids, prompt_tokens in message.answers:
+            if (call := self._calls.get(rid)) is not None:
+                call.heard.note_tokens(ids, prompt_tokens)
+
+    def _tell_scheduler(self, message: HearAnswers, call: _InFlight) -> None:
+        """Begin or end hearing a whole answer; SGLang streams others anyway."""
+        if not call.request.stream:
+            self._engine.send(message)
+
+    def _decode_for(self, sampling_params: Any, ids: Sequence[int]) -> str:
+        params = sampling_params or {}
+        return self._decode(
+            [*ids],
+            skip_special_tokens=params.get("skip_special_tokens", True),
+            spaces_between_special_tokens=params.get("spaces_between_special_tokens", True),
+        )
+
+
+def heard_outputs(obj: Any) -> AsyncGenerator[dict[str, Any]] | None:
+    """Return the outputs that SGLang's streaming code is to read in the place of a request's."""
+    heard: HeardCall | None = getattr(obj, _HEARD, None)
+    return heard.outputs() if heard is not None else None
+
+
+def _streamed(obj: Any) -> Any:
+    """Return a copy of a request that is streamed."""
+    request = copy(obj)
+    request.stream = True
+    return request
+
+
+def _id_of(obj: Any, http_request: Any) -> str | None:
+    """Return the id that a call names in its header; ``None`` if it names none, or is a batch.
+
+    A front end that hands requests over in its own process, as Dynamo, passes the call's id on as
+    that of SGLang's request.
+    """
+    if not hasattr(obj, "stream") or client_requests.is_batch(obj) or isinstance(obj.rid, list):
+        return None
+    named = obj.rid if http_request is None else http_request.headers.get(CALL_HEADER)
+    call_id = (named or "").replace("-", "").lower()
+    return call_id if _CALL_ID.fullmatch(call_id) else None

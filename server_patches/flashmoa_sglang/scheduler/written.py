@@ -1,0 +1,72 @@
+"""``WrittenAnswers``: what running requests have written, told to the HTTP process meanwhile.
+
+Only requests that somebody hears are told of. SGLang sends a whole answer when it is complete, and
+nothing of that changes: the request is not marked, and its answer takes SGLang's own way.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from flashmoa_sglang.messages import WrittenTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from flashmoa_sglang.messages import HearAnswers
+
+# SGLang detokenises an answer together with this many tokens of its prompt.
+_PROMPT_TOKENS = 5
+_INTERVAL_SECONDS = 0.025
+
+
+class WrittenAnswers:
+    """The heard requests of one scheduler, and how many tokens of each were told.
+
+    Args: slowdown: factor of the interval between messages, for a slowed down modelled GPU.
+    """
+
+    def __init__(self, slowdown: float = 1.0) -> None:
+        self._told: dict[str, int] = {}
+        self._interval = _INTERVAL_SECONDS * slowdown
+        self._next = 0.0
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    def hear(self, message: HearAnswers) -> None:
+        for rid in message.begun:
+            self._told.setdefault(rid, 0)
+        for rid in message.ended:
+            self._told.pop(rid, None)
+
+    def news(self, reqs: Iterable[Any], now: float) -> WrittenTokens | None:
+        """Return the untold tokens of a forward's requests; ``None`` if there is nothing to tell.
+
+        The last tokens of a request come with its answer.
+
+        Args: now: seconds, of any one clock.
+        """
+        if not self._told or now < self._next:
+            return None
+        answers = [self._tell(req) for req in reqs if self._has_news(req)]
+        if not answers:
+            return None
+        self._next = now + self._interval
+        return WrittenTokens(tuple(answers))
+
+    def _has_news(self, req: Any) -> bool:
+        told = self._told.get(req.rid)
+        if told is None or told >= len(req.output_ids) or req.finished():
+            return False
+        # SGLang's streams hold back text that may become a stop string, too.
+        return not req.check_match_stop_str_prefix()
+
+    def _tell(self, req: Any) -> tuple[str, bytes, int]:
+        told = self._told[req.rid]
+        self._told[req.rid] = len(req.output_ids)
+        before = req.origin_input_ids_unpadded[-_PROMPT_TOKENS:] if told == 0 else ()
+        tokens = array("q", before)
+        tokens.extend(req.output_ids[told:])
+        return req.rid, tokens.tobytes(), len(before)

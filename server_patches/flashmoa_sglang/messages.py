@@ -210,9 +210,9 @@ class WrittenTokens:
     """Tells the HTTP process what running requests have written since the last message.
 
     Attributes:
-        answers: for each request, its id, its new tokens as the bytes of an ``array("q")``, and how
-            many of these tokens are the prompt's last ones. The first message of a request begins
-            with such tokens, which a detokenizer needs.
+        answers: for each request, its id, tokens as the bytes of an ``array("q")``, and the number
+            of prompt tokens at their beginning. A request's first message begins with the last
+            tokens of its prompt, which a detokenizer needs; then its new tokens follow.
     """
 
     answers: tuple[tuple[str, bytes, int], ...]

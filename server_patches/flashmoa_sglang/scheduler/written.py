@@ -1,7 +1,7 @@
 """``WrittenAnswers``: what running requests have written, told to the HTTP process meanwhile.
 
-Only requests that somebody hears are told of. SGLang sends a whole answer when it is complete, and
-nothing of that changes: the request is not marked, and its answer takes SGLang's own way.
+Only requests that a client hears are told. SGLang still sends each whole answer when the answer is
+complete: the request is not marked, and its answer takes SGLang's own way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTERVAL_SECONDS = 0.025
 
 
 class WrittenAnswers:
-    """The heard requests of one scheduler, and how many tokens of each were told.
+    """The heard requests of one scheduler, each with its number of told tokens.
 
     Args: slowdown: factor of the interval between messages, for a slowed down modelled GPU.
     """

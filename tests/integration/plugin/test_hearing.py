@@ -25,7 +25,7 @@ CHAT = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
 
 
 class Ear:
-    """A client's channel, and what it hears, by the id of the call."""
+    """A client's channel, with the lines of each call."""
 
     def __init__(self) -> None:
         self.channel = secrets.token_hex(8)

@@ -43,7 +43,7 @@ def test_text_grows_to_that_of_all_tokens(prompt: str, answer: bytes, data: st.D
         text.add(as_bytes(new), len(before) if place == 0 else 0)
         place = end
         assert text.tokens == end
-    # A character whose bytes are not complete, or are none, may hold back what follows.
+    # Bytes that are no character may hold back the text after them.
     if "\ufffd" not in decode(before) + whole:
         assert text.text == whole
 

@@ -50,7 +50,7 @@ class _InFlight:
 class HeardCalls:
     """The calls in flight that name a channel, and the open channels.
 
-    A call is heard from its beginning once its channel is open. Until then nothing is told of it.
+    A call is told from its beginning, once its channel is open.
 
     Args:
         decode: SGLang's ``tokenizer.decode``.
@@ -211,8 +211,8 @@ def _streamed(obj: Any) -> Any:
 def _id_of(obj: Any, http_request: Any) -> str | None:
     """Return the id that a call names in its header; ``None`` if it names none, or is a batch.
 
-    A front end that hands requests over in its own process, as Dynamo, passes the call's id on as
-    that of SGLang's request.
+    A front end that calls the engine in its own process, as Dynamo, makes the call's id the id of
+    SGLang's request.
     """
     if not hasattr(obj, "stream") or client_requests.is_batch(obj) or isinstance(obj.rid, list):
         return None

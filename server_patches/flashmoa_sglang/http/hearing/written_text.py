@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-# What a decoder returns for a character of which bytes are missing.
+# Decoders return this character in the place of an incomplete one.
 _INCOMPLETE = "\ufffd"
 
 
@@ -18,15 +18,15 @@ class WrittenText:
     Args: decode: returns the text of token ids.
 
     Attributes:
-        text: the text so far, without a character at its end of which bytes are missing.
-        tokens: number of tokens of the answer so far.
+        text: the text so far, up to its last complete character.
+        tokens: number of the answer's tokens so far.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.text = ""
         self.tokens = 0
         self._decode = decode
-        # Tokens that are decoded again: the context, and then what has no text yet.
+        # The context, which is decoded again, and then the tokens that have no text yet.
         self._ids = array("q")
         self._context = 0
 
@@ -35,7 +35,7 @@ class WrittenText:
 
         Args:
             ids: the bytes of an ``array("q")``.
-            prompt_tokens: how many of them are not of the answer, but the prompt's last tokens.
+            prompt_tokens: the number of tokens at their beginning that end the prompt.
         """
         new = array("q", ids)
         self.tokens += len(new) - prompt_tokens

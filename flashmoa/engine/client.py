@@ -137,8 +137,8 @@ class EngineClient:
         self._free = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Semaphore]()
         self._soon_answers = 0
         self._silent_until = 0.0
-        # The context length of each model, once the server was asked.
-        self._context_lengths: dict[str, int | None] | None = None
+        # The context length of each model, once the server has listed its models.
+        self._context_lengths: dict[str, int | None] = {}
         # Until when agents ask their other engines first, in seconds of the monotonic clock, since
         # this one did not answer; `None` if it did.
         self.avoided_until: float | None = None
@@ -185,10 +185,10 @@ class EngineClient:
     async def context_length(self, model: str) -> int | None:
         """Return a model's context length in tokens, ``None`` if the server does not report it.
 
-        The server is asked once. Of a model that it does not list, it is that of the first one:
-        SGLang answers requests for any name with its one model.
+        The server is asked until it lists its models. Of a model that it does not list, it is that
+        of the first one: SGLang answers requests for any name with its one model.
         """
-        if self._context_lengths is None:
+        if not self._context_lengths:
             self._context_lengths = await self.plain.models()
         first = next(iter(self._context_lengths.values()), None)
         return self._context_lengths.get(model, first)

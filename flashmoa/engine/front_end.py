@@ -26,7 +26,8 @@ from flashmoa.engine.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-# For how long a list of workers is used, in seconds, and one that is empty.
+# For how long a list of workers is used, in seconds, and for how long a server is not asked again
+# that is no front end.
 _FRESH_SECONDS = 2.0
 _NONE_SECONDS = 60.0
 # For how long after the last worker has gone others are expected, as while it restarts.
@@ -39,6 +40,8 @@ _INFO_SECONDS = 1.0
 _RETRY_SECONDS = 10.0
 # The annotation with which Dynamo says where it would send a request, and sends it nowhere.
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
+# A server that fails in these ways may be starting.
+_NOT_YET = (errors.EngineUnreachable, errors.EngineTimeout, errors.EngineDraining)
 # Between the engine's URL and the stream's id there, in the id of a stream behind a front end.
 _SEPARATOR = " "
 
@@ -115,6 +118,8 @@ class FrontEnd(Generic[E]):
         self._workers: dict[int, str] = {}
         self._fresh_until = 0.0
         self._left_out: dict[int, _LeftOut] = {}
+        # Whether it may find workers soon, and until when workers that have gone may return.
+        self._is_starting = False
         self._expected_until = 0.0
         # By event loop: others who ask meanwhile wait for the answer.
         self._looking = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Lock]()
@@ -126,8 +131,8 @@ class FrontEnd(Generic[E]):
 
     @property
     def expects_workers(self) -> bool:
-        """Whether there are such engines, or were not long ago."""
-        return self.is_known or time.monotonic() < self._expected_until
+        """Whether there are such engines, were not long ago, or are likely to come."""
+        return self.is_known or self._is_starting or time.monotonic() < self._expected_until
 
     def global_id(self, engine: E, stream_id: str) -> str:
         """Return the id of a stream of one of the engines."""
@@ -205,10 +210,16 @@ class FrontEnd(Generic[E]):
                 self._workers = await self._look()
                 if self._workers:
                     self._expected_until = time.monotonic() + _KNOWN_SECONDS
-                seconds = _RETRY_SECONDS if self._left_out else _NONE_SECONDS
-                seconds = _FRESH_SECONDS if self.expects_workers else seconds
-                self._fresh_until = time.monotonic() + seconds
+                self._fresh_until = time.monotonic() + self._seconds_fresh()
         return self._workers
+
+    def _seconds_fresh(self) -> float:
+        """Return for how long it is not asked again what is behind the server."""
+        if self.is_known or time.monotonic() < self._expected_until:
+            return _FRESH_SECONDS
+        if self._left_out:
+            return _RETRY_SECONDS
+        return 0.0 if self._is_starting else _NONE_SECONDS
 
     async def _look(self) -> dict[int, str]:
         listed = await self._list()
@@ -229,18 +240,24 @@ class FrontEnd(Generic[E]):
 
     async def _list(self) -> dict[int, str]:
         """Return the URLs of what answers requests behind the server; none if it is an engine."""
+        listed: dict[int, str] = {}
+        is_starting = False
         try:
             models: Models = await self._ask("GET", "/v1/models", Models, None)
             # SGLang would decode a token to answer how it is.
-            if models.owners & _ENGINES:
-                return {}
-            health: _Health = await self._ask("GET", "/health", _Health, None)
+            if not models.owners & _ENGINES:
+                health: _Health = await self._ask("GET", "/health", _Health, None)
+                urls = ((each.instance_id, _http_url(each)) for each in health.instances)
+                listed = {id_: url for id_, url in urls if url is not None}
+                # A front end answers before it has found its workers.
+                is_starting = not listed
         except errors.PluginMissing:  # This is another kind of server.
-            return {}
-        except errors.EngineError:
-            return self._workers  # It may be restarting.
-        urls = ((each.instance_id, _http_url(each)) for each in health.instances)
-        return {id_: url for id_, url in urls if url is not None}
+            pass
+        except errors.EngineError as error:
+            listed = self._workers  # It may be restarting.
+            is_starting = isinstance(error, _NOT_YET)
+        self._is_starting = is_starting
+        return listed
 
     async def _add(self, found: dict[int, str], id_: int, url: str) -> None:
         """Add a worker if it has the plugin."""

@@ -155,8 +155,9 @@ class PlainServer:
     async def model(self) -> str:
         """Return the served model's name; that of the first one unless another was given."""
         if self._model is None:
-            self._model = next(iter(await self.models()), "default")
-        return self._model
+            # A server that is starting lists none yet.
+            self._model = next(iter(await self.models()), None)
+        return self._model or "default"
 
     async def _ask(self, path: str, answer: type[Answer], body: Mapping[str, Any]) -> Answer:
         return await self._call("POST", path, answer, body)

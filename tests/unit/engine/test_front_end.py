@@ -15,7 +15,16 @@ from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
 from flashmoa.engine.client import SOON_SECONDS
 from flashmoa.engine.front_end import FrontEnd
-from flashmoa.errors import EngineUnreachable, PluginMissing
+from flashmoa.engine.plain import Models, PlainServer
+from flashmoa.errors import (
+    BadAnswer,
+    EngineDraining,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    PluginMissing,
+    RequestRefused,
+)
 from flashmoa.linking import prompt_feed
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
@@ -232,6 +241,68 @@ async def test_a_server_that_is_no_front_end_is_left_alone() -> None:
             assert await found.any_engine() is None
 
 
+class Failing(Dynamo):
+    """A front end that answers to GET ``path`` with an error."""
+
+    def __init__(self, path: str, error: EngineError) -> None:
+        super().__init__()
+        self.path, self.error = path, error
+        self.asked = 0
+
+    async def ask(self, method: str, path: str, answer: Any, body: Any) -> Any:
+        self.asked += 1
+        if path == self.path:
+            raise self.error
+        return await super().ask(method, path, answer, body)
+
+
+BUSY = EngineDraining("model discovery in progress", 503, "error")
+
+
+@pytest.mark.parametrize(
+    "starting",
+    [
+        Failing("", BUSY),
+        Failing("/health", BUSY),
+        Failing("/v1/models", BUSY),
+        Failing("/health", EngineTimeout("it did not answer in time")),
+    ],
+    ids=["lists none", "has found none", "has no models", "is silent"],
+)
+async def test_a_front_end_without_workers_yet_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, starting: Failing
+) -> None:
+    monkeypatch.setattr(front_end, "_NONE_SECONDS", 60.0)
+    async with behind(starting) as found:
+        assert await found.any_engine() is None
+        assert found.expects_workers and not found.is_known
+        starting.path, starting.instances = "", [instance(1, "a:1001")]
+        engine = await found.any_engine()
+        assert engine is not None and engine.url == "http://a:1000"
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        Failing("/health", PluginMissing("no such route")),
+        Failing("/health", BadAnswer("its health has no instances")),
+        Failing("/health", RequestRefused("it needs a key", 401, "unauthorized")),
+        Failing("/v1/models", PluginMissing("no such route")),
+    ],
+    ids=["no health", "another health", "a key", "no models"],
+)
+async def test_another_kind_of_server_is_not_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, server: Failing
+) -> None:
+    monkeypatch.setattr(front_end, "_NONE_SECONDS", 60.0)
+    async with behind(server) as found:
+        assert await found.any_engine() is None
+        assert not found.expects_workers
+        asked = server.asked
+        assert await found.any_engine() is None
+        assert server.asked == asked
+
+
 @pytest.mark.parametrize(("scheme", "sent"), [("http", {"Bearer k", "n"}), ("https", {None})])
 async def test_keys_that_tls_keeps_secret_are_not_sent_to_workers_without(
     scheme: str, sent: set[str | None]
@@ -399,3 +470,41 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
         client._front_end._fresh_until = 0.0
         instances.append(listed)
         assert (await client.open_stream(text="a prompt")).id.startswith(worker.url)
+
+
+async def test_nothing_is_remembered_of_a_front_end_without_workers_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_end, "_NONE_SECONDS", 60.0)
+    instances: list[dict[str, Any]] = []
+    listed = Models.model_validate({"data": [{"id": "served", "max_model_len": 9}]})
+    asked: list[str] = []
+    async with hung_engine() as worker, front_end_of(worker, instances=instances) as client:
+        (first,) = instances
+        instances.clear()
+        client.plain = PlainServer(client.ask, None)
+        models = Models()
+
+        async def ask(method: str, path: str, answer: Any, body: Any = None) -> Any:
+            asked.append(path)
+            return (
+                models
+                if path == "/v1/models"
+                else await EngineClient.ask(client, method, path, answer, body)
+            )
+
+        monkeypatch.setattr(client.plain, "_call", ask)
+        for _ in range(2):
+            with pytest.raises(EngineUnreachable, match="no worker"):
+                await client.render([{"role": "user", "content": "x"}])
+            with pytest.raises(EngineUnreachable, match="no worker"):
+                await client.open_stream(text="a prompt")
+            assert await client.context_length("served") is None
+            assert await client.plain.model() == "default"
+        assert client.has_plugin is None
+        instances.append(first)
+        models = listed
+        assert await client.render([{"role": "user", "content": "x"}]) == "x"
+        assert (await client.open_stream(text="a prompt")).id.startswith(worker.url)
+        assert await client.context_length("served") == 9
+        assert await client.plain.model() == "served"

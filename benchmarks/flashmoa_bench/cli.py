@@ -24,64 +24,67 @@ class Benchmark:
     about: str
 
 
+# By the folder of their modules, in the order of the list.
+_GROUPS = {
+    "linking": "Links between agents",
+    "workflows": "Whole teams",
+    "moa": "Mixtures of agents, staircases and debates",
+    "prefill": "Scores, and other work without decoding",
+    "routing": "Several engines",
+    "devices": "Modelled GPUs",
+}
 BENCHMARKS = {
-    "device_check": Benchmark(
-        "devices.check", "how far modelled GPUs can be trusted: against measurements on real ones"
-    ),
     "handoff": Benchmark(
-        "linking.handoff",
-        "time from one agent's first token to the next agent's (FlashAgents §6.1)",
+        "linking.handoff", "how soon an agent answers after the agent whose text it reads"
     ),
     "ablation": Benchmark(
-        "linking.ablation", "what streaming and the intra-turn cache each contribute (Table 1)"
+        "linking.ablation", "what streamed texts and shared prefixes gain, each alone"
     ),
-    "chunk": Benchmark("linking.chunk", "what prefilling in pieces costs (§6.5)"),
     "without_plugin": Benchmark(
         "linking.without_plugin", "links on engines without the plugin, and what the plugin adds"
     ),
     "shared_engine": Benchmark(
         "linking.shared_engine", "chains of agents on one engine, which costs others time"
     ),
-    "client": Benchmark(
-        "linking.client", "the event loop's time that links cost OpenAI's client for each token"
-    ),
-    "tools": Benchmark("linking.tools", "first tokens of agents whose tools have run"),
+    "tools": Benchmark("linking.tools", "how soon an agent answers when its tools have run"),
     "coding_agents": Benchmark(
         "linking.coding_agents", "recorded coding agents that need twice the KV pool"
     ),
-    "schedule": Benchmark("linking.schedule", "streaming and shortest-job-first together (§6.6)"),
+    "schedule": Benchmark("linking.schedule", "links together with shortest-job-first"),
+    "chunk": Benchmark("linking.chunk", "what prefilling a prompt in pieces costs"),
     "interference": Benchmark(
-        "linking.interference", "what the plugin and its streams cost other requests"
+        "linking.interference", "what the plugin and its links cost other requests"
     ),
+    "client": Benchmark("linking.client", "time that links take from a program's event loop"),
     "workflows": Benchmark(
-        "workflows.benchmark",
-        "chain, mapreduce and slides: what each part of FlashMoA contributes (§6.2, 6.3)",
+        "workflows.benchmark", "chain, mapreduce and slides, with each part of FlashMoA and without"
     ),
     "moa_accuracy": Benchmark(
-        "moa.accuracy", "right answers of Mixture-of-Agents of real models, and of each alone"
+        "moa.accuracy", "right answers of mixtures of real models, and of each model alone"
     ),
     "moa_latency": Benchmark(
-        "moa.latency",
-        "Mixture-of-Agents of three models on GPUs: topologies, overlap, early exit, PD pairs",
+        "moa.latency", "time of mixtures of three models: topologies, links, early exit, PD pairs"
     ),
     "staircases": Benchmark(
-        "moa.staircases", "staircases and debates on GPUs: first token and tokens per second"
-    ),
-    "router_measured": Benchmark(
-        "routing.measured", "routers before modelled engines (MoE-Prefill Table 2)"
+        "moa.staircases", "how soon staircases and debates begin to answer, and how fast they write"
     ),
     "prefill_only": Benchmark(
-        "prefill.benchmark",
-        "one generated token against scores (MoE-Prefill Table 2)",
+        "prefill.benchmark", "probabilities of given answers, against one generated token"
     ),
     "score_lists": Benchmark(
         "prefill.lists", "one request with a list: stock SGLang's /v1/score, ours, and embeddings"
     ),
     "score_accuracy": Benchmark(
-        "prefill.accuracy", "a real model's answers by prefills alone and decoded (§8.6)"
+        "prefill.accuracy", "a real model's answers by probabilities, and by decoding"
     ),
     "asyncep": Benchmark(
-        "prefill.asyncep", "experts on the device and in host memory (MoE-Prefill §4)"
+        "prefill.asyncep", "mixture-of-experts models with their experts in host memory"
+    ),
+    "router_measured": Benchmark(
+        "routing.measured", "flashmoa router and other routers, before modelled engines"
+    ),
+    "device_check": Benchmark(
+        "devices.check", "how far modelled GPUs can be trusted: against measurements on real ones"
     ),
 }
 
@@ -138,9 +141,11 @@ def _engine_problems(error: BaseException) -> list[str] | None:
 
 
 def _usage() -> str:
-    lines = "".join(f"  {name:15}  {bench.about}\n" for name, bench in BENCHMARKS.items())
-    return (
-        "usage: flashmoa bench NAME [options]\n\n"
-        f"{lines}\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the "
-        "figures.\n"
-    )
+    lines = ["usage: flashmoa bench NAME [options]"]
+    for group, title in _GROUPS.items():
+        lines.append(f"\n{title}:")
+        for name, bench in BENCHMARKS.items():
+            if bench.module.startswith(f"{group}."):
+                lines.append(f"  {name.replace('_', '-'):15}  {bench.about}")
+    lines.append("\nflashmoa bench NAME --help lists its options; docs/benchmarks.md explains the")
+    return "\n".join([*lines, "figures and names their papers.\n"])

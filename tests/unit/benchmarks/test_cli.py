@@ -28,7 +28,7 @@ def test_an_unknown_benchmark_is_reported_with_the_list_of_benchmarks(
     assert bench(["speed"]) == 2
     message = capsys.readouterr().err
     assert "there is no benchmark 'speed'" in message
-    assert all(name in message for name in BENCHMARKS)
+    assert all(f"  {name.replace('_', '-')} " in message for name in BENCHMARKS)
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))
@@ -72,5 +72,6 @@ def test_commands_without_their_package_report_how_to_install_it(
     monkeypatch.setattr("flashmoa.cli.find_spec", lambda _name: None)
     assert run(["chunk"]) == 1
     assert capsys.readouterr().err == (
-        f"flashmoa {name} needs the package flashmoa-bench: pip install ./benchmarks\n"
+        f"flashmoa {name} needs the package flashmoa-bench: "
+        "pip install ./benchmarks in a clone of FlashMoA's repository\n"
     )

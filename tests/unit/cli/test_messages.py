@@ -58,16 +58,6 @@ def test_a_missing_package_is_named_with_its_extra(
     assert package in error and error.endswith(f": pip install 'flashmoa[{extra}]'")
 
 
-@pytest.mark.parametrize("command", ["plan", "bench"])
-def test_a_wheel_says_where_its_benchmarks_are(command: str) -> None:
-    script = f"from flashmoa import cli; sys.exit(cli.{command}(['x']))"
-    error = error_without("flashmoa_bench", script)
-    assert error == (
-        f"flashmoa {command} needs the package flashmoa-bench: "
-        "pip install ./benchmarks in a clone of FlashMoA's repository"
-    )
-
-
 def test_a_benchmark_without_the_plugin_asks_for_engine_urls() -> None:
     script = "from flashmoa.cli import bench; sys.exit(bench(['chunk']))"
     assert error_without("flashmoa_sglang", script).endswith("give engines' URLs")

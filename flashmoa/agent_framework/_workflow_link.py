@@ -172,7 +172,7 @@ class WorkflowLinkPlanner(LinkPlanner):
     """Plans the links of one workflow.
 
     Attributes:
-        linkable: the agents that are certain to read only what other agents write.
+        linkable: the agents that certainly read texts of other agents, and nothing else.
         unlinked_builder: the builder that made the workflow, if its workflows are not linked.
     """
 

@@ -150,7 +150,7 @@ class LinkDeclined(Event):
     reason: str
 
 
-# Reasons for which links end in runs in which nothing fails; any other reason is an error.
+# Reasons for a link to end although nothing has failed; any other reason is an error.
 ORDINARY_ENDS = frozenset(
     {"used", "abort", "mispredicted", "unused", "closed", "too late", "plain engine", "unfinished"}
 )

@@ -140,13 +140,13 @@ class Reported(JupyterMixin):
 
 
 def show_calls(events: Sequence[Event]) -> RenderResult:
-    """Yield what a terminal shows of a run: its calls, what links gained, and what they did not."""
+    """Yield the report of a run for a terminal: its calls, what links gained, and why not more."""
     found = calls(events)
     if any(call.finished is not None for call in found):
         yield _make_table(found)
         yield Text(_describe_columns(found))
         links = ", ".join(f"{count} {reason}" for reason, count in count_links(events).items())
-        yield Text(f"\nlinks, by why they ended: {links or 'none'}")
+        yield Text(f"links, by why they ended: {links or 'none'}")
         yield Text(str(summary(found)))
     else:
         yield Text("No call has finished.")

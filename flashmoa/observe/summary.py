@@ -17,6 +17,7 @@ from math import inf
 from statistics import median
 from typing import Literal
 
+from flashmoa.engine import Span
 from flashmoa.observe.calls import Call, calls
 from flashmoa.observe.events import (
     FIRST,
@@ -32,7 +33,7 @@ from flashmoa.observe.events import (
     UpstreamFailed,
 )
 
-# An engine leaves up to so many tokens of an open stream to its request (``docs/engine-api.md``).
+# Most tokens of an open stream that an engine leaves to its request (``docs/engine-api.md``).
 _MOST_LEFT_TOKENS = 128
 
 
@@ -44,8 +45,9 @@ class Overlap:
         ahead: seconds of its stream's prefills before its request was sent.
         left: seconds from the request to the first token: the rest of the prefill, the queue, the
             network and one decode step; ``None`` if the answer came as a whole.
-        ahead_tokens: number of prompt tokens that the stream computed.
-        left_tokens: number of prompt tokens that were computed after the request came.
+        ahead_tokens: number of prompt tokens that the stream computed before the request was sent.
+        left_tokens: number of prompt tokens that were computed later, by the stream or with the
+            request: a request waits for a prefill of its stream that has just begun.
         unlinked: an estimate of what ``left`` would have been without the link, by the engine's
             measured costs; ``None`` without these, or without ``left``.
     """
@@ -69,14 +71,27 @@ def _compute_overlap(call: Call) -> Overlap | None:
     if usage is None or stream is None or stream.status != "hit":
         return None
     left = call.first_token - sent if call.first_token is not None else None
-    saved = stream.saved_seconds
+    streamed, saved = usage.streamed_tokens or 0, stream.saved_seconds
+    ahead_tokens = max(0, streamed - _count_tokens_after(stream.prefills, sent))
+    unlinked: float | None = None
+    if left is not None and saved is not None:
+        unlinked = left + (saved * ahead_tokens / streamed if streamed else 0.0)
     return Overlap(
         ahead=_covered((span.start, min(span.end, sent)) for span in stream.prefills),
         left=left,
-        ahead_tokens=usage.streamed_tokens or 0,
-        left_tokens=usage.late_tokens or 0,
-        unlinked=left + saved if left is not None and saved is not None else None,
+        ahead_tokens=ahead_tokens,
+        left_tokens=streamed - ahead_tokens + (usage.late_tokens or 0),
+        unlinked=unlinked,
     )
+
+
+def _count_tokens_after(prefills: Sequence[Span], sent: float) -> int:
+    """Return how many tokens were computed after a time, as the prefills advance evenly."""
+    tokens = 0.0
+    for span in prefills:
+        if span.end > sent:
+            tokens += span.tokens * min(1.0, (span.end - sent) / (span.end - span.start or 1.0))
+    return round(tokens)
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -97,8 +112,8 @@ class Summary:
         calls, failed: number of calls, and number of those that failed.
         first_token: median of the seconds from request to first token; ``None`` if no call had one.
         linked: number of calls that found their prompt streams, or are ``untold``.
-        untold: number of calls that used a link, but of which nobody says what it gained: on
-            engines without the plugin, and with answers without usage.
+        untold: number of calls whose links were used, but have no figures: the engine has no
+            plugin, or the answer has no usage.
         no_gain: number of linked calls whose streams had computed nothing.
         overlap: the sum of these calls' overlaps; ``left`` is of those where it is known, and
             ``unlinked`` is known only if it is for all of these.
@@ -146,7 +161,8 @@ def summary(calls: Sequence[Call]) -> Summary:
     ends = [call.ended.at for call in calls if call.ended is not None]
     waits = [call.first_token - call.started.at for call in calls if call.first_token is not None]
     hits = overlaps(calls).values()
-    untold = sum(link_status(call) in ("plain", "not told") for call in calls)
+    statuses = Counter(map(link_status, calls))
+    untold = statuses["plain"] + statuses["not told"]
     left = [hit.left for hit in hits if hit.left is not None]
     unlinked = [hit.unlinked for hit in hits if hit.unlinked is not None]
     return Summary(
@@ -155,7 +171,7 @@ def summary(calls: Sequence[Call]) -> Summary:
         failed=sum(isinstance(call.ended, CallFailed) for call in calls),
         first_token=median(waits) if waits else None,
         linked=len(hits) + untold,
-        no_gain=sum(not hit.ahead_tokens for hit in hits),
+        no_gain=statuses["no gain"],
         overlap=Overlap(
             ahead=sum(hit.ahead for hit in hits),
             left=sum(left) if left else None,
@@ -208,7 +224,7 @@ LINK_WORDS = {
     "whole": "its prompt was complete when it was asked",
     "none": "not linked, see below",
     "hit": "its prompt began with its stream",
-    "no gain": "a hit, but its stream had computed nothing",
+    "no gain": "a hit, but nothing was computed ahead",
     "late": "it came before its stream was open",
     "mispredicted": "its prompt differs from its stream",
     "plain": "prefilled without the plugin",
@@ -247,9 +263,10 @@ def row(call: Call, overlap: Overlap | None) -> list[str]:
 
 def link_status(call: Call) -> str:
     """Return one of :data:`LINK_WORDS`; empty if nothing is known, as in an old trace."""
-    if call.usage is not None and call.usage.prompt_stream is not None:
-        status = call.usage.prompt_stream.status
-        return "no gain" if status == "hit" and call.usage.streamed_tokens == 0 else status
+    if (usage := call.usage) is not None and usage.prompt_stream is not None:
+        overlap = _compute_overlap(call)
+        gained = overlap is None or usage.streamed_tokens is None or overlap.ahead_tokens
+        return usage.prompt_stream.status if gained else "no gain"
     if call.plain_tokens is not None:
         return "plain"
     if call.found is not None and call.finished is not None:
@@ -351,7 +368,9 @@ def _note_call(call: Call) -> Note | None:
 
 
 def _why_no_gain(call: Call) -> str:
-    late = call.usage.late_tokens if call.usage is not None else None
-    if late is None or late > _MOST_LEFT_TOKENS:
+    usage = call.usage
+    if usage is not None and usage.streamed_tokens:
+        return "the engine began with its stream only when its request was sent"
+    if usage is None or usage.late_tokens is None or usage.late_tokens > _MOST_LEFT_TOKENS:
         return "the engine had not begun with its stream when its request came"
     return f"too few tokens were new: an engine leaves up to {_MOST_LEFT_TOKENS} to the request"

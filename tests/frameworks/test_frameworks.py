@@ -159,7 +159,7 @@ def pydantic_ai_program(rounds: Rounds, clients: Clients, guide: str) -> Program
 
 
 async def test_agents_of_the_agents_sdk_have_their_names(clients: Clients) -> None:
-    """Also of one that streams."""
+    """The second agent streams its answer."""
     agents.set_tracing_disabled(True)
     model = agents.OpenAIChatCompletionsModel(MODEL, clients.first)
     settings = agents.ModelSettings(temperature=0, max_tokens=8)

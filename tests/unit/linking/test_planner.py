@@ -252,7 +252,7 @@ async def test_a_call_whose_link_is_still_planned_is_late_and_says_so(planner: P
 async def test_a_call_whose_engine_refused_its_link_says_why_once(
     planner: Pair, error: EngineError, until_next: str
 ) -> None:
-    """A reason that an attempt had is not told of a later call, for which there was no attempt."""
+    """A later call, which nobody tried to link, has another reason."""
     planner.refusal = error
     for agent in ("writer", "reader", "other", "reader"):
         planner.begin(agent, REQUEST)

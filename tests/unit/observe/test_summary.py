@@ -68,10 +68,44 @@ def use(*spans: tuple[float, float], status: str = "hit") -> StreamUse:
 def test_prefill_counts_until_the_call() -> None:
     # B is sent at 8: its prefills run from 0 to 4, 6 to 7 and 7.5 to 9.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((0, 4), (6, 7), (7.5, 9)))])
-    assert overlaps(found) == {"B": Overlap(5.5, 0.5, 70, 10)}
+    assert overlaps(found) == {"B": Overlap(5.5, 0.5, 69, 11)}
     # Overlapping spans of one stream count once.
     found = calls([*call("A", 0, 2, 8), *call("B", 8, 8.5, 10, use((1, 4), (3, 5), (9, 9.5)))])
-    assert overlaps(found)["B"] == Overlap(4.0, 0.5, 70, 10)
+    assert overlaps(found)["B"] == Overlap(4.0, 0.5, 69, 11)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 16), st.floats(0.1, 4), st.integers(1, 99)), max_size=5),
+    st.integers(0, 300),
+)
+def test_tokens_that_were_computed_after_the_request_was_sent_are_not_ahead(
+    prefills: list[tuple[float, float, int]], cached: int
+) -> None:
+    """The request, sent at 8, has waited for them: they have saved nothing."""
+    spans = [Span(start=start, end=start + took, tokens=n) for start, took, n in prefills]
+    streamed = min(cached, sum(span.tokens for span in spans))
+    stream = StreamUse(id="s", status="hit", prefills=spans, saved_seconds=2.0)
+    usage = PromptUsage(
+        prompt_tokens=400,
+        completion_tokens=1,
+        streamed_tokens=streamed,
+        late_tokens=10,
+        prompt_stream=stream,
+    )
+    events = call("B", 8, 20, 21, stream)
+    events[2] = replace(events[2], usage=usage)  # type: ignore[call-arg]
+    (found,) = calls(events)
+    overlap = overlaps([found])["B"]
+    assert overlap.unlinked is not None and 12 <= overlap.unlinked <= 14
+    assert 0 <= overlap.ahead_tokens <= streamed
+    assert overlap.left_tokens == streamed + 10 - overlap.ahead_tokens
+    if all(span.end <= 8 for span in spans) and streamed:
+        assert (overlap.ahead_tokens, overlap.unlinked) == (streamed, 14)
+    if all(span.start >= 8 for span in spans):
+        assert (overlap.ahead_tokens, overlap.unlinked) == (0, 12)
+        assert link_status(found) == "no gain"
+        reason = "only when its request was sent" if streamed else "too few tokens were new"
+        assert reason in notes(events)[0].text
 
 
 @pytest.mark.parametrize("status", ["mispredicted", "expired"])
@@ -205,7 +239,7 @@ def test_the_reason_of_an_agent_without_a_link_is_told_once() -> None:
 
 
 def test_every_status_of_an_engine_has_a_meaning() -> None:
-    """Those that a table shows are explained below it."""
+    """A report explains each status that its table shows."""
     text = (ROOT / "docs" / "engine-api.md").read_text()
     listed = text[text.index("- `prompt_stream.status`") : text.index("`prompt_stream.prefills`")]
     statuses = set(re.findall(r"`([a-z_]+)`", listed))
@@ -228,10 +262,7 @@ def test_each_link_is_counted_by_why_it_ended_or_as_open(ends: list[str]) -> Non
 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_links_without_figures_count_as_linked(is_plain: bool) -> None:
-    """Those of plain engines, and of answers without usage; the rest of the sentence is of others.
-
-    The links are counted as used, too.
-    """
+    """A plain engine has none, and neither has an answer without usage. The links were used."""
     opened = LinkOpened(
         agent="P", engine="http://e", upstream=("A",), stream_id="p", plain=is_plain, at=0
     )

@@ -8,6 +8,7 @@ use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed``
 from __future__ import annotations
 
 import re
+import reprlib
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -97,6 +98,19 @@ class EngineDraining(ApiError):
     status, code = 503, "draining"
 
 
+# Most characters of a client's value in a message.
+_SHOWN_CHARACTERS = 40
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = _SHORT.maxdict = _SHORT.maxlist = 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _SHOWN_CHARACTERS
+
+
+def shown(value: object) -> str:
+    """Return a client's value for a message, cut short however long or deeply nested it is."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
 # The name of a field. In the place of a problem, pydantic also names the types that it has tried.
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|bytes)$)[a-z_0-9]+")
 _PYTHONS_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
@@ -112,4 +126,5 @@ def explain(error: ValidationError) -> str:
 def _place(steps: tuple[int | str, ...]) -> str:
     # The first step may be a field that a client has made up.
     rest = [str(step) for step in steps[1:] if isinstance(step, int) or _FIELD.fullmatch(step)]
-    return ".".join([*map(str, steps[:1]), *rest]) or "body"
+    first = [str(step)[:_SHOWN_CHARACTERS] for step in steps[:1]]
+    return ".".join([*first, *rest]) or "body"

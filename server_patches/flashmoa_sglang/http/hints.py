@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoa_sglang.http.errors import shown
+
 STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
 # Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
@@ -45,7 +47,8 @@ def read_hints(http_request: Any) -> Hints:
     stream_id = body.get(STREAM)
     if stream_id is not None and not isinstance(stream_id, str):
         raise ValueError(
-            f"{STREAM} must be a string, as returned by POST /prompt_streams, not {stream_id!r}."
+            f"{STREAM} must be a string, as returned by POST /prompt_streams, not "
+            f"{shown(stream_id)}."
         )
     dynamo = _object(_object(body, "nvext"), "agent_hints", "nvext.")
     expected = _whole_number(body, EXPECTED_OUTPUT, 0)
@@ -59,7 +62,7 @@ def _object(body: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
     """Return the object of this name; an empty one if there is none."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where}{name} must be an object, not {str(value)[:40]!r}.")
+        raise ValueError(f"{where}{name} must be an object, not {shown(value)}.")
     return value or {}
 
 
@@ -69,7 +72,7 @@ def _whole_number(body: dict[str, Any], name: str, least: int, where: str = "") 
     if value is not None and not (type(value) is int and least <= value <= LARGEST_NUMBER):
         raise ValueError(
             f"{where}{name} must be an integer from {least} to {LARGEST_NUMBER}, not "
-            f"{str(value)[:40]}."
+            f"{shown(value)}."
         )
     return value
 
@@ -81,13 +84,16 @@ def _read_prewarm(body: dict[str, Any]) -> float | None:
     options = _object(body, "prompt_cache_options")
     prewarm, ttl = options.get("prewarm"), options.get("ttl")
     if prewarm is not None and not isinstance(prewarm, bool):
-        raise ValueError(f"prompt_cache_options.prewarm must be true or false, not {prewarm!r}.")
+        raise ValueError(
+            f"prompt_cache_options.prewarm must be true or false, not {shown(prewarm)}."
+        )
     if not prewarm:
         return None  # What else the options say is not for this server.
-    match = _TTL.fullmatch(_DEFAULT_TTL if ttl is None else str(ttl))
+    ttl = _DEFAULT_TTL if ttl is None else ttl
+    match = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
     if match is None:
         raise ValueError(
             "prompt_cache_options.ttl must be a number of seconds, minutes or hours above 0, such "
-            f"as {_DEFAULT_TTL!r}, not {str(ttl)[:40]!r}."
+            f"as {_DEFAULT_TTL!r}, not {shown(ttl)}."
         )
     return float(match[1]) * _SECONDS[match[2]]

@@ -26,6 +26,7 @@ from flashmoa_sglang.http.errors import (
     StreamOutOfOrder,
     StreamUnknown,
     TooManyStreams,
+    shown,
 )
 from flashmoa_sglang.http.stream import Ending, PromptStream, Span, Terms
 from flashmoa_sglang.http.token_buffer import common_length
@@ -131,7 +132,7 @@ class StreamTable:
             raise StreamGone(
                 f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
             )
-        raise StreamUnknown(f"There is no prompt stream {stream_id}. Open one first.")
+        raise StreamUnknown(f"There is no prompt stream {shown(stream_id)}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
         """Return a final request's stream and "open", or ``None`` and why it cannot be used."""
@@ -369,7 +370,7 @@ class StreamTable:
         if named not in map(str, range(ranks)):
             raise ValueError(
                 f"{_RANK_HEADER} must be a whole number below {ranks}, the number of data-parallel "
-                f"ranks, not {named[:20]!r}; leave it out to let the engine choose."
+                f"ranks, not {shown(named)}; leave it out to let the engine choose."
             )
         return int(named)
 

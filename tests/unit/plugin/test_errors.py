@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pytest
-from flashmoa_sglang.http.errors import explain
+from flashmoa_sglang.http.errors import explain, shown
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 
@@ -49,6 +51,7 @@ class Chat(BaseModel):
             "Input should be a valid boolean, unable to interpret input.",
         ),
         ({"messages": [], "Prompt-2": 1}, "Prompt-2: Extra inputs are not permitted."),
+        ({"messages": [], "x" * 999: 1}, "x" * 40 + ": Extra inputs are not permitted."),
     ],
 )
 def test_places_are_told_without_the_types_that_were_tried(body: Any, expected: str) -> None:
@@ -56,3 +59,22 @@ def test_places_are_told_without_the_types_that_were_tried(body: Any, expected: 
     with pytest.raises(ValidationError) as raised:
         Chat.model_validate(body)
     assert explain(raised.value) == expected
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(value=json_values, levels=st.integers(0, 3000))
+def test_a_value_is_shown_in_few_characters(value: Any, levels: int) -> None:
+    for _ in range(levels):
+        value = [value]
+    assert 0 < len(shown(value)) <= 40
+
+
+def test_a_short_value_is_shown_whole() -> None:
+    assert [shown(value) for value in ("x", 7, 1.5, None, [1, "a"], {"a": 1})] == [
+        "'x'", "7", "1.5", "None", "[1, 'a']", "{'a': 1}",
+    ]  # fmt: skip

@@ -72,3 +72,39 @@ def test_a_chat_is_prewarmed_for_its_time(options: Any, seconds: float | None) -
 def test_a_wrong_hint_of_others_is_named(body: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named} must be"):
         read_hints(with_body(messages=[], **body))
+
+
+DEEP: Any = []
+for _ in range(975):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value", [DEEP, "x" * 10_000, ["x" * 10_000] * 10_000], ids=["deep", "", ""]
+)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "prompt_stream_id",
+        "expected_output_tokens",
+        "nvext",
+        "nvext.agent_hints",
+        "nvext.agent_hints.osl",
+        "prompt_cache_options",
+        "prompt_cache_options.prewarm",
+        "prompt_cache_options.ttl",
+    ],
+)
+def test_a_wrong_hint_is_answered_in_few_words_however_long_or_deep_it_is(
+    path: str, value: Any
+) -> None:
+    if path == "prompt_stream_id" and isinstance(value, str):
+        value = {"id": value}
+    body: Any = value
+    for name in reversed(path.split(".")):
+        body = {name: body}
+    if path.endswith(".ttl"):
+        body["prompt_cache_options"]["prewarm"] = True
+    with pytest.raises(ValueError, match="must be") as raised:
+        read_hints(with_body(messages=[], **body))
+    assert len(str(raised.value)) < 200

@@ -29,7 +29,7 @@ from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tool_gaps import ToolGaps
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
-from flashmoa_sglang.scheduler import admission, batches, results, state
+from flashmoa_sglang.scheduler import admission, batches, logits, results, state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -219,6 +219,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
     Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", admission.order_queue),
     Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
+    Hook("sglang.srt.layers.sampler.Sampler._preprocess_logits", "around", logits.keep_finite),
     Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
     Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
     Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.get_kv_size_bytes),

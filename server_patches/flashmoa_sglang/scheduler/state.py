@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from flashmoa_sglang import asyncep, kv_free
@@ -30,7 +31,7 @@ from flashmoa_sglang.saturation import SaturationGate
 from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
 from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
-from flashmoa_sglang.scheduler.streams import SchedulerStreams
+from flashmoa_sglang.scheduler.streams import SchedulerStreams, end_unserved
 from flashmoa_sglang.scheduler.written import WrittenAnswers
 
 logger = logging.getLogger(__name__)
@@ -325,7 +326,14 @@ def handle_request(
         return
     if mark is not None and mark.stream is not None:
         state.streams.claim(mark.stream)
-    original(scheduler, recv_req, *args, **kwargs)
+    try:
+        original(scheduler, recv_req, *args, **kwargs)
+    except (LookupError, RuntimeError) as error:
+        # SGLang's sessions raise these for requests that do not fit the earlier ones.
+        if recv_req.session_params is None:
+            raise
+        reason = f"The session cannot take this request ({type(error).__name__}: {error})"
+        end_unserved(scheduler, recv_req, HTTPStatus.BAD_REQUEST, reason)
 
 
 def add_rows(

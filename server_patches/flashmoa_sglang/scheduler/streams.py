@@ -559,14 +559,18 @@ def take_request(
 
 def end_stream_opener(scheduler: Any, req: Any) -> None:
     """End the request that opened a prompt stream, without computing it."""
+    # With this status SGLang gives back what the request holds, such as its adapter.
+    end_unserved(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, STREAM_OPENED)
+    let_go(scheduler, req)
+
+
+def end_unserved(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> None:
+    """Tell the HTTP process why a request is not computed; ``req`` may be SGLang's message."""
     from sglang.srt.managers.io_struct import AbortReq
 
-    # With this status SGLang gives back what the request holds, such as its adapter.
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    reason: Any = {"type": "abort", "status_code": status, "message": STREAM_OPENED}
+    reason: Any = {"type": "abort", "status_code": status, "message": message}
     abort = AbortReq(rid=req.rid, finished_reason=reason)
     RELEASE.tokenizer_channel(scheduler).send_output(abort, req)
-    let_go(scheduler, req)
 
 
 def let_go(scheduler: Any, req: Any) -> None:

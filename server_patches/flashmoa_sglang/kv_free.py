@@ -14,8 +14,6 @@ from typing import Any
 from flashmoa_sglang.options import Options
 
 KEEPS_NONE = "This engine keeps no KV (--flashmoa-kv-cache off)"
-# SGLang's default for ``max_new_tokens``.
-_DEFAULT_NEW_TOKENS = 128
 _NEEDED = {
     "--disable-radix-cache": lambda given: given.disable_radix_cache,
     # By default SGLang chooses a chunk size.
@@ -99,19 +97,18 @@ def verify(scheduler: Any) -> None:
         raise SystemExit(f"{problem}some of its layers read the KV of others.")
 
 
-def check(obj: Any) -> None:
-    """Refuse a ``GenerateReqInput`` that needs a second forward.
+def check(message: Any) -> None:
+    """Refuse a request that needs a second forward.
 
+    Args: message: SGLang's message of the request for its scheduler.
     Raises: ValueError if it does; SGLang answers 400.
     """
     if not is_on():
         return
-    sampling_params = obj.sampling_params or {}
-    for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
-        new_tokens = params.get("max_new_tokens", _DEFAULT_NEW_TOKENS)
-        if new_tokens is None or new_tokens > 1:
-            raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1, not {new_tokens}.")
-    if getattr(obj, "session_params", None) is not None:
+    new_tokens = message.sampling_params.max_new_tokens
+    if new_tokens is None or new_tokens > 1:
+        raise ValueError(f"{KEEPS_NONE}: ask for max_new_tokens 0 or 1, not {new_tokens}.")
+    if message.session_params is not None:
         raise ValueError(f"{KEEPS_NONE}, so it has no sessions; leave session_params out.")
 
 

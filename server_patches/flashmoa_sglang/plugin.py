@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, internals, kv_free, options
-from flashmoa_sglang.http import client_requests, metrics, rendering, sent_answers
+from flashmoa_sglang.http import client_requests, guard, metrics, rendering, sent_answers
 from flashmoa_sglang.http.calibration import learn_costs, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
@@ -75,12 +75,15 @@ def attach_api(_result: None, manager: Any) -> None:
     if engine.tokenizer is not None:
         rendering.wrap_encode(manager.tokenizer)
     http_server = sys.modules.get(_HTTP_SERVER)
-    # sglang.Engine has no HTTP server, and an embedding model has no answers to prefill for.
-    if http_server is None or not manager.model_config.is_generation:
+    if http_server is None:  # This is sglang.Engine.
         return
     # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
-    from flashmoa_sglang.http.api import Api
+    from flashmoa_sglang.http.api import Api, refuse_nesting
 
+    http_server.app.add_exception_handler(RecursionError, refuse_nesting)
+    # An embedding model has no answers to prefill for.
+    if not manager.model_config.is_generation:
+        return
     renderer = rendering.ChatRenderer(http_server.app.state)
     if ToolGaps.may_hold(engine):
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
@@ -230,6 +233,7 @@ HTTP_HOOKS = [
     Hook(f"{_SERVER_ARGS}.from_cli_args", "around", asyncep.choose_arguments),
     Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
     Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
+    Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", "after", guard.refuse_harmful),
     Hook(f"{_CHAT}.handle_request", "around", handle_chat),
     Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
     Hook(f"{_MESSAGES}.handle_messages", "around", handle_messages),

@@ -264,6 +264,12 @@ class Api:
             raise MalformedRequest(str(error)) from error
 
 
+def refuse_nesting(_request: Request, _error: Exception) -> Response:
+    """Answer a body whose nesting Python fails to follow, on any route."""
+    error = MalformedRequest("The body is nested too deeply; flatten it.")
+    return JSONResponse(error.body(), status_code=error.status)
+
+
 def _names_no_stream(record: logging.LogRecord) -> bool:
     """Filter requests to single streams out of the access log.
 

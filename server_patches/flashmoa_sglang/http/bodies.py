@@ -9,8 +9,8 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
-from flashmoa_sglang.http.client_requests import check_ids
 from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, explain
+from flashmoa_sglang.http.guard import check_ids
 from flashmoa_sglang.http.hints import LARGEST_NUMBER
 from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.stream import Terms

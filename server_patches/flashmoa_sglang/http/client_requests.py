@@ -1,9 +1,8 @@
-"""Clients' ordinary requests: their hints, what is refused, and how one uses its prompt stream.
+"""Clients' ordinary requests: their hints, and how one uses its prompt stream.
 
-Hints change when a request is computed and how much of it, never its answer. A token id outside of
-the vocabulary would end SGLang's scheduler, and is an easy mistake: a client only has to tokenise
-with another model's tokenizer. A prompt without tokens would end SGLang 0.5.23's. The plugin's mark
-on a request is for the scheduler; clients must not set it. SGLang checks everything else itself.
+Hints change when SGLang computes a request and what is left to compute, never the answer. The
+plugin's mark on a request is for the scheduler; clients must not set it. ``guard.py`` checks what a
+request would compute, once SGLang has tokenised the request.
 
 The final request of a prompt stream, whose prompt the stream has prepared, has its whole prompt
 itself; ``prompt_stream_id`` is only a hint. Its tokens are taken from the stream as far as the two
@@ -16,20 +15,17 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Sequence
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy
 from fastapi import HTTPException
 
-from flashmoa_sglang import kv_free
-from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http import guard, metrics
 from flashmoa_sglang.http.engine import NO_GRAMMAR
-from flashmoa_sglang.http.errors import ApiError
+from flashmoa_sglang.http.errors import ApiError, shown
 from flashmoa_sglang.http.hints import STREAM, read_hints
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
@@ -45,81 +41,35 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (400, 503)
 
 
-def check(obj: Any, vocabulary: int, tokenizer: Any) -> array[int] | None:
-    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that would do harm.
+def refuse_reserved(obj: Any) -> None:
+    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that sets what only the plugin may.
 
     A client's own mark could pin KV for a stream that was never opened, and so is never released.
 
-    Args:
-        tokenizer: the served one; ``None`` if there is none.
-
-    Return the tokens of its prompt, if these are all of it.
-
-    Raises:
-        ValueError: if its prompt has no tokens, or it has a token outside of the vocabulary, or a
-            mark that the plugin has not set (SGLang answers 400).
+    Raises: ValueError if it does (SGLang answers 400).
     """
-    if any(_is_empty(prompt, tokenizer) for prompt in _prompts(obj)):
-        raise ValueError("The prompt is empty; give at least one token.")
-    input_ids, checked = getattr(obj, "input_ids", None) or [], array("q")
-    for ids in input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]:
-        checked = check_ids(ids, vocabulary)
-    for ids in getattr(obj, "token_ids_logprob", None) or ():
-        check_ids(ids if isinstance(ids, list) else [ids], vocabulary, "token_ids_logprob")
     for params in _list_params(getattr(obj, "sampling_params", None)):
         custom = params.get("custom_params")
-        if custom is None:
-            continue
-        if not isinstance(custom, dict):
-            raise ValueError(f"custom_params must be an object, not {type(custom).__name__}.")
-        if CUSTOM_PARAMS_KEY in custom:
+        if custom is not None and not isinstance(custom, dict):
+            raise ValueError(f"custom_params must be an object, not {shown(custom)}.")
+        if custom and CUSTOM_PARAMS_KEY in custom:
             raise ValueError(f"{CUSTOM_PARAMS_KEY!r} in custom_params is reserved; leave it out.")
-    return checked if hasattr(obj, "stream") and has_one_prompt(obj) else None
 
 
-def _prompts(obj: Any) -> Sequence[Any]:
-    """Return the prompts of a request, each as text or as token ids."""
-    # SGLang completes the prompts of requests with pictures, films or sound by itself.
-    others = [getattr(obj, name, None) for name in ("image_data", "video_data", "audio_data")]
-    if any(others):
-        return []
-    text, ids = getattr(obj, "text", None), getattr(obj, "input_ids", None)
-    if text is not None:
-        return text if isinstance(text, list) else [text]
-    if ids is None:
-        return []
-    return ids if ids and isinstance(ids[0], list) else [ids]
-
-
-def _is_empty(prompt: Any, tokenizer: Any) -> bool:
-    """Return whether a prompt has no tokens. Some tokenizers begin even an empty text with one."""
-    if prompt == "":
-        return tokenizer is not None and not tokenizer.encode("")
-    return prompt == []
-
-
-def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> array[int]:
-    """Return token ids as an array.
+def sent_tokens(obj: Any) -> array[int] | None:
+    """Return a ``GenerateReqInput``'s prompt, if the client has sent it as tokens.
 
     Long prompts are compared several times on a request's way, which takes arrays no time.
-
-    Raises: ValueError if one is outside of the vocabulary.
     """
-    if not ids:
-        return array("q")
+    return _tokens(obj.input_ids) if has_one_prompt(obj) else None
+
+
+def _tokens(ids: list[int]) -> array[int] | None:
+    """Return token ids as an array; ``None`` if they are no numbers of a vocabulary."""
     try:
-        tokens = array("q", ids)
-        numbers: Any = numpy.frombuffer(tokens, numpy.int64)
-    except OverflowError:
-        tokens, numbers = array("q"), numpy.array(ids, object)
-    least, most = numbers.min(), numbers.max()
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
-        raise ValueError(
-            f"{name} must be in [0, {vocabulary}), but has {wrong}; tokenise with this model's "
-            "tokenizer."
-        )
-    return tokens
+        return array("q", ids)
+    except (OverflowError, TypeError):
+        return None  # SGLang refuses the request.
 
 
 def put_mark(obj: Any, mark: RequestMark) -> None:
@@ -207,12 +157,13 @@ class StreamRequest:
         if stream is None:
             _put_expectation(obj, expected_output)
             return
-        if obj.text is not None and not multimodal:
+        # SGLang reads no text beside token ids.
+        if obj.input_ids is None and obj.text is not None and not multimodal:
             ids = self.encode(obj.text, add_special_tokens=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, ids
         if prompt is None and obj.input_ids is not None:
-            prompt = array("q", obj.input_ids)
+            prompt = _tokens(obj.input_ids)
         self.status = "hit" if self._is_prefix(stream, prompt) else "mispredicted"
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
@@ -396,9 +347,8 @@ def _usable(table: StreamTable, obj: Any) -> list[PromptStream]:
 
 def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
     """Return whether a stream would be that of a ``GenerateReqInput``, by tokens and namespace."""
-    if not (has_one_prompt(obj) and _shares_kv(obj, stream)):
-        return False
-    return stream.agrees_with(array("q", obj.input_ids)) > 0
+    tokens = sent_tokens(obj)
+    return tokens is not None and _shares_kv(obj, stream) and stream.agrees_with(tokens) > 0
 
 
 def has_one_prompt(obj: Any) -> bool:
@@ -422,13 +372,14 @@ def generate_request(
 ) -> Any:
     """Run ``TokenizerManager.generate_request`` for a client's request.
 
-    Raises: ValueError if a hint is malformed, a token id or the named data-parallel rank does not
-        exist, or the client has set the plugin's mark.
+    Raises: ValueError if a hint is malformed, the named data-parallel rank does not exist, or the
+        client has set the plugin's mark.
     """
-    prompt = check(obj, manager.model_config.vocab_size, manager.tokenizer)
+    refuse_reserved(obj)
+    original = partial(guard.answer, original)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
-    kv_free.check(obj)
+    prompt = sent_tokens(obj)
     rank = manager.flashmoa_table.named_rank(http_request)
     if rank is not None:
         obj.routed_dp_rank = rank

@@ -42,6 +42,8 @@ class Release:
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         CHAT_ENCODER, PARTS_ENCODER: paths of the functions that encode the text of a chat, and its
             parts, as the module of chats imports them; ``None`` if that calls the tokenizer.
+        CHECKS_SESSIONS: whether a scheduler refuses a session's request if the whole session has no
+            token.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
             schedulers and in the HTTP process.
     """
@@ -69,6 +71,7 @@ class Release:
     PARTS_ENCODER: ClassVar[str | None] = (
         "sglang.srt.entrypoints.openai.serving_chat.encode_prompt_segments"
     )
+    CHECKS_SESSIONS: ClassVar[bool] = True
     SCHEDULER_FIXES: ClassVar[tuple[Fix, ...]] = ()
     HTTP_FIXES: ClassVar[tuple[Fix, ...]] = ()
 

@@ -29,6 +29,7 @@ def abort_abandoned(original: Callable[..., None], manager: Any, obj: Any) -> No
 
 
 class Release0519(Release0520):
+    CHECKS_SESSIONS = False
     HTTP_FIXES = (
         (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._discard_pending_req_states",

@@ -92,25 +92,22 @@ def test_one_layers_buffers_serve_all_layers_of_a_plain_pool(scales: bool) -> No
     assert pool.flashmoa_one_layer != scales
 
 
-@pytest.mark.parametrize("params", [{"max_new_tokens": 0}, [{"max_new_tokens": 1}] * 2])
-def test_a_request_of_one_forward_is_served(params: Any) -> None:
-    kv_free.check(SimpleNamespace(sampling_params=params))
+def message(new_tokens: int | None, session: object = None) -> Any:
+    """Return what the check reads of SGLang's message of a request."""
+    params = SimpleNamespace(max_new_tokens=new_tokens)
+    return SimpleNamespace(sampling_params=params, session_params=session)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sampling_params": None},
-        {"sampling_params": {}},
-        {"sampling_params": {"max_new_tokens": None}},
-        {"sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2}]},
-        {"sampling_params": {"max_new_tokens": 1}, "session_params": {"id": "a"}},
-    ],
-)
+@pytest.mark.parametrize("new_tokens", [0, 1])
+def test_a_request_of_one_forward_is_served(new_tokens: int) -> None:
+    kv_free.check(message(new_tokens))
+
+
+@pytest.mark.parametrize(("new_tokens", "session"), [(128, None), (None, None), (2, None), (1, 0)])
 def test_a_request_of_more_forwards_is_refused(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    new_tokens: int | None, session: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="keeps no KV"):
-        kv_free.check(SimpleNamespace(**fields))
+        kv_free.check(message(new_tokens, session))
     monkeypatch.setenv("FLASHMOA_KV_CACHE", "on")
-    kv_free.check(SimpleNamespace(**fields))
+    kv_free.check(message(new_tokens, session))

@@ -26,7 +26,7 @@ from fastapi import HTTPException
 from flashmoa_sglang.http import guard, metrics
 from flashmoa_sglang.http.engine import NO_GRAMMAR
 from flashmoa_sglang.http.errors import ApiError, shown
-from flashmoa_sglang.http.hints import STREAM, read_hints
+from flashmoa_sglang.http.hints import read_hints
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
 if TYPE_CHECKING:
@@ -145,25 +145,24 @@ class StreamRequest:
         """Claim the stream for a ``GenerateReqInput``, and give the request the stream's tokens.
 
         Args:
+            obj: a request with one prompt, which may be the only one of a list.
             multimodal: whether the model's processor tokenises the text, which stays as it is.
             prompt: the tokens of the prompt, if it has any yet and these are all of it.
-        Raises: ValueError if the request is a batch (SGLang answers 400).
         """
-        if is_batch(obj):
-            raise ValueError(f"{STREAM} goes with one prompt; send a batch without it.")
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
             stream, self.status, self._reads_kv = None, "other_namespace", False
         if stream is None:
             _put_expectation(obj, expected_output)
             return
+        is_listed = is_list(obj)
         # SGLang reads no text beside token ids.
         if obj.input_ids is None and obj.text is not None and not multimodal:
-            ids = self.encode(obj.text, add_special_tokens=True)
+            ids = self.encode(obj.text[0] if is_listed else obj.text, add_special_tokens=True)
             if ids is not None:
-                obj.text, obj.input_ids = None, ids
+                obj.text, obj.input_ids = None, [ids] if is_listed else ids
         if prompt is None and obj.input_ids is not None:
-            prompt = _tokens(obj.input_ids)
+            prompt = _tokens(obj.input_ids[0] if is_listed else obj.input_ids)
         self.status = "hit" if self._is_prefix(stream, prompt) else "mispredicted"
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
@@ -253,8 +252,10 @@ class StreamRequest:
 
 
 def _shares_kv(obj: Any, stream: PromptStream) -> bool:
+    # If the prompt is the only one of a list, these fields may be lists, too.
     return all(
-        (getattr(obj, name) or None) == value for name, value in stream.terms.namespace().items()
+        (getattr(obj, name) or None) in (value, [value])
+        for name, value in stream.terms.namespace().items()
     )
 
 
@@ -359,8 +360,13 @@ def has_one_prompt(obj: Any) -> bool:
     return not (obj.image_data or obj.video_data or obj.audio_data)
 
 
-def is_batch(obj: Any) -> bool:
+def is_list(obj: Any) -> bool:
+    """Return whether a request has a list of prompts, which may have only one."""
     return isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
+
+
+def _is_batch(obj: Any) -> bool:
+    return is_list(obj) and len(obj.input_ids if obj.text is None else obj.text) != 1
 
 
 def has_one_answer(obj: Any) -> bool:
@@ -387,7 +393,8 @@ def generate_request(
     expected_output = hints.expected_output
     if hints.priority is not None and obj.priority is None:
         obj.priority = manager.flashmoa_table.engine.own_priority(hints.priority)
-    request = current() or bind(manager.flashmoa_table, http_request)
+    # A prompt stream is for one prompt. A batch ignores the hint.
+    request = None if _is_batch(obj) else current() or bind(manager.flashmoa_table, http_request)
     if hints.prewarm is not None:
         outputs = prewarm(original, manager, obj, http_request, hints.prewarm)
         if request is None:
@@ -421,7 +428,7 @@ async def prewarm(
         raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
     if reason := table.engine.why_no_kv():
         raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
-    if is_batch(obj) or not has_one_answer(obj):
+    if is_list(obj) or not has_one_answer(obj):
         raise ValueError("Warm prompts one by one, each with one answer: leave n out.")
     put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}

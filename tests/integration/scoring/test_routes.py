@@ -216,6 +216,19 @@ async def test_client_that_leaves_a_stream_leaves_nothing_behind(
     assert (await http.get("/flashmoa/info")).json()["in_flight"]["requests"] == 0
 
 
+@pytest.mark.parametrize("items", [[], ["b", "c"]])
+async def test_other_than_one_prompt_ignores_a_prompt_stream(
+    http: httpx.AsyncClient, client: EngineClient, items: list[str]
+) -> None:
+    opened = await client.open_stream(text="a")
+    body = {"query": "a", "items": items, "candidates": [" x", " y"]}
+    plain = await http.post("/v1/score", json=body)
+    hinted = await http.post("/v1/score", json={**body, "prompt_stream_id": opened.id})
+    assert plain.status_code == hinted.status_code == 200, hinted.text
+    assert hinted.json()["scores"] == plain.json()["scores"]
+    await client.delete_stream(opened.id)  # It fails if the stream is used up.
+
+
 LONG = "word " * 13_000
 SCORE, RERANK, CLASSIFY = "/v1/score", "/v1/rerank", "/v1/classify"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -226,11 +239,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (SCORE, {"query": "a", "candidates": [[9_999_999]]}, "items[0]: candidates must be in"),
     (SCORE, {"query": [9_999_999], "items": [[1]], "label_token_ids": [1]}, "items[0]: input_ids"),
     (SCORE, {"query": "a", "candidates": []}, "at least one candidate"),
-    (
-        SCORE,
-        {"query": "a", "items": [], "candidates": [" a"], "prompt_stream_id": "s"},
-        "goes with one prompt, not with 0",
-    ),
     (RERANK, {"query": " ", "documents": ["a"]}, "query that is not empty"),
     (RERANK, {"query": "q", "documents": []}, "at least one document"),
     (RERANK, {"query": "q", "documents": ["a"], "top_n": -1}, "top_n: "),

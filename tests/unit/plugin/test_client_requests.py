@@ -311,6 +311,39 @@ def test_ids_of_no_vocabulary_are_left_to_sglang(ids: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "used", "sent"),
+    [
+        ({"input_ids": [[0, 1, 2, 9]]}, True, {"input_ids": [[0, 1, 2, 9]]}),
+        ({"text": ["one"]}, True, {"text": None, "input_ids": [[0, 1, 2]]}),
+        ({"text": ["one"], "cache_salt": ["salt"]}, True, {"input_ids": [[0, 1, 2]]}),
+        ({"text": ["one", "two"]}, False, {"text": ["one", "two"]}),
+        ({"input_ids": [[0, 1, 2], [0, 1, 2]]}, False, {"input_ids": [[0, 1, 2], [0, 1, 2]]}),
+        # SGLang computes the tokens, and reads no text.
+        ({"text": "one", "input_ids": [0, 1, 2]}, True, {"text": "one", "input_ids": [0, 1, 2]}),
+    ],
+)
+async def test_a_list_of_one_prompt_uses_its_stream_and_a_batch_is_served_without(
+    prompts: dict[str, Any], used: bool, sent: dict[str, Any]
+) -> None:
+    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+    tokens: Any = SimpleNamespace(certain_tokens=2, tokens=array("q", [0, 1]), whole_text="")
+    tokens.encode_piece = lambda *_: [0, 1, 2]
+    tokens.snapshot = lambda: tokens
+    stream = PromptStream(
+        ttl_seconds=9,
+        buffer=tokens if "text" in prompts else None,
+        terms=Terms(cache_salt="salt" if "cache_salt" in prompts else None),
+    )
+    table._open[stream.id] = stream
+    output = {"text": "", "meta_info": {"prompt_tokens": 4, "cached_tokens": 3}}
+    body = await send(table, stream.id, output, prompt=prompts)
+    assert (stream.closed == "used") == used
+    assert {name: getattr(body, name) for name in sent} == sent
+    assert output["meta_info"].get("prompt_stream", {}).get("status") == ("hit" if used else None)
+    table._open.clear()
+
+
+@pytest.mark.parametrize(
     ("prompt", "end", "is_its_own"),
     [([1, 2, 3, 4], [3], True), ([1, 2, 3, 4], [4], False), ([1, 3, 2], [3], False)],
 )

@@ -214,7 +214,7 @@ def _id_of(obj: Any, http_request: Any) -> str | None:
     A front end that calls the engine in its own process, as Dynamo, makes the call's id the id of
     SGLang's request.
     """
-    if not hasattr(obj, "stream") or client_requests.is_batch(obj) or isinstance(obj.rid, list):
+    if not hasattr(obj, "stream") or client_requests.is_list(obj) or isinstance(obj.rid, list):
         return None
     named = obj.rid if http_request is None else http_request.headers.get(CALL_HEADER)
     call_id = (named or "").replace("-", "").lower()

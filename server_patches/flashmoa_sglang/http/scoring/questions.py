@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, StrictInt, StrictStr
 
 from flashmoa_sglang.http.bodies import Prompt, Target
-from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest
+from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest, shown
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
@@ -67,7 +67,8 @@ class ScoreBody(ListBody, extra="allow"):
     """Asks how likely candidates follow each prompt: the query, or the messages, with an item.
 
     The candidates are ``label_token_ids``, as in SGLang's route, or ``candidates`` of any length.
-    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt.
+    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt; several
+    prompts use none.
     """
 
     query: StrictStr | Tokens | None = None
@@ -92,12 +93,6 @@ class ScoreBody(ListBody, extra="allow"):
                 raise MalformedRequest(text)
         if self.item_first and self.messages is not None:
             raise MalformedRequest("item_first goes with query only; leave it out with messages.")
-        prompts = len(self.items) if isinstance(self.items, list) else 1
-        if self.prompt_stream_id is not None and prompts != 1:
-            raise MalformedRequest(
-                f"prompt_stream_id goes with one prompt, not with {prompts}; leave items out, or "
-                "give one."
-            )
         if not (self.candidates or self.label_token_ids):
             raise MalformedRequest("Give at least one candidate.")
         others = self.model_extra or {}
@@ -305,7 +300,7 @@ class CandidateTokenizer:
         """
         tokens = candidate if isinstance(candidate, list) else self._cached(prompt, candidate)
         if not tokens:
-            raise CandidateRefused(f"The candidate {candidate!r} has no tokens; leave it out.")
+            raise CandidateRefused(f"The candidate {shown(candidate)} has no tokens; leave it out.")
         return tokens
 
     def _cached(self, prompt: Sequence[int], text: str) -> list[int]:
@@ -344,9 +339,10 @@ class CandidateTokenizer:
         first_different = next((index for index, (a, b) in pairs if a != b), len(whole))
         joined = self._tokenizer().decode(whole[first_different:])
         raise CandidateRefused(
-            f"The candidate {text!r} is tokenised together with the context's end, as {joined!r}, "
-            "so it cannot follow this context. Move white space from the context's end to the "
-            "candidate's beginning, end the context at the end of a word, or give token ids."
+            f"The candidate {shown(text)} is tokenised together with the context's end, as "
+            f"{shown(joined)}, so it cannot follow this context. Move white space from the "
+            "context's end to the candidate's beginning, end the context at the end of a word, or "
+            "give token ids."
         )
 
 
@@ -358,5 +354,5 @@ def refuse_duplicates(candidates: Sequence[Candidate], tokens: Sequence[list[int
     pairs = zip(candidates, tokens, strict=True)
     same = [candidate for candidate, own in pairs if counts[tuple(own)] > 1]
     raise CandidateRefused(
-        f"At least two candidates are the same tokens, among {same}; give each once."
+        f"At least two candidates are the same tokens, among {shown(same)}; give each once."
     )

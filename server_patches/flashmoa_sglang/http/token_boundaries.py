@@ -1,132 +1,168 @@
 """Finds boundaries: places in a text at which a tokenizer always splits, whatever text follows.
 
-A kind of boundary is a pattern for the characters on both sides of it. Each kind is checked with
-the served tokenizer at start: no entry of the vocabulary may span one, unless the tokenizer splits
-the text there before it looks for entries, or the places are known at which an entry could do so;
-and splitting sample texts at one must not change their tokens.
+Whether a place is one follows from the parts of the tokenizer (``tokenizer_parts.py``) and from the
+characters around it. There is no boundary where this is not certain.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import random
-import re
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy
+
+from flashmoa_sglang.http.expressions import NotUnderstood
+from flashmoa_sglang.http.split_patterns import SplitPattern
+from flashmoa_sglang.http.tokenizer_parts import (
+    AddedTokens,
+    Combining,
+    Ends,
+    Part,
+    Split,
+    Unknown,
+    read_affixes,
+    read_parts,
+    starts_afresh,
+)
 
 logger = logging.getLogger(__name__)
 
-# The planes after these have ideographs.
-_CHARACTERS = [*map(chr, range(0x80, 0x20000))]
-# What Python takes for a digit or a letter, as "²", and tokenizers for a number.
-_FOREIGN_NUMBERS = "".join(
-    character for character in _CHARACTERS if character.isalnum() and not character.isalpha()
-)
-# Letters of every script and digits, but not marks: some tokenizers take these for letters, and
-# others for punctuation.
-_ALPHANUMERIC = rf"[^\W_{_FOREIGN_NUMBERS}]"
-_LETTER = rf"[^\W_0-9{_FOREIGN_NUMBERS}]"
-# "▁" is a space to sentencepiece.
-_NOT_SPACE = r"[^\s▁]"
-# Apostrophes are missing, because some tokenizers attach contractions to the word.
-_PUNCTUATION = re.escape('"#$%&()*+,-./:;<=>?@[\\]^`{|}~!')
-_FOREIGN_PUNCTUATION = "".join(
-    re.escape(character)
-    for character in _CHARACTERS
-    if unicodedata.category(character) in ("Pd", "Pe", "Pf", "Pi", "Po", "Ps")
-    and character not in "‘’‛＇"
-    # Composition turns the others into other characters.
-    and unicodedata.normalize("NFC", character) == character
-)
-# A lookbehind for one character on the left, and a lookahead for the characters on the right. A
-# narrow kind is there for tokenizers for which the wide one beside it does not hold.
-BOUNDARIES: dict[str, str] = {
-    "word": rf"(?<={_NOT_SPACE})(?= {_ALPHANUMERIC})",
-    "latin word": r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])",
-    "punctuation": r"(?<=[.,;:!?])(?= [A-Za-z])",
-    "symbol": rf"(?<={_NOT_SPACE})(?= [{_PUNCTUATION}])",
-    "line": rf"(?<={_ALPHANUMERIC})(?=\n)",
-    "latin line": r"(?<=[A-Za-z0-9])(?=\n)",
-    "next line": rf"(?<=\n)(?={_ALPHANUMERIC})",
-    "end of word": rf"(?<={_ALPHANUMERIC})(?=[{_PUNCTUATION}])",
-    "end of foreign word": rf"(?<={_ALPHANUMERIC})(?=[{_FOREIGN_PUNCTUATION}])",
-    "number after a letter": rf"(?<={_LETTER})(?=[0-9])",
-    "letter after a number": rf"(?<=[0-9])(?={_LETTER})",
-    "number after a symbol": rf"(?<=[{_PUNCTUATION}])(?=[0-9])",
-}
-# The kinds whose characters no tokenizer changes before it looks for entries, but for their case.
-_LATIN = ("latin word", "punctuation", "latin line")
+# How many characters after a boundary have to be known, if they do not combine.
 RIGHT_CONTEXT = 2
-# How many characters at the end of a text are searched first.
-_LOOK = 64
-_SAMPLES = 96
-# Scripts, white space, marks, and what tokenizers are known to treat specially.
-_DIFFICULT = (
-    " ", "  ", "\n", "\n\n", " \n ", "\t", "\r\n", "'s", "'LL", "12", "3456", "7", ". ", "_", "▁",
-    "é", "e\u0301", "\u0301", "\u200b", "\u00a0", "\u3000", "中文，好", "。", "日本語で", "한국어",
-    "--", "русский", "عربي، ", "עברית", "हिन्दी। ", "ไทย", "🙂", "👩‍👩‍👧", '{"a":1,', "</p>", "½",
-    "²", "٣",
-    "Ｕ．Ｓ", "（笑）", "U.S.", "ID19", "\u212a.", "녙。",
-)  # fmt: skip
-
-
-# Printable characters with which vocabularies spell white space (byte-level, sentencepiece).
-_SPELLINGS = str.maketrans({"Ġ": " ", "Ċ": "\n", "▁": " "})
+# At most this many characters that combine are looked at.
+_MAX_COMBINED = 16
+# Only the last places of a text are tried: of a long one, there are further pieces.
+_MAX_PLACES = 1024
+_MAX_REMEMBERED = 1 << 15
+# The names of usual boundaries, each with the text before and after some.
+KINDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "word": (("n", " n"), ("ы", " ы"), (".", " n")),
+    "symbol": (("n", " -"), (",", ' "')),
+    "line": (("n", "\nn"), ("文", "\n文")),
+    "next line": (("\n", "no"), ("\n", "文文")),
+    "end of word": (("n", ", "), ("ы", ". ")),
+    "end of foreign word": (("文", "，文"), ("n", "。文")),
+    "number after a letter": (("n", "1 "), ("文", "10")),
+    "letter after a number": (("1", "n "), ("9", "文文")),
+    "number after a symbol": (("-", "1 "), ("(", "10")),
+}
+# A tokenizer's own code may change text before its parts do, which these show.
+_SAMPLES = (
+    "  The Café, e\u0301\u00a0I'LL  1234 ＮＡＭＥ\t\n\n 中文，한국어 and… so ON\r\n<tag>  ",
+    "\n x",
+    " ",
+)
 
 
 class Boundaries:
     """The boundaries of a tokenizer.
 
     Args:
-        kinds: the kinds that hold for it, and for each the beginnings of entries of its vocabulary:
-            where the text before a boundary ends with one of them, the entry may span the boundary.
-
-    Attributes:
-        kinds: the names of the kinds.
+        parts: the parts of the tokenizer; none if nothing is known of it.
+        are_separate: whether two neighbouring characters never combine.
     """
 
-    def __init__(self, kinds: Mapping[str, Iterable[str]]) -> None:
-        self.kinds = list(kinds)
-        pattern = "|".join(BOUNDARIES[name] for name in self.kinds)
-        self._pattern = re.compile(pattern or r"(?!)")
-        self._beginnings: dict[int, set[str]] = {}
-        for beginning in chain(*kinds.values()):
-            # Some tokenizers put a space before a text and before what follows a special token. The
-            # text may also be encoded from the last character before the boundary on.
-            for each in {beginning, beginning.removeprefix(" ")} - {""}:
-                self._beginnings.setdefault(len(each), set()).add(each)
+    def __init__(self, parts: Sequence[Part], are_separate: Callable[[str, str], bool]) -> None:
+        self._parts = parts
+        self._are_separate = are_separate
+        self._known: dict[Ends, bool] = {}
+        combining = [number for number, part in enumerate(parts) if isinstance(part, Combining)]
+        self._see_after = parts[: combining[-1] + 1] if combining else ()
+        usual = (each for each in "a0文" if self._is_kept(each))
+        self._usual_after = next(usual, "") if combining else ""
+        self._short_after = lru_cache(_MAX_REMEMBERED)(self._shorten_after)
 
-    def last(self, text: str, start: int) -> int:
-        """Return the last boundary in ``text`` after ``start``, or ``start`` if there is none."""
-        low, size = len(text), _LOOK
-        while low > start:
-            # A long text has many boundaries, of which the last is wanted.
-            high, low = low, max(start, low - size)
-            found = [
-                match.start() for match in self._pattern.finditer(text, low, high + RIGHT_CONTEXT)
-            ]
-            for place in reversed(found):
-                if start < place <= high and not self._is_spanned(text, place):
-                    return place
-            size *= 2
-        return start
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the usual boundaries that this tokenizer has."""
+        return [
+            name
+            for name, sides in KINDS.items()
+            if all(self.holds_at(left + right, len(left)) for left, right in sides)
+        ]
+
+    def last(self, text: str, start: int, end: int) -> int:
+        """Return the last boundary of ``text[:end]`` after ``start``, or else ``start``."""
+        if not self._parts:
+            return start
+        places = range(min(end, len(text) - 1), max(start, end - _MAX_PLACES), -1)
+        return next((place for place in places if self.holds_at(text, place)), start)
+
+    def anchor(self, text: str, place: int) -> str:
+        """Return the text before a boundary that has the same boundary by itself."""
+        start = place - 1
+        while start > 0 and not self._are_separate(text[start - 1], text[start]):
+            start -= 1
+        return text[start:place]
 
     def holds_at(self, text: str, place: int) -> bool:
-        return self._pattern.match(text, place) is not None and not self._is_spanned(text, place)
+        ends = self._ends(text, place)
+        if ends is None:
+            return False
+        holds = self._known.get(ends)
+        if holds is None:
+            if len(self._known) > _MAX_REMEMBERED:
+                self._known.clear()
+            holds = self._known[ends] = _splits(self._parts, ends)
+        return holds
 
-    def _is_spanned(self, text: str, place: int) -> bool:
-        return any(
-            text[max(0, place - length) : place] in beginnings
-            for length, beginnings in self._beginnings.items()
-        )
+    def _ends(self, text: str, place: int) -> Ends | None:
+        """Return the characters around a place; ``None`` if more must be known to tell."""
+        are_separate = self._are_separate
+        if not 0 < place < len(text) - 1 or not are_separate(text[place - 1], text[place]):
+            return None
+        end, last = place + 1, min(len(text), place + _MAX_COMBINED)
+        while end < last and not are_separate(text[end - 1], text[end]):
+            end += 1
+        left = self.anchor(text, place)
+        if end == last or len(left) > _MAX_COMBINED:
+            return None
+        return Ends(left, text[place:end], self._short_after(text[end]))
+
+    def _is_kept(self, character: str) -> bool:
+        return all(part.keeps(character) for part in self._see_after)
+
+    def _shorten_after(self, character: str) -> str:
+        """Return one character for all that are the same to the parts, so that more is known."""
+        return self._usual_after if self._is_kept(character) else character
 
 
-def find_boundaries(tokenizer: Any, encode: Any) -> Boundaries:
-    """Return a tokenizer's boundaries; none if they cannot be determined, which is logged."""
+def _splits(parts: Sequence[Part], ends: Ends) -> bool:
+    for number, part in enumerate(parts):
+        verdict = part(ends)
+        if isinstance(verdict, bool):
+            return verdict
+        *others, ends = verdict
+        if not all(_splits(parts[number + 1 :], other) for other in others):
+            return False
+    return False
+
+
+class Known(NamedTuple):
+    """What is known of a tokenizer.
+
+    Attributes:
+        affixes: the special tokens that it adds before and after a text; ``None`` if unknown.
+    """
+
+    boundaries: Boundaries
+    affixes: tuple[list[int], list[int]] | None
+
+
+def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Known:
+    """Return what is known of a tokenizer; if that is nothing, it is logged."""
     try:
-        return _usable_boundaries(tokenizer, encode)
+        known, encode_with_parts = read(tokenizer)
+        for sample in _SAMPLES:
+            if [*encode(sample)] != [*encode_with_parts(sample)]:
+                raise NotUnderstood(f"{type(tokenizer).__name__} changes text in its own way")
     except Exception as error:
         logger.warning(
             "Tokens of prompt streams of text are certain when they end, not earlier, because it "
@@ -134,158 +170,58 @@ def find_boundaries(tokenizer: Any, encode: Any) -> Boundaries:
             type(error).__name__,
             error,
         )
-        return Boundaries({})
+        return Known(Boundaries((), starts_afresh), None)
+    return known
 
 
-def vocabulary_of(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the vocabulary's entries by their text; some tokenizers have bytes."""
-    return {
-        token.decode(errors="replace") if isinstance(token, bytes) else token: index
-        for token, index in tokenizer.get_vocab().items()
-    }
+def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
+    """Return what is known of a tokenizer, and what encodes as its parts do.
 
-
-def _usable_boundaries(tokenizer: Any, encode: Any) -> Boundaries:
-    vocabulary = vocabulary_of(tokenizer)
-    # Large vocabularies of sentencepiece have the characters of that alphabet, too.
-    is_byte_level = "▁" not in vocabulary and _byte_level_alphabet().keys() <= vocabulary.keys()
-    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    added = [str(token) for token in added_tokens]
-    entries = [*_texts_of(vocabulary, is_byte_level)]
-    samples = _sample_texts([*entries, *added], added)
-    rules = _Rules(tokenizer, encode, samples, is_byte_level)
-    # Most entries are a word, which no boundary is in.
-    spanning = [entry for entry in {*entries} - {*added} if not entry.removeprefix(" ").isalpha()]
-    usable: dict[str, set[str]] = {}
-    for name, text in BOUNDARIES.items():
-        pattern = re.compile(text)
-        beginnings = _beginnings(pattern, spanning)
-        if _is_swallowed(pattern, added_tokens) or not rules.allow(name, pattern, bool(beginnings)):
-            continue
-        kind = {name: beginnings | _beginnings(pattern, added)}
-        if _splits(Boundaries(kind), samples, encode):
-            usable.update(kind)
-    return Boundaries(usable)
-
-
-class _Rules:
-    """What a tokenizer does with a text before and while it looks for entries of its vocabulary."""
-
-    def __init__(
-        self, tokenizer: Any, encode: Any, samples: list[str], is_byte_level: bool
-    ) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        model = type(getattr(backend, "model", None)).__name__
-
-        def are_same(*pairs: str) -> bool:
-            return any(encode(one) == encode(other) for one, other in pairs)
-
-        # The likeliest way to divide a text into entries may depend on all of it: of equally likely
-        # ones, the rounding of sums decides.
-        self._is_unigram = model == "Unigram"
-        # Where a boundary is may change, if characters are replaced by others of another kind.
-        self._mixes = are_same("Aa", "ａa", "（(", "①1", "éE")
-        # An entry can be compared with a text if neither has other characters in its place. Those
-        # of bytes may have a part of a character.
-        composes = are_same("\u212aK", "\u212bÅ")
-        self._compares = model == "BPE" and not (is_byte_level or composes or self._mixes)
-        self._presplit = [*_presplit(backend, samples)]
-
-    def allow(self, name: str, pattern: re.Pattern[str], is_spanned: bool) -> bool:
-        """Return whether a kind can hold, given whether an entry of the vocabulary spans it."""
-        if self._presplit and all(
-            match.start() in edges
-            for text, edges in self._presplit
-            for match in pattern.finditer(text, 1)
-        ):
-            return True
-        if self._is_unigram or (self._mixes and name not in _LATIN):
-            return False
-        return self._compares or not is_spanned
-
-
-def _presplit(backend: Any, samples: list[str]) -> Iterator[tuple[str, set[int]]]:
-    """Yield each sample as the tokenizer normalises it, and the places at which it then splits."""
-    if getattr(backend, "pre_tokenizer", None) is None:
-        return
-    for sample in samples:
-        text = sample
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(sample)
-        pieces = backend.pre_tokenizer.pre_tokenize_str(text)
-        yield text, {place for _, places in pieces for place in places}
-
-
-def _beginnings(boundary: re.Pattern[str], entries: Iterable[str]) -> set[str]:
-    """Return what entries have before the boundaries that they span."""
-    found: set[str] = set()
-    for entry in entries:
-        # The right side of a boundary may begin with the last character of the entry, a space.
-        for following in "a-" if entry.endswith(" ") else ("",):
-            places = (match.start() for match in boundary.finditer(entry + following, 1))
-            found.update(entry[:place] for place in places if place < len(entry))
-    return found
-
-
-def _texts_of(vocabulary: Mapping[str, int], is_byte_level: bool) -> Iterator[str]:
-    """Yield the text of each entry.
-
-    A letter stands for what an entry of bytes has of a character at its beginning or end.
+    Raises: NotUnderstood
     """
-    byte_of = _byte_level_alphabet()
-    for entry in vocabulary:
-        text = entry
-        if not is_byte_level:
-            # Trained tokenizers without the whole alphabet spell white space like byte-level ones.
-            text = entry.translate(_SPELLINGS)
-        elif all(character in byte_of for character in entry):
-            text = bytes(byte_of[character] for character in entry).decode(errors="replace")
-        yield text.replace("\ufffd", "文")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        if getattr(backend.model, "alpha", None):
+            raise NotUnderstood("a random model")
+        spec = json.loads(backend.to_str())
+        known = Known(Boundaries(*read_parts(spec)), read_affixes(spec))
+        return known, lambda text: backend.encode(text, add_special_tokens=False).ids
+    tiktoken: Any = sys.modules.get("tiktoken")
+    for each in vars(tokenizer).values() if tiktoken is not None else ():
+        if isinstance(each, tiktoken.Encoding):
+            return _read_tiktoken(each, tokenizer)
+    raise NotUnderstood(type(tokenizer).__name__)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each printable character with which byte-level vocabularies spell it."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(0x100 + number): byte for number, byte in enumerate(others)},
-    }
+def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
+    options = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+    tokens = {text: {**options} for text in encoding.special_tokens_set}
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        tokens[str(token)] = {name: getattr(token, name) for name in options}
+    pattern = SplitPattern(encoding._pat_str, _tiktoken_engine, True)
+    parts = [
+        AddedTokens([*tokens.values()], [*tokens], pattern.looks_back),
+        Split(pattern, "Isolated"),
+        Unknown(),
+    ]
+
+    def encode(text: str) -> Sequence[int]:
+        return encoding.encode(text, allowed_special="all", disallowed_special=())
+
+    return Known(Boundaries(parts, starts_afresh), None), encode
 
 
-def _is_swallowed(boundary: re.Pattern[str], added_tokens: Iterable[Any]) -> bool:
-    return any(
-        (
-            getattr(token, "rstrip", False)
-            and any(map(boundary.search, (f"{token} a", f"{token}\n")))
-        )
-        or (getattr(token, "lstrip", False) and boundary.search(f"a {token}"))
-        for token in added_tokens
+def _tiktoken_engine(expression: str) -> Callable[[str], Any]:
+    """Compile an expression for one character, as tiktoken does."""
+    import tiktoken
+
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "character", pat_str=expression, mergeable_ranks=ranks, special_tokens={}
     )
 
+    def matches(characters: str) -> Any:
+        found = {*bytes(encoding.encode_ordinary(characters)).decode()}
+        return numpy.array([character in found for character in characters])
 
-def _sample_texts(vocabulary: list[str], added: list[str]) -> list[str]:
-    """Make random texts of vocabulary entries and difficult pieces, the same at every start."""
-    dice = random.Random(0)
-    difficult = [*_DIFFICULT, *dice.sample(added, min(len(added), len(_DIFFICULT)))]
-    texts: list[str] = []
-    for _ in range(_SAMPLES):
-        pieces = dice.choices(vocabulary, k=6) + dice.choices(difficult, k=8) + [" and a b. C\n"]
-        dice.shuffle(pieces)
-        texts.append("".join(pieces))
-    return texts
-
-
-def _splits(kind: Boundaries, samples: list[str], encode: Any) -> bool:
-    """Return whether the tokenizer splits the samples at every boundary, as far as it is tried."""
-    for text in samples:
-        places = (place for place in range(1, len(text)) if kind.holds_at(text, place))
-        for at in islice(places, 4):
-            before, anchor = encode(text[:at]), text[at - 1]
-            rest = encode(anchor + text[at:])[len(encode(anchor)) :]
-            if before + rest != encode(text):
-                return False
-            # The text after the boundary's right context must not matter, either.
-            if encode(text[: at + RIGHT_CONTEXT])[: len(before)] != before:
-                return False
-    return True
+    return matches

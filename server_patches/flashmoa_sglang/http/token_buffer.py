@@ -9,20 +9,23 @@ give the same tokens. The rare token that changes all the same is taken back, wi
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flashmoa_sglang.http.token_boundaries import RIGHT_CONTEXT, find_boundaries, vocabulary_of
+from flashmoa_sglang.http.token_boundaries import RIGHT_CONTEXT, read_tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TokenizedPrefix(NamedTuple):
@@ -32,6 +35,8 @@ class TokenizedPrefix(NamedTuple):
     tokens: int
 
 
+# Texts of more characters take longer than other requests should wait.
+LONG_TEXT = 1 << 14
 # Text after the last boundary is tokenised ahead once there is this much of it, in characters.
 _LONG = 32
 # The last of these characters stay back: the tokens at a text's end often change with the next.
@@ -62,29 +67,34 @@ class CanonicalTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encode = tokenizer.encode
+        self.encode("")
+        self.boundaries, affixes = read_tokenizer(tokenizer, self.encode)
+        self.prefix, self.suffix = affixes or self._find_affixes()
+        self.bos = getattr(tokenizer, "bos_token_id", None)
+        self._has_failed = False
+
+    def _find_affixes(self) -> tuple[list[int], list[int]]:
         plain, with_special = self.encode("a"), self.encode("a", add_special_tokens=True)
         start = _find_sublist(with_special, plain)
-        self.prefix = with_special[:start]
-        self.suffix = with_special[start + len(plain) :]
-        self.bos = getattr(tokenizer, "bos_token_id", None)
-        self.boundaries = find_boundaries(tokenizer, self.encode)
-        self._has_failed = False
+        return with_special[:start], with_special[start + len(plain) :]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_window(self, text: str, start: int, anchored: bool) -> list[tuple[int, int]] | None:
-        """Tokenise ``text[start:]`` by itself, or as in ``encode_between`` if ``anchored``.
+    def encode_window(
+        self, text: str, start: int, end: int, anchored: bool
+    ) -> list[tuple[int, int]] | None:
+        """Tokenise ``text[start:end]`` by itself, or as in ``encode_between`` if ``anchored``.
 
         Return each token with the place in ``text`` at which it ends, or -1 if that is inside a
         character; ``None`` if the tokenizer does not tell places.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
-        first, end = start - 1 if anchored and start else start, len(text)
+        first = start - len(self.boundaries.anchor(text, start)) if anchored and start else start
         try:
             encoded = self._tokenizer(
-                text[first:], add_special_tokens=False, return_offsets_mapping=True
+                text[first:end], add_special_tokens=False, return_offsets_mapping=True
             )
             places = encoded["offset_mapping"]
             following = [*places[1:], (end, end)][: len(places)]
@@ -109,10 +119,25 @@ class CanonicalTokenizer:
         """Return the tokens of ``text[start:end]`` in ``text``; ``start`` is 0 or a boundary."""
         if start == 0:
             return self.encode(text[:end])
-        # Some tokenizers treat the start of a text specially. One character before is enough
-        # context, because a boundary splits after it whatever text is before it.
-        anchor = text[start - 1]
+        # Some tokenizers treat the start of a text specially. The characters before are enough
+        # context, because a boundary splits after them whatever text is before them.
+        anchor = self.boundaries.anchor(text, start)
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
+
+    def encode_from(self, text: str, start: int, most: int | None = None) -> list[int]:
+        """Return the tokens of ``text[start:]`` in ``text``; ``start`` is 0 or a boundary.
+
+        Args: most: if there are more tokens than this, only the first of them are returned.
+        """
+        tokens: list[int] = []
+        for end in stretches(start, len(text)):
+            boundary = self.boundaries.last(text, start, end) if end < len(text) else end
+            if boundary > start:
+                tokens += self.encode_between(text, start, boundary)
+                start = boundary
+            if most is not None and len(tokens) > most:
+                break
+        return tokens
 
     @cached_property
     def digest(self) -> str | None:
@@ -125,7 +150,7 @@ class CanonicalTokenizer:
             if backend is not None:
                 rules = backend.to_str()
             else:
-                rules = json.dumps(sorted(vocabulary_of(self._tokenizer).items()))
+                rules = json.dumps(sorted(_vocabulary_of(self._tokenizer).items()))
         except Exception as error:
             text = "/flashmoa/info has no digest of the tokenizer, which cannot be read: %s"
             logger.info(text, error)
@@ -198,20 +223,33 @@ class TokenBuffer:
         """How many of ``tokens`` no later text can change."""
         return self._prefixes[-1].tokens
 
-    def append(self, text: str) -> int:
+    def append(self, text: str, most: int | None = None) -> int:
         """Add text, and to ``tokens`` those that it settles.
+
+        Args: most: the text is not tokenised to its end if there are more tokens than this.
 
         Return how many tokens are still the same as before; later ones were taken back.
         """
-        before = len(self.tokens)
+        kept, start = len(self.tokens), len(self.text)
         self.text += text
+        for end in stretches(start, len(self.text)):
+            kept = min(kept, self._tokenize(end))
+            if most is not None and len(self.tokens) > most:
+                break
+        return kept
+
+    def _tokenize(self, end: int) -> int:
+        """Tokenise as much of ``text[:end]`` as is settled.
+
+        Return how many tokens are still the same as before.
+        """
+        kept = len(self.tokens)
         start = self._prefixes[-1].chars
         # Some languages have no boundaries for long, and are not searched again and again.
         search_from = max(start, self._searched)
-        boundary = self._tokenizer.boundaries.last(self.text, search_from)
+        boundary = self._tokenizer.boundaries.last(self.text, search_from, end)
         # Whether the last characters are at one depends on what follows them.
-        self._searched = len(self.text) - RIGHT_CONTEXT
-        kept = before
+        self._searched = end - RIGHT_CONTEXT
         if boundary > search_from:
             new = array("q", self._tokenizer.encode_between(self.text, start, boundary))
             kept = self.certain_tokens + common_length(new, self.tokens[self.certain_tokens :])
@@ -219,12 +257,12 @@ class TokenBuffer:
             self.tokens.extend(new)
             self._prefixes.append(TokenizedPrefix(boundary, len(self.tokens)))
             self._look_at = boundary + _LONG
-        if len(self.text) >= self._look_at:
-            kept = min(kept, self._tokenize_ahead())
+        if end >= self._look_at:
+            kept = min(kept, self._tokenize_ahead(end))
         return kept
 
-    def _tokenize_ahead(self) -> int:
-        """Add tokens of the text after the last boundary that are likely to stay.
+    def _tokenize_ahead(self, end: int) -> int:
+        """Add tokens of ``text[:end]`` after the last boundary that are likely to stay.
 
         Return how many tokens are still the same as before.
         """
@@ -235,7 +273,7 @@ class TokenBuffer:
         windows = places[max(at - 3, 0) : max(at, 1)]
         for window in reversed(windows):
             encoded = self._tokenizer.encode_window(
-                self.text, window.chars, window == self._prefixes[-1]
+                self.text, window.chars, end, window == self._prefixes[-1]
             )
             if encoded is None:
                 self._look_at = sys.maxsize
@@ -245,16 +283,15 @@ class TokenBuffer:
                 break
         else:
             # More text may settle what these windows cannot.
-            self._look_at = len(self.text) + max(_LONG, len(self.text) - last.chars)
+            self._look_at = end + max(_LONG, end - last.chars)
             self._take_back(windows[0].tokens)
             return windows[0].tokens
-        count, settled = len(self.tokens), len(self.text) - _UNSETTLED
+        count, settled = len(self.tokens), end - _UNSETTLED
         new = [
             number for number in range(repeated, len(encoded)) if 0 <= encoded[number][1] <= settled
         ]
         # A token that does not end is not looked at for each few characters.
-        step = _UNSETTLED if new else len(self.text) - last.chars
-        self._look_at = len(self.text) + step
+        self._look_at = end + (_UNSETTLED if new else end - last.chars)
         if new:
             self.tokens.extend(token for token, _ in encoded[repeated : new[-1] + 1])
             first = last.tokens + 1 - repeated
@@ -285,8 +322,14 @@ class TokenBuffer:
     def snapshot(self) -> TokenBuffer:
         """Return a buffer of the same text, which another thread may read while this one grows."""
         same = copy(self)
-        same.tokens, same._prefixes = self.tokens[:], self._prefixes[:]
+        same.tokens = self.tokens[:]
+        same._prefixes, same._ahead = self._prefixes[:], self._ahead[:]
         return same
+
+    @property
+    def unsettled_characters(self) -> int:
+        """Length of the text after the last boundary."""
+        return len(self.text) - self._prefixes[-1].chars
 
     def checkpoint(self) -> tuple[int, int]:
         """Return a state that can be restored."""
@@ -301,9 +344,12 @@ class TokenBuffer:
         self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
         self._look_at = self._prefixes[-1].chars + _LONG
 
-    def all_tokens(self) -> list[int]:
-        """Return the tokens of the text as if it ended here."""
-        tokens = self.encode(self.text, self.add_special_tokens)
+    def all_tokens(self, more: str = "", most: int | None = None) -> list[int]:
+        """Return the tokens of the text as if it ended here, or after some more text.
+
+        Args: most: if there are more tokens than this, only the first of them are returned.
+        """
+        tokens = self.encode(self.text + more, self.add_special_tokens, most)
         skipped = len(self._tokenizer.prefix) if self.add_special_tokens else 0
         return self._lead + tokens[skipped:]
 
@@ -318,19 +364,24 @@ class TokenBuffer:
             return list(self._head.tokens)
         return self._tokenizer.encode(text, add_special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Return a text's tokens, tokenising only the part that this buffer has not tokenised yet.
 
         If ``text`` departs from the buffered text, tokens up to the last boundary before that place
         are reused.
+
+        Args: most: if there are more tokens than this, only the first of them are returned.
         """
         tokenizer = self._tokenizer
-        if add_special_tokens != self.add_special_tokens and (tokenizer.prefix or tokenizer.suffix):
+        has_special = bool(tokenizer.prefix or tokenizer.suffix)
+        is_other = add_special_tokens != self.add_special_tokens and has_special
+        if is_other or not tokenizer.boundaries:
             return tokenizer.encode(text, add_special_tokens)
         prefix = self._shared_prefix(text)
         ids = list(tokenizer.prefix) if add_special_tokens else []
         ids += self.tokens[len(self._lead) : prefix.tokens]
-        ids += tokenizer.encode_between(text, prefix.chars, len(text))
+        room = None if most is None else max(most - len(ids), 0)
+        ids += tokenizer.encode_from(text, prefix.chars, room)
         return ids + tokenizer.suffix if add_special_tokens else ids
 
     def _shared_prefix(self, text: str) -> TokenizedPrefix:
@@ -344,6 +395,16 @@ class TokenBuffer:
         return self._prefixes[index]
 
 
+def stretches(start: int, end: int) -> list[int]:
+    """Return the ends of the stretches in which a long text is tokenised one after another."""
+    return [*range(start + LONG_TEXT, end, LONG_TEXT), end]
+
+
+async def tokenize_aside(characters: int, work: Callable[[], T]) -> T:
+    """Tokenise a text of some length; a long one in a thread, so that other requests go on."""
+    return work() if characters <= LONG_TEXT else await asyncio.to_thread(work)
+
+
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the length of the common prefix of two texts, or of two arrays of tokens."""
     low, high = 0, min(len(first), len(second))
@@ -354,6 +415,14 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _vocabulary_of(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the vocabulary's entries by their text; some tokenizers have bytes."""
+    return {
+        token.decode(errors="replace") if isinstance(token, bytes) else token: index
+        for token, index in tokenizer.get_vocab().items()
+    }
 
 
 def _find_sublist(haystack: list[int], needle: list[int]) -> int:

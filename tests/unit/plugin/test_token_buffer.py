@@ -345,7 +345,7 @@ def test_the_last_boundary_is_the_last_of_all_places(
 ) -> None:
     boundaries = tokenizers["llama"].boundaries
     places = [place for place in range(start + 1, len(text)) if boundaries.holds_at(text, place)]
-    assert boundaries.last(text, start) == max(places, default=start)
+    assert boundaries.last(text, start, len(text)) == max(places, default=start)
 
 
 @contextmanager
@@ -461,7 +461,9 @@ def test_a_token_that_does_not_end_is_not_tokenised_again_and_again(text: str) -
     with counting(tokenizer, "encode_window") as tokenised:
         for start in range(0, len(text), 16):
             buffer.append(text[start : start + 16])
-    assert 0 < sum(tokenised) < 3 * len(text)
+    # Between two spaces, neither of which is in a token, there is a boundary.
+    assert bool(tokenised) == (not text.isspace())
+    assert sum(tokenised) < 3 * len(text)
     assert buffer.all_tokens() == tokenizer.encode(text)
 
 
@@ -534,13 +536,6 @@ def test_without_a_vocabulary_text_is_held_back_to_its_end(
         buffer.append(piece)
         assert len(buffer.tokens) == 0
     assert buffer.all_tokens() == real.encode("One two three. Four\nfive", add_special_tokens=False)
-
-
-def test_a_vocabulary_of_bytes_is_read(real: Any) -> None:
-    spelled = {token.replace("Ġ", " ").encode(): index for token, index in real.get_vocab().items()}
-    tokenizer = CanonicalTokenizer(Wrapped(real, get_vocab=lambda: {**spelled, b"\xff": 9999}))
-    assert "word" in tokenizer.boundaries.kinds
-    assert tokenizer.digest
 
 
 def test_with_an_incompatible_encode_method_streams_still_take_token_ids(

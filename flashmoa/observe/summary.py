@@ -151,7 +151,7 @@ class Summary:
             return text
         return (
             f"{text}, instead of about {seconds(overlap.unlinked)}, by the engine's measured "
-            "costs; what prefilling ahead took from answers being written is not counted"
+            "costs; not counted: what that took from answers being written"
         )
 
 

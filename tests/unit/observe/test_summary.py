@@ -173,8 +173,7 @@ def test_the_wait_is_compared_with_the_engines_estimate_if_it_made_one_for_all_h
     assert whole.overlap.unlinked == 5.5
     assert str(whole).endswith(
         "came 1.50 s after their requests, added up, instead of about 5.50 s, by the "
-        "engine's measured costs; what prefilling ahead took from answers being written is not "
-        "counted"
+        "engine's measured costs; not counted: what that took from answers being written"
     )
     unknown = call("C", 3, 4, 5, StreamUse(id="s", status="hit"))
     assert summary(calls([*events, *unknown])).overlap.unlinked is None

@@ -1,3 +1,4 @@
+# make setup   set everything up, and fetch the demo's model
 # make demo    set everything up and run the chain of agents on two CPU engines
 # make test    set everything up and pass the tests (about ten minutes)
 # make test-ci     these and the slow ones; what continuous integration runs
@@ -23,6 +24,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
+# What the demo serves. Tests have smaller models.
+MODEL := .cache/models/SmolLM2-135M-Instruct
 SOURCES := flashmoa server_patches cpu_platform benchmarks examples tests docs
 PROJECTS := pyproject.toml server_patches/pyproject.toml cpu_platform/pyproject.toml benchmarks/pyproject.toml
 REQUIREMENTS := $(filter-out requirements/vllm.txt requirements/dynamo.txt,$(wildcard requirements/*.txt))
@@ -37,7 +40,7 @@ DEFAULT_SOURCE := .cache/sglang/$(shell sed -n 's/^sglang==//p' requirements/sgl
 FRAMEWORKS := .venvs/frameworks/.ready .venvs/frameworks-openai2/.ready
 
 .PHONY: setup demo demo-dynamo test test-ci test-all nightly check-newest test-conformance test-dynamo test-vllm test-releases $(RELEASE_TESTS) gpu-prepare check format docs clean
-setup: $(READY)
+setup: $(READY) $(MODEL)
 
 define CHECK_MACHINE
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -60,6 +63,9 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/routers.txt
 	@touch $@
+
+$(MODEL): | $(READY)
+	@$(BIN)/python examples/smollm2.py
 
 demo: $(READY)
 	@$(BIN)/python examples/chain.py

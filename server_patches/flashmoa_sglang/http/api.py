@@ -102,7 +102,7 @@ class Api:
             app.add_api_route(path, _make_endpoint(handler), methods=[method])
         own_routes = app.router.routes[len(sglang_routes) :]
         app.router.routes[:] = own_routes + sglang_routes
-        logging.getLogger("uvicorn.access").addFilter(_names_no_stream)
+        logging.getLogger("uvicorn.access").addFilter(_is_logged)
 
     async def ready(self, _request: Request) -> dict[str, Any]:
         """Answer whether new requests may come; SGLang's /health would decode a token for that."""
@@ -270,13 +270,14 @@ def refuse_nesting(_request: Request, _error: Exception) -> Response:
     return JSONResponse(error.body(), status_code=error.status)
 
 
-def _names_no_stream(record: logging.LogRecord) -> bool:
-    """Filter requests to single streams out of the access log.
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Filter requests to single streams, and probes, out of the access log.
 
     A reader of the log who finds a stream's id could use the stream. Appends would also be a line
-    for every few tokens.
+    for every few tokens, and routers and ``flashmoa serve`` probe every two seconds or less.
     """
-    return "/prompt_streams/" not in record.getMessage()
+    line = record.getMessage()
+    return "/prompt_streams/" not in line and " /health/ready " not in line
 
 
 def _modelled_gpu() -> str | None:

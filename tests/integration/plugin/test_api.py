@@ -73,7 +73,7 @@ async def test_prefill_only_neither_samples_nor_detokenizes(
     assert "Traceback" not in engine.log.read_text()[before:]
 
 
-async def test_ids_of_streams_are_not_in_the_log(
+async def test_ids_of_streams_and_probes_are_not_in_the_log(
     engine: LocalEngine,
     http: httpx.AsyncClient,
     client: EngineClient,
@@ -89,7 +89,11 @@ async def test_ids_of_streams_are_not_in_the_log(
         while state["failure"] is None:
             await anyio.sleep(0.01)
             state = (await http.get(f"/prompt_streams/{state['id']}")).json()
+    # Routers probe every two seconds.
+    assert (await http.get("/health/ready")).json() == {"status": "ready"}
+    assert (await http.get("/model_info")).status_code == 200
     log = engine.log.read_text()
+    assert "/model_info" in log and "/health/ready" not in log
     assert "/prompt_streams HTTP" in log and "A prompt stream is not prefilled" in log
     assert stream.id not in log and state["id"] not in log
     await client.delete_stream(state["id"])

@@ -151,7 +151,7 @@ def parse_object(text: str | bytes | memoryview) -> dict[str, Any]:
 def make_error_response(status: int, message: str, code: str | None = None) -> Response:
     """Return an error of the router in the format of the engines' errors."""
     # In ASCII, so that any string can be encoded.
-    content = json.dumps({"error": {"message": message, "code": code or status}})
+    content = json.dumps({"error": {"message": message, "code": code or str(status)}})
     return Response(content, status, media_type="application/json")
 
 
@@ -308,5 +308,5 @@ class _RelayedStream(StreamingResponse):
             if not piece.endswith(_EVENT_END):
                 yield _EVENT_END
             message = str(EngineLost(str(error) or type(error).__name__))
-            event = json.dumps({"error": {"message": message, "code": 502}})
+            event = json.dumps({"error": {"message": message, "code": "502"}})
             yield f"data: {event}\n\n".encode()

@@ -321,7 +321,7 @@ def error_body(
         kind = "requests"
     message = without_urls(str(error), engines or {}) or type(error).__name__
     return status, {
-        "error": {"message": message, "type": kind, "param": param, "code": code or status}
+        "error": {"message": message, "type": kind, "param": param, "code": code or str(status)}
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -212,5 +213,6 @@ async def test_error_of_a_lost_engine_is_an_event_of_its_own(sent: bytes) -> Non
         await answer({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert relayed.startswith(sent)
     before, error, rest = relayed.rsplit(b"\n\n", 2)
-    assert error.startswith(b'data: {"error"') and rest == b"" and before == sent.rstrip(b"\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "502"
+    assert rest == b"" and before == sent.rstrip(b"\n")
     assert count(connections, "lost") == 1

@@ -84,6 +84,8 @@ async def test_errors_do_not_show_the_urls_of_engines(caplog: pytest.LogCaptureF
         answers = [await ask(http), await ask(http, stream=True)]
     assert answers[0].status_code == 502
     for answer in answers:
+        # OpenAI's codes are texts.
+        assert '"code": "502"' in answer.text
         assert "engine 1 cannot be reached" in answer.text and NOWHERE not in answer.text
     assert NOWHERE in caplog.text
 

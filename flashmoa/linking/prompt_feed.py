@@ -250,6 +250,8 @@ class PromptFeed(Feed):
                 f"{self._engine.url} did not open a prompt stream within {_OPEN_SECONDS:g} s; see "
                 "the engine's log"
             )
+        # The engine limits it.
+        self._ttl = min(self._ttl, states[0].ttl_seconds)
         self._postpone_keep_alive()
         return states[0]
 

@@ -30,6 +30,7 @@ class HungEngine:
         lacks: routes that it does not have.
         gone: ids of streams that have expired.
         answers: the answers of other paths, which it does not have otherwise.
+        ttl_seconds: how long its streams live, whatever they ask for.
         requests: every request so far, as (route, body), without questions for its settings.
     """
 
@@ -39,6 +40,7 @@ class HungEngine:
         self.lacks: set[Route] = set()
         self.gone: set[str] = set()
         self.answers: dict[str, Any] = {"/model_info": PARSES_NOTHING}
+        self.ttl_seconds = 30.0
         self.requests: list[tuple[Route, dict[str, Any]]] = []
         self._ids = (f"s{number}" for number in itertools.count())
 
@@ -82,7 +84,8 @@ class HungEngine:
         elif route == "render":
             await send(client, 200, {"text": "\n".join(m["content"] for m in body["messages"])})
         else:
-            await send(client, 200, {**STATE, "id": next(self._ids), "next_seq": 0})
+            state = {**STATE, "ttl_seconds": self.ttl_seconds}
+            await send(client, 200, {**state, "id": next(self._ids), "next_seq": 0})
 
 
 STATE = {
@@ -91,7 +94,6 @@ STATE = {
     "computed_tokens": 1,
     "increments": 1,
     "ended": False,
-    "ttl_seconds": 30.0,
     "pace_seconds": 0.01,
 }
 

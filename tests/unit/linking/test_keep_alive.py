@@ -27,13 +27,13 @@ TTL = 0.3
 
 @asynccontextmanager
 async def linked(
-    engine: HungEngine, events: list[Event] | None = None, **more: Any
+    engine: HungEngine, events: list[Event] | None = None, ttl: float = TTL, **more: Any
 ) -> AsyncGenerator[Link]:
     """Yield a link to a prompt with two slots, once its stream is open."""
     prompt = Prompt(["Go. ", Slot("a"), Slot("b")])
     listener = events.append if events is not None else ignore
     async with (
-        EngineClient(engine.url, timeout=25.0, engine_settings=EngineSettings(TTL)) as client,
+        EngineClient(engine.url, timeout=25.0, engine_settings=EngineSettings(ttl)) as client,
         anyio.create_task_group() as group,
     ):
         link = Link(client, prompt, agent="reader", listener=listener, **more)
@@ -50,6 +50,13 @@ async def test_a_link_of_a_slow_writer_is_kept_alive() -> None:
         await engine.until("append")
         await engine.until("keep_alive", 5)
         assert not link.is_over
+
+
+async def test_a_stream_that_lives_shorter_than_asked_for_is_kept_alive_in_time() -> None:
+    async with hung_engine() as engine:
+        engine.ttl_seconds = TTL
+        async with linked(engine, ttl=100_000.0):
+            await engine.until("keep_alive", 3)
 
 
 async def test_text_that_cannot_be_sent_yet_does_not_keep_a_stream_alive() -> None:

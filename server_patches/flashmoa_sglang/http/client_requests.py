@@ -424,7 +424,7 @@ async def prewarm(
     Raises: ValueError if the engine keeps no KV or is one of a PD pair (SGLang answers 400).
     """
     table: StreamTable = manager.flashmoa_table
-    if table.engine.role != "null":
+    if table.engine.role is not None:
         raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
     if reason := table.engine.why_no_kv():
         raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")

@@ -147,9 +147,10 @@ class Engine:
         return {"path": self._manager.model_path, "name": self._manager.served_model_name}
 
     @property
-    def role(self) -> str:
-        """The engine's role in a PD pair: ``prefill``, ``decode``, or ``null`` without a pair."""
-        return self._arguments.disaggregation_mode
+    def role(self) -> str | None:
+        """The engine's role in a PD pair, ``prefill`` or ``decode``; ``None`` without a pair."""
+        mode = self._arguments.disaggregation_mode
+        return None if mode == "null" else mode
 
     def require_prefills(self) -> None:
         if self.role == "decode":

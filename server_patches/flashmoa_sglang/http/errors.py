@@ -57,7 +57,7 @@ class DecodesOnly(ApiError):
 
 
 class StreamOutOfOrder(ApiError):
-    """Raised when an append skips ahead, or the stream has ended."""
+    """Raised when an append skips ahead or differs from its repetition, or the stream has ended."""
 
     status, code = 409, "out_of_order"
 

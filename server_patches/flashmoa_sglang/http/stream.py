@@ -79,6 +79,7 @@ class PromptStream:
     Attributes:
         ids: of a stream of text, its tokens once it has ended.
         next_seq: the number of the append that is expected next.
+        last_append: a hash of the last one, which may be repeated.
         sent: number of tokens that have been handed over to the schedulers.
         kept: how many of these are still right.
         end_sent: whether they have been told that no more tokens come.
@@ -101,6 +102,7 @@ class PromptStream:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     ids: array[int] = field(default_factory=lambda: array("q"))
     next_seq: int = 0
+    last_append: int | None = None
     ended_at: float | None = None
     sent: int = 0
     kept: int = 0

@@ -247,7 +247,8 @@ class StreamTable:
         Raises:
             StreamGone: if the stream's final request has come.
             EngineDraining: if the server is shutting down.
-            StreamOutOfOrder: if the stream has ended, or pieces before this one are missing.
+            StreamOutOfOrder: if the stream has ended, pieces before this one are missing, or the
+                last piece had the same number and was another one.
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
         if stream.claimed:
@@ -256,7 +257,14 @@ class StreamTable:
                 "a new one.",
                 reason="used",
             )
+        hashed = hash((piece if isinstance(piece, str) else tuple(piece), end))
         if seq < stream.next_seq:
+            if seq == stream.next_seq - 1 and hashed != stream.last_append:
+                raise StreamOutOfOrder(
+                    f"Append {seq} has been added before, and was another one. Send what follows "
+                    f"it as append {stream.next_seq}, or open a new stream.",
+                    expected_seq=stream.next_seq,
+                )
             return
         if self._engine.draining:
             raise EngineDraining("The server is shutting down; send the whole request elsewhere.")
@@ -272,6 +280,7 @@ class StreamTable:
         if piece or (end and stream.buffer is not None):
             self.add(stream, piece, end)
         stream.next_seq += 1
+        stream.last_append = hashed
         if end:
             stream.ended_at = time.monotonic()
         metrics.count("stream_tokens_buffered", stream.known_tokens() - known)

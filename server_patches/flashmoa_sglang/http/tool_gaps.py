@@ -82,7 +82,7 @@ class ToolGaps:
     def may_hold(engine: Engine) -> bool:
         """Return whether prompts are to be held, and this engine keeps KV and decodes."""
         wanted = Options.from_environment().hold_tool_calls > 0
-        return wanted and engine.role == "null" and engine.has_radix_cache
+        return wanted and engine.role is None and engine.has_radix_cache
 
     def watch(self, obj: Any, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         """Return the outputs of a ``GenerateReqInput``, and note how its answer ends."""

@@ -30,6 +30,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_the_chat_of_the_engines_api_finds_its_stream(engine: LocalEngine) -> None:
+    page = (DOCS / "engine-api.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in program.splitlines() if line.strip()]) <= 25
+    program = program.replace("http://127.0.0.1:30000", engine.url)
+    run = await anyio.run_process([sys.executable, "-c", program], check=False)
+    assert run.stdout.decode().split() == ["hit"], run.stderr.decode()
+
+
+@pytest.mark.anyio
 async def test_the_first_program_of_the_documentation_runs(
     engine: LocalEngine, tmp_path: Path
 ) -> None:

@@ -28,7 +28,9 @@ from tests.integration.support import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_info_describes_the_engine(client: EngineClient) -> None:
+async def test_info_describes_the_engine(http: httpx.AsyncClient, client: EngineClient) -> None:
+    # It is in no pair.
+    assert (await http.get("/flashmoa/info")).json()["role"] is None
     info = await client.info()
     assert info.sglang["version"] in TESTED
     assert {"prefill_only", "prompt_streams", "render"} <= set(info.capabilities)
@@ -142,6 +144,10 @@ async def test_out_of_order_and_late_appends_lose_nothing(client: EngineClient) 
     # The second time changes nothing.
     for _ in range(2):
         assert (await client.append(opened.id, 0, text=" three four five")).next_seq == 1
+    # Another text may not take its place.
+    for other in (" three", " three four five six"):
+        with pytest.raises(StreamOutOfOrder, match="Send what follows it as append 1"):
+            await client.append(opened.id, 0, text=other)
     ended = await client.append(opened.id, 1, end=True)
     assert ended.ended
     with pytest.raises(StreamOutOfOrder, match="ended"):
@@ -151,6 +157,19 @@ async def test_out_of_order_and_late_appends_lose_nothing(client: EngineClient) 
     assert usage.prompt_stream.status == "hit"
     with pytest.raises(StreamGone, match="used"):
         await client.append(opened.id, 2, text=" six")
+
+
+async def test_a_stream_may_begin_with_nothing_and_lives_for_an_hour_at_most(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
+    opened = await client.open_stream(text="", ttl_seconds=100_000)
+    most = (await http.get("/flashmoa/info")).json()["limits"]["ttl_seconds"]
+    assert opened.ttl_seconds == most == 3600
+    for seq, text in enumerate(("", "one ", "", "two")):
+        assert (await client.append(opened.id, seq, text=text)).next_seq == seq + 1
+    await client.append(opened.id, 4, text="", end=True)
+    _, usage = await generate(client, "one two three", 2, opened.id)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
 
 
 async def test_an_oversized_piece_is_refused_and_its_stream_stays_open(

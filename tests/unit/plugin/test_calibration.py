@@ -55,7 +55,7 @@ class FakeEngine:
     max_unchunked_prompt = 2048
     max_prompt_tokens = 6000
     vocabulary = 100
-    role = "null"
+    role = None
     steps_together = False
     draining = warming_up = False
     waits_for: int | None = None

@@ -173,10 +173,10 @@ def test_a_larger_priority_is_more_urgent_in_any_order_of_the_engine(
     ("role", "why", "request_", "says"),
     [
         ("prefill", None, lambda: generation([1]), "one of a PD pair"),
-        ("null", "It keeps no KV", lambda: generation([1]), "no prompt can be warmed"),
-        ("null", None, lambda: generation([[1], [2]]), "one by one"),
-        ("null", None, lambda: generation(None, text=["a", "b"]), "one by one"),
-        ("null", None, lambda: generation([1], sampling_params={"n": 2}), "one by one"),
+        (None, "It keeps no KV", lambda: generation([1]), "no prompt can be warmed"),
+        (None, None, lambda: generation([[1], [2]]), "one by one"),
+        (None, None, lambda: generation(None, text=["a", "b"]), "one by one"),
+        (None, None, lambda: generation([1], sampling_params={"n": 2}), "one by one"),
     ],
     ids=["pair", "no KV", "batch", "texts", "answers"],
 )
@@ -190,7 +190,7 @@ async def test_what_cannot_be_prewarmed_is_refused(
         await anext(outputs)
 
 
-@pytest.mark.parametrize("role", ["null", "prefill"])
+@pytest.mark.parametrize("role", [None, "prefill"])
 async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(role: str) -> None:
     engine: Any = FakeEngine()
     engine.role, engine.why_no_kv = role, lambda: None
@@ -200,8 +200,8 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
     chat = {"messages": [], "prompt_cache_options": {"prewarm": True}}
     await send(table, stream.id, warm, **chat)
     # An engine that refuses to prewarm leaves it.
-    assert stream.closed == ("used" if role == "null" else None)
-    assert ("prompt_stream" in warm["meta_info"]) == (role == "null")
+    assert stream.closed == ("used" if role is None else None)
+    assert ("prompt_stream" in warm["meta_info"]) == (role is None)
     table.close(stream, "deleted")
 
 
@@ -218,7 +218,7 @@ def test_an_engine_whose_score_route_is_sglangs_does_not_say_that_it_scores(
     packs_items: bool,
 ) -> None:
     engine: Any = SimpleNamespace(
-        role="null",
+        role=None,
         packs_items=packs_items,
         why_no_kv=lambda: None,
         tokenizer=None,

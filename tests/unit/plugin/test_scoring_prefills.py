@@ -41,7 +41,7 @@ class CountingEngine:
         retracts: the last tokens of prompts whose prefill SGLang interrupts once.
     """
 
-    role = "null"
+    role = None
 
     def __init__(self, queue: int | None = None) -> None:
         self.max_queued_requests = queue

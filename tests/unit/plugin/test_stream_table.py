@@ -22,7 +22,12 @@ torchvision_ops.allow_mismatched_build()
 
 from flashmoa_sglang.http import bodies, streams  # noqa: E402
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
-from flashmoa_sglang.http.errors import EngineBusy, EngineDraining, EngineFailed  # noqa: E402
+from flashmoa_sglang.http.errors import (  # noqa: E402
+    EngineBusy,
+    EngineDraining,
+    EngineFailed,
+    StreamOutOfOrder,
+)
 from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank  # noqa: E402
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
@@ -368,6 +373,38 @@ def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
     """Return the streams of a message, and which of them grow."""
     assert len({id_ for id_, _, _ in tokens}) == len(tokens)
     return {id_: grows for id_, _, grows in tokens}
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "is_same"),
+    [
+        (("one ", False), ("one ", False), True),
+        (("one ", False), ("one", False), False),
+        (("one ", False), ("one ", True), False),
+        (("", True), ("", True), True),
+        (([1, 2], False), ([1, 2], False), True),
+        (([1, 2], False), ([2, 1], False), False),
+        (([1], True), ([], True), False),
+    ],
+)
+async def test_the_last_append_may_be_repeated_but_not_changed(
+    table: StreamTable, first: tuple[Any, bool], again: tuple[Any, bool], is_same: bool
+) -> None:
+    buffer: TokenBuffer | None = None
+    if isinstance(first[0], str):
+        tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+    table.open(stream := PromptStream(60.0, buffer))
+    table.append(stream, 0, *first)
+    state = stream.state()
+    if is_same:
+        table.append(stream, 0, *again)
+    else:
+        with pytest.raises(StreamOutOfOrder, match="as append 1") as refused:
+            table.append(stream, 0, *again)
+        assert refused.value.details == {"expected_seq": 1}
+    assert stream.state() == state
+    table.close(stream, "deleted")
 
 
 async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None:

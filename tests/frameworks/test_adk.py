@@ -263,10 +263,9 @@ async def test_calls_of_tools_with_equal_ids_keep_their_own_results(
 
     unlinked = await play(None)
     assert await play(LinkPlugin(listener=events.append)) == unlinked
-    found = Counter((call.agent, status(call)) for call in calls(events))
-    assert found == {
-        (name, how): count for name in names for how, count in (("unlinked", 1), ("hit", rounds))
-    }
+    for name in names:
+        _, *after_tools = [status(call) for call in calls(events) if call.agent == name]
+        assert after_tools == ["hit"] * rounds
 
 
 async def test_a_message_that_has_come_extends_the_link_to_its_reader(guide: str) -> None:

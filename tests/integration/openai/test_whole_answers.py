@@ -12,6 +12,8 @@ from agent_framework import Agent
 from agent_framework.orchestrations import SequentialBuilder
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
+from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 import flashmoa
 import flashmoa.agent_framework
@@ -22,7 +24,7 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.linking.link import Ahead
 from flashmoa.observe import CallFinished, Event, LinkOpened, LinkWaits
-from flashmoa.openai import AsyncOpenAI, OpenAI, run
+from flashmoa.openai import AsyncOpenAI, OpenAI, instrument, run
 from tests.integration import forced
 from tests.integration.support import start_special_engine, wait_until_idle
 
@@ -83,6 +85,23 @@ async def test_answers_in_runs_are_the_stock_clients(
                 assert read(await client.chat.completions.create(**asked)) == expected
     with OpenAI(base_url=engine.url) as blocking, run(text):
         assert read(blocking.chat.completions.create(**asked)) == expected
+
+
+async def test_answers_of_an_instrumented_framework_are_those_outside_of_runs(
+    engine: EngineClient,
+) -> None:
+    body = {**await forced.forcing(engine, LONG), **NOT_THINKING}
+
+    def model() -> ChatOpenAI:
+        key = SecretStr("-")
+        return ChatOpenAI(model="tiny", base_url=f"{engine.url}/v1", api_key=key, extra_body=body)
+
+    expected = (await model().ainvoke("Go.")).content
+    instrumented = model()
+    with instrument(instrumented):
+        for _ in range(2):
+            async with run("instrumented"):
+                assert (await instrumented.ainvoke("Go.")).content == expected
 
 
 def check_reported(events: Sequence[Event]) -> None:

@@ -26,7 +26,7 @@ _UNKNOWN = (
     "its server does not say whether it separates reasoning, and its answer is not requested as a "
     "stream"
 )
-# SGLang before 0.5.23 tells what is needed only by the second route, for which it asks a scheduler.
+# SGLang asks a scheduler to answer the second route. Before 0.5.23, the first one does not suffice.
 _ROUTES = ("/model_info", "/server_info")
 _ASK_SECONDS = 2.0
 _KNOWN_SECONDS = 60.0

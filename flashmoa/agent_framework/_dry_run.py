@@ -56,11 +56,11 @@ _WITHOUT_MODEL = (
 )
 _WITH_USER_CODE = ("_CallbackAggregator", "FunctionExecutor")
 
-# Beginnings of the names of methods that a client's request and its text depend on, and of those
-# that an agent's depend on. The framework divides them further from release to release.
+# A request and its text depend on the client's and the agent's methods whose names begin so. The
+# framework adds such methods from release to release.
 _CLIENT_METHODS = ("get_response", "_inner_", "_prepare_", "_build_", "_parse_")
 _AGENT_METHODS = ("run", "_prepare_", "_call_", "_parse_", "_finalize_", "_get_", "_resolve_")
-# What a user may replace without effect on these, or gets a reason of its own.
+# These change no text, or have a reason of their own.
 _OTHER_CODE = {"_parse_usage_from_openai", "tokenizer", "compaction_strategy"}
 
 _WORKFLOWS = (

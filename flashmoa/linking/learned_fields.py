@@ -22,7 +22,7 @@ _NEED_TOOLS = ("tool_choice", "parallel_tool_calls")
 
 
 class ChangingFields:
-    """Knows the fields that change, of calls of one run and of the run before it."""
+    """Knows which fields of calls change in a run, compared with the run before."""
 
     def __init__(self) -> None:
         # By name and content, in whatever order: another value. Calls often have equal fields, of
@@ -30,7 +30,7 @@ class ChangingFields:
         self._others: dict[tuple[str, Hashable], Any] = {}
 
     def add(self, fields: Fields, changes: Changes) -> None:
-        """Note the fields of a call of the run before, and those that had changed."""
+        """Note a call of the run before: its fields, and the changes up to then."""
         for name, (other, _) in changes.items():
             self._note(name, fields.get(name), other)
 

@@ -146,7 +146,7 @@ class LearnedRun:
 
     Attributes:
         parallel: the names of which calls were at the same time, in the example or in this run.
-        fields: those of calls that change from run to run.
+        fields: knows which fields of calls change from run to run.
     """
 
     def __init__(self, program: Program) -> None:

@@ -118,7 +118,7 @@ class _Router:
         """Ask every engine for its settings, and answer with one engine's.
 
         A refusal goes first, then an engine with a parser for reasoning: a client takes the answer
-        for all engines, and its next request may go to any of them.
+        for all engines.
         """
         up = [engine for engine in self._pool.engines.values() if engine.is_up]
         tried = [await self._try(call, engine) for engine in up]

@@ -156,7 +156,7 @@ async def test_a_client_with_a_method_of_its_own_is_not_called_for_predictions()
 async def test_hooks_of_a_client_are_not_called_for_predictions(
     hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The releases after those that are tested here have them: as arguments of a client."""
+    """Clients of later releases have them as arguments."""
     called: list[str] = []
     stock: Any = FlashMoAChatClient._prepare_message_for_openai
 

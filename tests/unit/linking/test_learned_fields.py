@@ -37,7 +37,7 @@ def render(fields: Mapping[str, Any], user: str) -> str:
 
 
 def play(program: Program, number: int, make: Make) -> list[tuple[str, str]]:
-    """Run a program. Return what was predicted of each call's prompt, and the prompt."""
+    """Run a program. Return the predicted beginning of each prompt, and the prompt."""
     run = LearnedRun(program)
     found: list[tuple[str, str]] = []
     for place, name in enumerate(NAMES):
@@ -58,7 +58,7 @@ def play(program: Program, number: int, make: Make) -> list[tuple[str, str]]:
 
 
 def wrong(program: Program, runs: range, make: Make) -> int:
-    """Return the number of predictions in these runs that were wrong."""
+    """Return the number of wrong predictions in these runs."""
     found = [each for number in runs for each in play(program, number, make)]
     return sum(not prompt.startswith(predicted) for predicted, prompt in found)
 
@@ -78,7 +78,7 @@ def test_tools_in_another_order_each_time_are_mispredicted_once_at_most(
 
     program = Program()
     assert wrong(program, range(6), make) <= 1
-    # What comes before the tools is predicted.
+    # The beginning is predicted, up to the tools.
     run = LearnedRun(program)
     if any(call.changes for call in run.example.values()):
         for predicted, _ in play(program, 6, make):

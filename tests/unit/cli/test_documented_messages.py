@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[3]
 _PLACEHOLDER = re.compile(
     r"\.\.\.|/flashmoa/info|\b(?:AGENT|CLASS|ERROR|HOST|METHOD|M|N|NAME|PORT|URL|X|on_failure)\b"
 )
-MESSAGES_OF_SGLANG = ("Requested token count exceeds", "The input (N tokens) is longer than")
+MESSAGES_OF_SGLANG = (
+    "Requested token count exceeds",
+    "The input (N tokens) is longer than",
+    "operator torchvision::nms does not exist",
+)
 # Sections with a table whose first column quotes messages.
 SECTIONS = (
     "### `CallStarted.unlinked`",

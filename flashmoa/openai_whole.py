@@ -53,13 +53,17 @@ async def why_left_whole(
         body: its body.
     """
     # SGLang also reads tools in system messages.
-    messages: list[Any] = body.get("messages") or []
-    if any(isinstance(each, dict) and each.get("tools") for each in (body, *messages)):
+    messages: list[Mapping[str, Any]] = body.get("messages") or []
+    if any(each.get("tools") for each in (body, *filter(_is_object, messages))):
         return _TOOLS
     separates = await _separates_reasoning(client, request)
     if separates is None:
         return _UNKNOWN
     return _PARSES if separates and body.get("separate_reasoning") is not False else None
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 async def _separates_reasoning(client: UntappedIO, request: Request) -> bool | None:

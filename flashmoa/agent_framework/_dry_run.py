@@ -247,7 +247,7 @@ def why_call_unpredictable(client: FlashMoAChatClient, arguments: Mapping[str, A
     return None
 
 
-def _find_own_code(owner: Any, stock: type[Any], methods: tuple[str, ...]) -> list[str]:
+def _find_own_code(owner: Any, stock: Any, methods: tuple[str, ...]) -> list[str]:
     """Return the names of code of the user's that an object holds.
 
     Functions may be set on it, as methods are and hooks (``message_preparer``), or be methods of
@@ -258,9 +258,9 @@ def _find_own_code(owner: Any, stock: type[Any], methods: tuple[str, ...]) -> li
         methods: beginnings of the names of the methods that count.
     """
     names = [name for name in dir(stock) if name.startswith(methods)]
-    own, of_stock = (partial(getattr_static, cls) for cls in (type(owner), stock))
-    found = [name for name in names if own(name) is not of_stock(name)]
-    found += [name for name, value in vars(owner).items() if callable(value)]
+    get, held = cast("Any", getattr_static), cast("dict[str, Any]", vars(owner))
+    found = [name for name in names if get(type(owner), name) is not get(stock, name)]
+    found += [name for name, value in held.items() if callable(value)]
     return [name for name in found if name not in _OTHER_CODE]
 
 
@@ -283,8 +283,9 @@ def _why_unpredictable(workflow: Workflow, executor: AgentExecutor) -> str | Non
     change something, and may make the agent send others a text that is not its model's.
     """
     agent: Any = executor.agent
-    stock = Agent if isinstance(agent, Agent) else RawAgent
-    if not isinstance(agent, stock) or _find_own_code(agent, stock, _AGENT_METHODS):
+    kinds: tuple[Any, ...] = (Agent, RawAgent)
+    stock = next((kind for kind in kinds if isinstance(executor.agent, kind)), None)
+    if stock is None or _find_own_code(agent, stock, _AGENT_METHODS):
         return f"it is a {type(agent).__name__}, not a stock Agent"
     if agent.middleware:
         return "it has middleware"

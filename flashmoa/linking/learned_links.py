@@ -208,8 +208,7 @@ class LearnedLinkPlanner(LinkPlanner):
             request: what the call with this key is expected to send.
         """
         earlier = self._learned.example.get(key)
-        changes = earlier.changes if earlier is not None else {}
-        forms = self._learned.fields.forms(request.fields, changes)
+        forms = self._learned.fields.forms(request.fields, earlier.changes if earlier else {})
         return [replace(request, fields=fields) for fields in forms]
 
     def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:

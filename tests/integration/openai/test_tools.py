@@ -284,7 +284,7 @@ async def test_tools_in_another_order_each_time_are_mispredicted_once_at_most(
                 {"role": "user", "content": texts[-1]},
             ]
             request: dict[str, Any] = {**SETTINGS, "tools": shuffled(), "messages": messages}
-            answer = await clients.first.chat.completions.create(**request)
+            answer: Any = await clients.first.chat.completions.create(**request)
             texts.append(answer.choices[0].message.content or "")
         return texts
 

@@ -34,7 +34,7 @@ LITERAL = "The tag <think> opens a thought."
 # Takes so long to write that links are opened meanwhile.
 LONG = f"{LITERAL} The tag </think> ends it.{' It has an end.' * 40}"
 THOUGHT = "<think>\nOne has to think about this first.\n</think>\n\nSo be it. \n"
-NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+NOT_THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 REASON = "its engine separates reasoning, and its answer is not requested as a stream"
 AHEAD: tuple[Ahead | None, ...] = (None, "nothing", "known", "text")
 

@@ -117,8 +117,7 @@ def test_fields_of_other_calls_are_predicted_as_they_were() -> None:
         return {"tools": [tool(f"look_{run}" if place == 1 else "walk")]}
 
     program = Program()
-    for number in range(4):
-        found = play(program, number, make)
+    found = [play(program, number, make) for number in range(4)][-1]
     assert [predicted == prompt for predicted, prompt in found] == [False, True, True]
 
 
@@ -127,11 +126,9 @@ def test_a_field_that_has_changed_once_is_predicted_again_after_some_runs() -> N
         return {"tools": [tool("look" if run < 2 else "walk")]}
 
     program = Program()
-    for number in range(12):
-        found = play(program, number, make)
-        if number == 4:
-            assert all(len(predicted) < len(prompt) for predicted, prompt in found)
-    assert all(predicted == prompt for predicted, prompt in found)
+    runs = [play(program, number, make) for number in range(12)]
+    assert all(len(predicted) < len(prompt) for predicted, prompt in runs[4])
+    assert all(predicted == prompt for predicted, prompt in runs[-1])
 
 
 def test_what_is_sent_in_another_order_after_tools_cuts_the_first_run_too() -> None:

@@ -164,7 +164,7 @@ class Api:
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._engine.require_kv()
         prompt = await bodies.parse(request, bodies.Prompt)
-        ids = self._reader.tokenize(prompt)
+        ids = await self._reader.tokenize(prompt)
         if not ids:
             raise MalformedRequest("The prompt is empty; there is nothing to prefill.")
         self._reader.check_room(len(ids))
@@ -208,7 +208,7 @@ class Api:
         if kind == "input_ids":
             piece = self._reader.check_ids(body.input_ids or [])
         else:
-            buffer, piece = self._reader.new_buffer(body)
+            buffer, piece = await self._reader.new_buffer(body)
         stream = PromptStream(
             ttl_seconds=min(body.ttl_seconds or limits.default_ttl_seconds, limits.ttl_seconds),
             buffer=buffer,
@@ -217,7 +217,10 @@ class Api:
                 dp_rank=self._table.rank_for(piece) if rank is None else rank,
             ),
         )
-        self._table.add(stream, piece)
+        if isinstance(piece, str):
+            await self._table.add_text(stream, piece)
+        else:
+            self._table.add(stream, piece)
         self._table.open(stream)
         return stream.state()
 
@@ -234,7 +237,7 @@ class Api:
                 )
             if kind == "input_ids":
                 piece = self._reader.check_ids(body.input_ids or [])
-        self._table.append(stream, body.seq, piece, body.end)
+        await self._table.append(stream, body.seq, piece, body.end)
         return stream.state()
 
     async def keep_alive(self, request: Request) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from flashmoa_sglang.http.guard import check_ids
 from flashmoa_sglang.http.hints import LARGEST_NUMBER
 from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.stream import Terms
+from flashmoa_sglang.http.token_buffer import tokenize_aside
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
@@ -158,24 +160,30 @@ class PromptReader:
         self._renderer = renderer
         self._characters_per_token = characters_per_token
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, however many they are."""
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt. Of text, there are not more than it may have."""
         if prompt.one_of("messages") == "input_ids":
             return self.check_ids(prompt.input_ids or [])
-        buffer, text = self.new_buffer(prompt)
-        buffer.append(text)
-        return buffer.all_tokens()
+        buffer, text = await self.new_buffer(prompt)
+        work = partial(buffer.all_tokens, text, self._engine.max_prompt_tokens)
+        ids = await tokenize_aside(len(text), work)
+        self.check_room(len(ids), may_be_more=True)
+        return ids
 
-    def new_buffer(self, prompt: Prompt) -> tuple[TokenBuffer, str]:
+    async def new_buffer(self, prompt: Prompt) -> tuple[TokenBuffer, str]:
         """Return an empty buffer for a prompt of text or messages, and the text to append first."""
         tokenizer = self.require_tokenizer()
         if prompt.messages is not None:
             rendered = self.render(prompt)
         else:
             rendered = RenderedPrompt([Piece(prompt.text or "", prompt.add_special_tokens)])
-        # The new buffer tokenises what comes before the text.
-        self.check_characters(rendered.text)
-        return rendered.new_buffer(tokenizer)
+        text = rendered.text
+        self.check_characters(text)
+        # The new buffer tokenises what comes before the last piece.
+        work = partial(rendered.new_buffer, tokenizer, self._engine.max_prompt_tokens)
+        buffer, last = await tokenize_aside(len(text) - len(rendered.pieces[-1].text), work)
+        self.check_room(len(buffer.tokens), may_be_more=True)
+        return buffer, last
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         self.require_tokenizer()
@@ -205,10 +213,15 @@ class PromptReader:
                 max_tokens=room,
             )
 
-    def check_room(self, tokens: int) -> None:
+    def check_room(self, tokens: int, may_be_more: bool = False) -> None:
+        """Refuse a prompt that is too long.
+
+        Args: may_be_more: whether these are the tokens of only a part of it.
+        """
         room = self._engine.max_prompt_tokens
         if tokens > room:
+            number = f"at least {tokens}" if may_be_more else tokens
             raise PromptTooLarge(
-                f"The prompt has {tokens} tokens; this server takes at most {room}. Shorten it.",
+                f"The prompt has {number} tokens; this server takes at most {room}. Shorten it.",
                 max_tokens=room,
             )

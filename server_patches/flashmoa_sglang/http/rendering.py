@@ -49,16 +49,21 @@ class RenderedPrompt:
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 
-    def new_buffer(self, tokenizer: CanonicalTokenizer) -> tuple[TokenBuffer, str]:
+    def new_buffer(
+        self, tokenizer: CanonicalTokenizer, most: int | None = None
+    ) -> tuple[TokenBuffer, str]:
         """Return a buffer for text that follows this prompt, and the text to append to it first.
 
         That text is the last piece. If there is one before it, it becomes the buffer's head.
+
+        Args: most: if the head has more tokens than this, it gets only the first of them.
         """
         *before, last = self.pieces
         head = None
         if before:
             (prompt,) = before
-            head = EncodedHead(*prompt, tokenizer.encode(*prompt))
+            tokens = TokenBuffer(tokenizer, prompt.add_special_tokens).all_tokens(prompt.text, most)
+            head = EncodedHead(*prompt, tokens)
         return TokenBuffer(tokenizer, last.add_special_tokens, head), last.text
 
 

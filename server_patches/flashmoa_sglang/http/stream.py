@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.http.errors import EngineFailed
-from flashmoa_sglang.http.token_buffer import common_length
+from flashmoa_sglang.http.errors import EngineFailed, PromptTooLarge, StreamGone
+from flashmoa_sglang.http.token_buffer import LONG_TEXT, common_length, tokenize_aside
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
@@ -91,6 +93,7 @@ class PromptStream:
         failure: why the stream is not prefilled any more, if it is not.
         pace_seconds: how long the client was last asked to gather text before it appends.
         waits_for_room: whether the KV pool has no room for the stream's next tokens.
+        growing: is held while text is added.
         held_from: of a stream that this server holds, the number of tokens that its prompt has in
             common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
             which no request takes; ``None`` of a client's stream.
@@ -114,10 +117,55 @@ class PromptStream:
     increments: int = 0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=256))
     failure: str | None = None
+    growing: asyncio.Lock = field(default_factory=asyncio.Lock)
     deadline: float = 0.0
     pace_seconds: float = 0.0
     waits_for_room: bool = False
     held_from: int | None = None
+
+    async def add_text(self, text: str, end: bool, room: int) -> int:
+        """Add text to a stream of text.
+
+        Args:
+            end: whether this is its end.
+            room: the most tokens that it may have.
+
+        Return how many tokens were known before, and are still the same.
+
+        Raises:
+            PromptTooLarge: if it cannot have them; it is unchanged then.
+            StreamGone: if it has ended or been used while a long text was tokenised.
+        """
+        buffer = own = self.buffer
+        assert own is not None and buffer is not None
+        characters = len(text) + (own.unsettled_characters if end else 0)
+        if characters > LONG_TEXT:
+            # Requests may use the stream, or leave, while a thread adds to a copy.
+            buffer = own.snapshot()
+        try:
+            work = partial(_append, buffer, text, end, room)
+            kept, tokens = await tokenize_aside(characters, work)
+        except PromptTooLarge:
+            self.kept = min(self.kept, len(own.tokens))
+            raise
+        if buffer is not own:
+            self.require_unused()
+            self.buffer = buffer
+        self.kept = min(self.kept, kept)
+        if end:
+            self.ids = tokens
+        return kept
+
+    def require_unused(self) -> None:
+        """Raise StreamGone if the stream has ended, or its final request has come."""
+        if self.closed is not None:
+            raise gone(self.id, self.closed)
+        if self.claimed:
+            raise StreamGone(
+                f"Prompt stream {self.id} is in use by its request and takes no more text; open "
+                "a new one.",
+                reason="used",
+            )
 
     def known(self) -> array[int]:
         """Return the tokens so far; the last ones of a stream of text may be taken back."""
@@ -185,3 +233,36 @@ class PromptStream:
             "pace_seconds": self.pace_seconds,
             "failure": self.failure,
         }
+
+
+def _append(buffer: TokenBuffer, text: str, end: bool, room: int) -> tuple[int, array[int]]:
+    """Append text to a buffer; return how many tokens are still the same, and all tokens.
+
+    Raises: PromptTooLarge if there are more than ``room``; the text is not appended then.
+    """
+    before = buffer.checkpoint()
+    kept, tokens = buffer.append(text, room), buffer.tokens
+    if end and len(tokens) <= room:
+        # Tokens that were held back so far count, too.
+        tokens = array("q", buffer.all_tokens())
+        kept = min(kept, common_length(tokens, buffer.tokens))
+    if len(tokens) > room:
+        buffer.restore(before)
+        raise over_context(room)
+    return kept, tokens
+
+
+def gone(stream_id: str, ending: Ending) -> StreamGone:
+    """Return the error for a stream that has ended."""
+    return StreamGone(
+        f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
+    )
+
+
+def over_context(room: int) -> PromptTooLarge:
+    """Return the error for a piece with which a prompt would be too long."""
+    return PromptTooLarge(
+        f"With this piece, the prompt would be too long: this server takes at most {room} tokens. "
+        "The piece was not added; shorten the prompt.",
+        max_tokens=room,
+    )

@@ -21,14 +21,12 @@ from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
     EngineDraining,
-    PromptTooLarge,
-    StreamGone,
     StreamOutOfOrder,
     StreamUnknown,
     TooManyStreams,
     shown,
 )
-from flashmoa_sglang.http.stream import Ending, PromptStream, Span, Terms
+from flashmoa_sglang.http.stream import Ending, PromptStream, Span, Terms, gone, over_context
 from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
 from flashmoa_sglang.options import Options
@@ -129,9 +127,7 @@ class StreamTable:
             return stream
         ending = self._ended.get(stream_id)
         if ending is not None:
-            raise StreamGone(
-                f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
-            )
+            raise gone(stream_id, ending)
         raise StreamUnknown(f"There is no prompt stream {shown(stream_id)}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
@@ -172,37 +168,30 @@ class StreamTable:
         self._ensure_runs("prompt streams, handover", self._handover.run)
         self._ensure_runs("prompt streams, lifetimes", self._watch_lifetimes)
 
-    def add(self, stream: PromptStream, piece: str | list[int], end: bool = False) -> None:
-        """Buffer text or token ids.
+    def add(self, stream: PromptStream, ids: Sequence[int]) -> None:
+        """Buffer token ids.
 
-        Args: end: whether these are the last ones.
         Raises: PromptTooLarge if the prompt would become too long; the stream is unchanged then.
         """
         room = self._engine.max_prompt_tokens
-        if stream.buffer is None:
-            assert not isinstance(piece, str)
-            if len(stream.ids) + len(piece) > room:
-                raise _over_context(room)
-            stream.ids.extend(piece)
-            return
-        assert isinstance(piece, str)
-        if len(stream.buffer.text) + len(piece) > room * self.limits.characters_per_token:
-            raise _over_context(room)
-        before = stream.buffer.checkpoint()
-        kept = stream.buffer.append(piece)
-        tokens = stream.buffer.tokens
+        if len(stream.ids) + len(ids) > room:
+            raise over_context(room)
+        stream.ids.extend(ids)
+
+    async def add_text(self, stream: PromptStream, text: str, end: bool = False) -> None:
+        """Buffer text, and tokenise it.
+
+        Args: end: whether it is the last.
+        Raises:
+            PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
+            StreamGone: if the stream has ended or been used while a long text was tokenised.
+        """
+        room = self._engine.max_prompt_tokens
+        if len(stream.beginning()) + len(text) > room * self.limits.characters_per_token:
+            raise over_context(room)
+        kept = await stream.add_text(text, end, room)
         if end:
-            # Tokens that were held back so far count, too.
-            tokens = array("q", stream.buffer.all_tokens())
-            kept = min(kept, common_length(tokens, stream.buffer.tokens))
-        if len(tokens) > room:
-            stream.buffer.restore(before)
-            stream.kept = min(stream.kept, len(stream.buffer.tokens))
-            raise _over_context(room)
-        stream.kept = min(stream.kept, kept)
-        if end:
-            stream.ids = tokens
-            self.streamed.total += len(tokens)
+            self.streamed.total += len(stream.ids)
             self.streamed.ahead += kept
 
     def hold(
@@ -235,13 +224,15 @@ class StreamTable:
             # one whose agent has not begun to write.
             ended_at=0.0,
         )
-        self.add(stream, list(ids))
+        self.add(stream, ids)
         if come(stream):
             return False
         self.open(stream)
         return True
 
-    def append(self, stream: PromptStream, seq: int, piece: str | list[int], end: bool) -> None:
+    async def append(
+        self, stream: PromptStream, seq: int, piece: str | Sequence[int], end: bool
+    ) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
 
         Raises:
@@ -251,12 +242,13 @@ class StreamTable:
                 last piece had the same number and was another one.
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
-        if stream.claimed:
-            raise StreamGone(
-                f"Prompt stream {stream.id} is in use by its request and takes no more text; open "
-                "a new one.",
-                reason="used",
-            )
+        async with stream.growing:
+            await self._append(stream, seq, piece, end)
+
+    async def _append(
+        self, stream: PromptStream, seq: int, piece: str | Sequence[int], end: bool
+    ) -> None:
+        stream.require_unused()
         hashed = hash((piece if isinstance(piece, str) else tuple(piece), end))
         if seq < stream.next_seq:
             if seq == stream.next_seq - 1 and hashed != stream.last_append:
@@ -277,8 +269,10 @@ class StreamTable:
                 expected_seq=stream.next_seq,
             )
         known = stream.known_tokens()
-        if piece or (end and stream.buffer is not None):
-            self.add(stream, piece, end)
+        if not isinstance(piece, str):
+            self.add(stream, piece)
+        elif piece or (end and stream.buffer is not None):
+            await self.add_text(stream, piece, end)
         stream.next_seq += 1
         stream.last_append = hashed
         if end:
@@ -425,7 +419,8 @@ class StreamTable:
             if self._engine.draining and not stream.claimed:
                 self.close(stream, "drained")
                 continue
-            if now >= stream.deadline and not stream.claimed:
+            is_busy = stream.claimed or stream.growing.locked()
+            if now >= stream.deadline and not is_busy:
                 if stream.held_from is None:
                     text = "Prompt stream %s expired, because its client sent nothing for %g s"
                     logger.info(text, stream.id, stream.ttl_seconds)
@@ -536,14 +531,6 @@ class Handover:
         for id_, waits in progress.waiting:
             if (stream := self._streams.get(id_)) is not None:
                 stream.waits_for_room = waits
-
-
-def _over_context(room: int) -> PromptTooLarge:
-    return PromptTooLarge(
-        f"With this piece, the prompt would be too long: this server takes at most {room} tokens. "
-        "The piece was not added; shorten the prompt.",
-        max_tokens=room,
-    )
 
 
 class Pace:

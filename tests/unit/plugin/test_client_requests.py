@@ -205,12 +205,12 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
     table.close(stream, "deleted")
 
 
-def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
+async def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
     engine: Any = SimpleNamespace(max_prompt_tokens=10, tokenizer=SimpleNamespace(prefix=[]))
     renderer: Any = None
     message = "has 31 characters; this server takes at most 10 tokens"
     with pytest.raises(PromptTooLarge, match=message):
-        PromptReader(engine, renderer, 3).tokenize(bodies.Prompt(text="a" * 31))
+        await PromptReader(engine, renderer, 3).tokenize(bodies.Prompt(text="a" * 31))
 
 
 @pytest.mark.parametrize("packs_items", [False, True])
@@ -353,7 +353,7 @@ async def test_a_request_may_overtake_the_end_of_its_stream(
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     stream = PromptStream(ttl_seconds=9, buffer=None)
     table.open(stream)
-    table.append(stream, 0, [1, 2], end=False)
+    await table.append(stream, 0, [1, 2], end=False)
     figures = {"cached_tokens": 2, "prompt_tokens": len(prompt), "finish_reason": None}
 
     async def answer() -> AsyncGenerator[dict[str, Any]]:
@@ -363,7 +363,7 @@ async def test_a_request_may_overtake_the_end_of_its_stream(
     outputs = client_requests.watch_for_end(answer(), table, generation(prompt), array("q", prompt))
     await anext(outputs)
     assert stream.closed is None
-    table.append(stream, 1, end, end=True)
+    await table.append(stream, 1, end, end=True)
     _, last = [output async for output in outputs]
     assert stream.closed == ("used" if is_its_own else None)
     found = table.take_figures(stream.id)
@@ -377,10 +377,10 @@ async def test_a_refused_request_that_has_overtaken_its_streams_end_leaves_it_to
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     stream = PromptStream(ttl_seconds=9, buffer=None)
     table.open(stream)
-    table.append(stream, 0, [1, 2], end=False)
+    await table.append(stream, 0, [1, 2], end=False)
 
     async def answer() -> AsyncGenerator[dict[str, Any]]:
-        table.append(stream, 1, [3], end=True)
+        await table.append(stream, 1, [3], end=True)
         yield refusal(503)
 
     outputs = client_requests.watch_for_end(

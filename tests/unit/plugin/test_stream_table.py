@@ -151,7 +151,7 @@ async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert stream.closed is None and table.find(stream.id) == (stream, "open")
     before = engine.tokens_of(stream.id)
-    table.append(stream, 0, [7] * 50, end=True)
+    await table.append(stream, 0, [7] * 50, end=True)
     engine.refusal = None
     # Others are prefilled, and this one is not handed over any more.
     other = open_stream(table)
@@ -355,7 +355,7 @@ async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
             stream = streams[number]
             if stream.ended_at is None:
                 piece = [1000 * position + n for n in range(tokens)]
-                table.append(stream, stream.next_seq, piece, end=not goes_on)
+                await table.append(stream, stream.next_seq, piece, end=not goes_on)
             for _ in range(others):
                 await anyio.lowlevel.checkpoint()
         await handed_over(engine, streams)
@@ -414,7 +414,7 @@ async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None
     stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
     table.open(stream)
     for number in range(8):
-        table.append(stream, number, "1234567890123", end=number == 7)
+        await table.append(stream, number, "1234567890123", end=number == 7)
         await handed_over(engine, [stream])
     assert any(message.kept for message in engine.handed)
     assert engine.tokens_of(stream.id) == tokenizer.encode("1234567890123" * 8)
@@ -433,7 +433,7 @@ async def test_a_stream_grows_from_its_first_append_on() -> None:
     engine = FakeEngine()
     async with open_streams(engine, [10]) as (table, streams):
         await handed_over(engine, streams)
-        table.append(streams[0], 0, [1], end=False)
+        await table.append(streams[0], 0, [1], end=False)
         await handed_over(engine, streams)
     assert [dict_of(one.tokens)[streams[0].id] for one in engine.handed] == [False, True]
 
@@ -441,8 +441,8 @@ async def test_a_stream_grows_from_its_first_append_on() -> None:
 async def test_no_end_is_handed_over_of_a_stream_whose_request_comes_at_once() -> None:
     engine = FakeEngine()
     async with open_streams(engine, [10, 10]) as (table, (used, other)):
-        table.append(used, 0, [1], end=True)
-        table.append(other, 0, [1], end=True)
+        await table.append(used, 0, [1], end=True)
+        await table.append(other, 0, [1], end=True)
         table.claim(used)
         await handed_over(engine, [other])
         assert not used.end_sent

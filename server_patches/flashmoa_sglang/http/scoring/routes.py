@@ -13,6 +13,7 @@ import logging
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi.responses import StreamingResponse
@@ -40,7 +41,7 @@ from flashmoa_sglang.http.scoring.forwards import (
     ScoredPrompt,
     name_item,
 )
-from flashmoa_sglang.http.token_buffer import common_length
+from flashmoa_sglang.http.token_buffer import common_length, tokenize_aside
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -178,7 +179,8 @@ class ScoringApi:
         for number, answer in enumerate(question.answers):
             if isinstance(answer, str):
                 self._reader.check_characters(answer)
-            own = self._candidates.tokenize(ids, answer)
+            read = partial(self._candidates.tokenize, ids, answer)
+            own = await tokenize_aside(len(answer), read)
             tokens.append(self._reader.check_ids(own, "candidates"))
             if number % _CANDIDATES_BETWEEN_PAUSES == 0:
                 await asyncio.sleep(0)
@@ -199,21 +201,25 @@ class ScoringApi:
         if not prompts or prompts[0].input_ids is not None:
             for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
                 with name_item(name, index):
-                    ids.append(array("i", self._reader.tokenize(prompt)))
+                    ids.append(array("i", await self._reader.tokenize(prompt)))
                 await asyncio.sleep(0)
             return ids
         buffers: list[TokenBuffer] = []
         texts: list[str] = []
         for index, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             with name_item(name, index):
-                buffer, text = self._reader.new_buffer(prompt)
+                buffer, text = await self._reader.new_buffer(prompt)
             buffers.append(buffer)
             texts.append(text)
             await asyncio.sleep(0)  # Long lists must not hold up other requests.
-        first = buffers[0]
-        first.append(texts[0][: common_length(min(texts), max(texts))])
-        for text in texts:
-            ids.append(array("i", first.encode(text, first.add_special_tokens)))
+        first, room = buffers[0], self._engine.max_prompt_tokens
+        shared = texts[0][: common_length(min(texts), max(texts))]
+        await tokenize_aside(len(shared), partial(first.append, shared, room))
+        for index, (name, text) in enumerate(zip(names, texts, strict=True)):
+            encode = partial(first.encode, text, first.add_special_tokens, room)
+            ids.append(array("i", await tokenize_aside(len(text), encode)))
+            with name_item(name, index):
+                self._reader.check_room(len(ids[-1]), may_be_more=True)
             await asyncio.sleep(0)
         return ids
 
@@ -225,11 +231,12 @@ class ScoringApi:
             # The rest is tokenised only if these characters have too few tokens. The last ones may
             # be others than in the whole text.
             head = text[: tokens * _CUT_CHARACTERS]
-            ids = tokenizer.encode(head)
+            ids = await tokenize_aside(len(head), partial(tokenizer.encode, head))
             if len(head) < len(text) and len(ids) < tokens + _CUT_CHARACTERS:
                 with name_item(f"documents[{index}]", index):
                     self._reader.check_characters(text)
-                ids = tokenizer.encode(text)
+                read = partial(tokenizer.encode_from, text, 0, tokens)
+                ids = await tokenize_aside(len(text), read)
             # A character of several tokens that is cut in two has no text.
             whole = len(ids) <= tokens
             cut.append(text if whole else tokenizer.decode(ids[:tokens]).rstrip("\ufffd"))

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 # Texts that parts of a tokenizer treat in different ways, or join with others.
 PIECES = [
-    "a", "b", "A", "ab", "e", "\u0301", "é", "É", "s", "1", "12", " ", " ", "  ", "▁", "\n", "\n\n",
+    "a", "a", "b", "b", "A", "ab", "ba", "e", "e", "\u0301", "é", "É", "s", "1", "12", " ", " ",
+    " ", "  ", "▁", "\n", "\n\n", "\u0001",
     "\r\n", "\t", ".", ",", "'s", "-", "_", "<", ">", "=", "\u0338", "文", "，", "。", "ｶ", "ﾞ",
     "ﬁ", "\u200b", "\u00ad", "½", "²", "１", "🙂", "👩‍👩", "ก็", "한", "\u1100", "\u1161", "\u11a8",
     "\u0d4e", "ﹰ", "Ġ", "İ", "ß", "\u0000", "\u3000", "\u00a0", "``", "क्", "ष", "٣", "\U00011f02",
@@ -173,8 +174,8 @@ def entries(draw: st.DrawFn) -> tuple[list[str], list[tuple[str, str]]]:
         st.sampled_from([[*ALPHABET], spelled, [*dict.fromkeys([*ALPHABET, *spelled])], few])
     )
     found, merges = ["<unk>", *found], list[tuple[str, str]]()
-    usual = [found.index(each) for each in "ab e▁Ġ\u0301.1" if each in found] or [0]
-    for _ in range(draw(st.integers(0, 10))):
+    usual = [found.index(each) for each in "abab e▁Ġ\u0301.1" if each in found] or [0]
+    for _ in range(draw(st.integers(0, 20))):
         places = st.one_of(st.sampled_from(usual), st.integers(1, max(len(found) - 1, 1)))
         places = st.one_of(places, st.integers(max(len(found) - 4, 0), len(found) - 1))
         left, right = (found[min(draw(places), len(found) - 1)] for _ in range(2))

@@ -227,6 +227,70 @@ def test_added_tokens_are_found_as_the_text_is_normalised(
     assert buffer.certain_tokens > 0
 
 
+def of_pieces(steps: list[Any], splits: list[Any], tokens: list[AddedToken] | None = None) -> Any:
+    """Make a tokenizer that has an entry for each piece of a text, so that each piece shows."""
+    entries = ["<unk>", "a", "b", "ab", "e", "é", " ", "\u0301 ", "\u0301", " é", "aa", "aab", ".a"]
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.add_tokens(tokens or [])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+SPACES = pre_tokenizers.WhitespaceSplit()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "place"),
+    [
+        # What is between a letter and its accent is dropped before they are composed.
+        (
+            of_pieces(
+                [normalizers.Nmt(), normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[ é]+"), "isolated")],
+            ),
+            "a e\u0001\u0301 b",
+            2,
+        ),
+        # A letter of Malayalam and the space after it are one grapheme, and are replaced together.
+        (of_pieces([normalizers.Precompiled(CHARSMAPS[2])], [SPACES]), "\u0d4e b a", 1),
+        # The accent would be composed, if the letter were not a token.
+        (
+            of_pieces(
+                [normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[\u0301 ]+"), "isolated")],
+                [AddedToken("e", normalized=False)],
+            ),
+            "e\u0301 b",
+            2,
+        ),
+        # The text after the place begins anew at its own beginning, and not so in the whole.
+        (of_pieces([], [pre_tokenizers.FixedLength(length=3), SPACES]), "aa aab", 2),
+        # The accent comes from what follows, and is composed with the letter.
+        (
+            of_pieces(
+                [normalizers.Replace("..", "\u0301"), normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[ é]+"), "isolated")],
+            ),
+            "a e.. b",
+            2,
+        ),
+    ],
+)
+def test_nothing_is_split_where_distant_characters_come_together(
+    tokenizer: Any, text: str, place: int
+) -> None:
+    canonical = CanonicalTokenizer(tokenizer)
+    assert canonical.boundaries
+    whole = canonical.encode(text)
+    assert not canonical.boundaries.holds_at(text, place)
+    for other in range(1, len(text)):
+        if canonical.boundaries.holds_at(text, other):
+            rest = canonical.encode_between(text, other, len(text))
+            assert canonical.encode(text[:other]) + rest == whole, other
+
+
 def spec_of(tokenizer: Any) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str())
 

@@ -94,6 +94,7 @@ STATE = {
     "computed_tokens": 1,
     "increments": 1,
     "ended": False,
+    "ttl_seconds": 30.0,
     "pace_seconds": 0.01,
 }
 

@@ -395,13 +395,13 @@ async def test_the_last_append_may_be_repeated_but_not_changed(
         tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
         buffer = TokenBuffer(tokenizer, add_special_tokens=False)
     table.open(stream := PromptStream(60.0, buffer))
-    table.append(stream, 0, *first)
+    await table.append(stream, 0, *first)
     state = stream.state()
     if is_same:
-        table.append(stream, 0, *again)
+        await table.append(stream, 0, *again)
     else:
         with pytest.raises(StreamOutOfOrder, match="as append 1") as refused:
-            table.append(stream, 0, *again)
+            await table.append(stream, 0, *again)
         assert refused.value.details == {"expected_seq": 1}
     assert stream.state() == state
     table.close(stream, "deleted")

@@ -161,8 +161,9 @@ class StreamRequest:
             ids = self.encode(obj.text[0] if is_listed else obj.text, add_special_tokens=True)
             if ids is not None:
                 obj.text, obj.input_ids = None, [ids] if is_listed else ids
-        if prompt is None and obj.input_ids is not None:
-            prompt = _tokens(obj.input_ids[0] if is_listed else obj.input_ids)
+        computed: Any = obj.input_ids
+        if prompt is None and computed is not None:
+            prompt = _tokens(computed[0] if is_listed else computed)
         self.status = "hit" if self._is_prefix(stream, prompt) else "mispredicted"
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank

@@ -12,7 +12,7 @@ import math
 import re
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from numbers import Integral, Real
 from typing import Any
 
@@ -234,19 +234,19 @@ def _check_processor(processor: str | None) -> None:
 
 def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
     """Raise ValueError if a token id is outside of the vocabulary."""
-    try:
+    if not isinstance(ids, list | array):
+        raise ValueError(f"{name} must be a list of token ids, not {shown(ids)}.")
+    if not ids:
+        return
+    with suppress(OverflowError, TypeError):
         numbers: Any = numpy.frombuffer(array("q", ids), numpy.int64)
-    except OverflowError:
-        numbers = numpy.array(ids, object)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a list of token ids, not {shown(ids)}.") from error
-    least, most = (numbers.min(), numbers.max()) if len(numbers) else (0, 0)
-    if least < 0 or most >= vocabulary:
-        wrong = int(least if least < 0 else most)
-        raise ValueError(
-            f"{name} must be in [0, {vocabulary}), but has {shown(wrong)}; tokenise with this "
-            "model's tokenizer."
-        )
+        if numbers.min() >= 0 and numbers.max() < vocabulary:
+            return
+    wrong = next(one for one in ids if not (isinstance(one, int) and 0 <= one < vocabulary))
+    raise ValueError(
+        f"{name} must be in [0, {vocabulary}), but has {shown(wrong)}; tokenise with this model's "
+        "tokenizer."
+    )
 
 
 def _check_number(name: str, value: Any, kind: type, least: float, most: float) -> None:

@@ -304,7 +304,8 @@ async def test_sampling_that_leaves_no_token_ends_no_engine(
     attacked: Engine, sampling: dict[str, Any], status: int
 ) -> None:
     answer = await attacked.send("/generate", json.dumps(generation(**sampling)))
-    assert answer is not None and answer.status_code == status, answer.text
+    assert answer is not None
+    assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("rids", [["b"], ["b", "b"]], ids=["one", "twice the same"])
@@ -344,7 +345,8 @@ async def test_a_deeply_nested_hint_is_refused_in_few_words(
     body = HINTED[path]
     answer = await attacked.send(path, add(body, hint, DEEP))
     is_read = hint != "prompt_cache_options" or "messages" in body or "input" in body
-    assert answer is not None and answer.status_code == (400 if is_read else 200), answer.text
+    assert answer is not None
+    assert answer.status_code == (400 if is_read else 200), answer.text
     assert not is_read or ("must be" in answer.text and len(answer.text) < 400)
 
 

@@ -67,10 +67,8 @@ async def send(
                 raise outcome
             yield outcome
 
-    fields = {"sampling_params": {}, "stream": True, "routed_dp_rank": None}
-    body = generation(
-        **{"ids": [*range(10)] if prompt is None else None, **fields, **(prompt or {})}
-    )
+    fields: dict[str, Any] = {"sampling_params": {}, "stream": True, "routed_dp_rank": None}
+    body = generation(None, **fields, **({"input_ids": [*range(10)]} if prompt is None else prompt))
     manager = SimpleNamespace(flashmoa_table=table, mm_processor=None)
     request = HttpRequest(prompt_stream_id=stream, **hints)
     client_requests._current.set(None)
@@ -197,7 +195,7 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
     table = StreamTable(engine)
     stream = open_stream(table, tokens=5)
     warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
-    chat = {"messages": [], "prompt_cache_options": {"prewarm": True}}
+    chat: dict[str, Any] = {"messages": [], "prompt_cache_options": {"prewarm": True}}
     await send(table, stream.id, warm, **chat)
     # An engine that refuses to prewarm leaves it.
     assert stream.closed == ("used" if role is None else None)
@@ -335,11 +333,12 @@ async def test_a_list_of_one_prompt_uses_its_stream_and_a_batch_is_served_withou
         terms=Terms(cache_salt="salt" if "cache_salt" in prompts else None),
     )
     table._open[stream.id] = stream
-    output = {"text": "", "meta_info": {"prompt_tokens": 4, "cached_tokens": 3}}
+    meta: dict[str, Any] = {"prompt_tokens": 4, "cached_tokens": 3}
+    output = {"text": "", "meta_info": meta}
     body = await send(table, stream.id, output, prompt=prompts)
     assert (stream.closed == "used") == used
     assert {name: getattr(body, name) for name in sent} == sent
-    assert output["meta_info"].get("prompt_stream", {}).get("status") == ("hit" if used else None)
+    assert meta.get("prompt_stream", {}).get("status") == ("hit" if used else None)
     table._open.clear()
 
 

@@ -87,7 +87,8 @@ NO_TOKENS = array("q")
         ({"top_logprobs_num": -1}, "top_logprobs_num must be an integer from 0"),
         ({"top_logprobs_num": None}, "top_logprobs_num must be an integer from 0"),
         ({"token_ids_logprob": [VOCABULARY]}, "token_ids_logprob must be in"),
-        ({"token_ids_logprob": [[1]]}, "token_ids_logprob must be a list of token ids"),
+        ({"token_ids_logprob": [[1]]}, r"token_ids_logprob must be in .* but has \[1\]"),
+        ({"token_ids_logprob": 1}, "token_ids_logprob must be a list of token ids, not 1"),
         ({"return_hidden_states": []}, "return_hidden_states of one request"),
         ({"lora_id": "x"}, "lora_id is SGLang's own"),
         ({"positional_embed_overrides": "x"}, "cannot be given as JSON"),
@@ -195,6 +196,7 @@ TYPED = {"input_ids", "session_params", "stop_token_ids", "stop_strs", "stop_reg
 @given(name=st.sampled_from(sorted({*MESSAGE, *SAMPLING} - TYPED)), value=json_values)
 @example(name="input_embeds", value=[[], [1]])
 @example(name="token_ids_logprob", value={"a": 1})
+@example(name="token_ids_logprob", value=[2**63, None])
 @example(name="custom_logit_processor", value="{}")
 def test_any_value_of_a_field_passes_or_is_refused_with_a_sentence(name: str, value: Any) -> None:
     if name == "custom_logit_processor":

@@ -179,7 +179,7 @@ class PromptReader:
             rendered = RenderedPrompt([Piece(prompt.text or "", prompt.add_special_tokens)])
         text = rendered.text
         self.check_characters(text)
-        # The new buffer tokenises what comes before the last piece.
+        # The new buffer tokenises all pieces before the last one.
         work = partial(rendered.new_buffer, tokenizer, self._engine.max_prompt_tokens)
         buffer, last = await tokenize_aside(len(text) - len(rendered.pieces[-1].text), work)
         self.check_room(len(buffer.tokens), may_be_more=True)
@@ -216,7 +216,7 @@ class PromptReader:
     def check_room(self, tokens: int, may_be_more: bool = False) -> None:
         """Refuse a prompt that is too long.
 
-        Args: may_be_more: whether these are the tokens of only a part of it.
+        Args: may_be_more: whether only a part of the prompt has been tokenised.
         """
         room = self._engine.max_prompt_tokens
         if tokens > room:

@@ -1,6 +1,6 @@
-"""Reads the regular expressions of tokenizers, as Oniguruma and Rust's engines take them.
+"""Reads the regular expressions of tokenizers, which Oniguruma and Rust's engines compile.
 
-What is not understood of an expression, or means different things to the engines, is refused.
+An expression is refused if it has a part that is not listed here, or on which the engines differ.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ _INTERVAL = re.compile(r"\{(\d+)(?:(,)(\d*))?\}")
 _CLASS_ESCAPE = re.compile(r"\\(?:[pP]\{\^?\w+\}|[sSdDwW]|x[0-7][0-9a-fA-F]|u[0-9a-fA-F]{4}|[rnt])")
 # Engines take these pairs of letters for one character, as "ﬁ", where case does not matter.
 _LIGATURES = re.compile("ss|ff|fi|fl|st", re.IGNORECASE)
+_SPECIAL = frozenset("\\.+*?()|[]{}^$")
 _MAX_REPETITIONS, _MAX_CLASSES = 32, 60
 
 
 class NotUnderstood(ValueError):
-    """Raised for a part of a tokenizer of which it is not known where it splits text."""
+    """Raised for a part of a tokenizer that may split text anywhere."""
 
 
 def escaped(character: str) -> str:
     """Return the expression of a character."""
-    is_plain = character.isalnum() or character.isspace() or not character.isascii()
-    return character if is_plain else f"\\{character}"
+    return f"\\{character}" if character in _SPECIAL else character
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,11 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A condition on what is around a place.
+    """A condition at a place.
 
-    ``back`` is one on what is before it, ``ahead`` on what follows, ``edge`` on both (``node`` is a
-    character of a word), ``line`` and ``end`` are the ends of a line and of the text.
+    ``back`` looks at the character before the place, and ``ahead`` at the text after it. ``edge``
+    looks at both sides; then ``node`` is a character of a word. ``line`` and ``end`` hold at the
+    ends of a line and of the text.
     """
 
     kind: Literal["back", "ahead", "edge", "line", "end"]
@@ -68,7 +69,14 @@ Node = Character | Chain | Alternatives | Repetition | Look
 
 
 class Reader:
-    """Reads an expression. Raises: NotUnderstood for all that could mean something else."""
+    """Reads an expression.
+
+    Attributes:
+        classes: the expression of each class of characters.
+        looks_back: whether a condition looks at the character before a place.
+
+    Raises: NotUnderstood
+    """
 
     def __init__(self, text: str, interval_may_be_possessive: bool) -> None:
         self._text, self._at = text, 0
@@ -87,7 +95,7 @@ class Reader:
         return NotUnderstood(f"the expression {self._text!r} is not understood at {self._at}")
 
     def _take(self, *beginnings: str) -> str | None:
-        """Go past the first of some texts that comes next, and return it."""
+        """Return the first of some texts that comes next, and go past it."""
         for each in beginnings:
             if self._text.startswith(each, self._at):
                 self._at += len(each)
@@ -130,7 +138,7 @@ class Reader:
         return Repetition(node, least, most, mode == "?")
 
     def _possessive(self, node: Node, least: int, most: int | None) -> Node:
-        """Return the same without the mode: it ends where no character of the class follows."""
+        """Return a repetition that ends only where no further character of the class follows."""
         if not isinstance(node, Character):
             raise self._error()
         end = Look("ahead", node, is_negated=True)
@@ -155,7 +163,9 @@ class Reader:
         if sign == "^":
             self.looks_back = True
             return Look("back")
-        return Look("line") if sign == "$" else self._character(sign if sign == "." else None, sign)
+        if sign == "$":
+            return Look("line")
+        return self._character("." if sign == "." else None, sign)
 
     def _group(self, beginning: str) -> Node:
         if beginning == "(" and self._text.startswith("?", self._at):
@@ -190,8 +200,14 @@ class Reader:
                 depth -= 1
                 if not depth:
                     return self._character(self._text[start : self._at])
+            elif self._text[self._at] != "\\":
+                self._at += 1
+            elif (escape := _CLASS_ESCAPE.match(self._text, self._at)) is not None:
+                self._at = escape.end()
+            elif self._text[self._at + 1 : self._at + 2].isalnum():
+                raise self._error()
             else:
-                self._at += 2 if self._text[self._at] == "\\" else 1
+                self._at += 2
         raise self._error()
 
     def _escape(self) -> Node:

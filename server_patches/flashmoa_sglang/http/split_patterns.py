@@ -5,8 +5,8 @@ leads to one. The expression is read into a small program that keeps this order.
 program can reach in any text are listed once, so that a question about two neighbouring characters
 has an exact answer: can a match contain both, and can the second one change a match before it?
 
-Characters are told apart only as the classes of the expression do, and the engine itself says which
-class has which character. What is not understood of an expression is refused.
+Only the classes of the expression tell characters apart. The engine itself says which class has
+which character.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Meeting(NamedTuple):
 
 
 class SplitPattern:
-    """An expression, and what is known of its matches.
+    """An expression, and where its matches can begin and end.
 
     Args:
         text: the expression.
@@ -82,7 +82,7 @@ class SplitPattern:
             raise NotUnderstood("the expression has too many classes")
         # The number of each character's mask, counted from 1; 0: not looked up yet.
         self._numbers = bytearray(sys.maxunicode + 1)
-        self._number(usual)
+        self._look_up(usual)
         if _MATCH in self._program.threads((0,), [True] * len(self._program.looks)):
             raise NotUnderstood(f"the expression {text!r} matches an empty text")
         self._after = self._explore()
@@ -109,10 +109,11 @@ class SplitPattern:
         if not self._numbers[code]:
             start = code & ~0xFF
             block = range(start, start + 0x100)
-            self._number("".join(chr(each) for each in block if not 0xD800 <= each < 0xE000))
+            self._look_up("".join(chr(each) for each in block if not 0xD800 <= each < 0xE000))
         return self._numbers[code] or _UNKNOWN
 
-    def _number(self, characters: str) -> None:
+    def _look_up(self, characters: str) -> None:
+        """Note the number of each character's mask."""
         masks = self._masks_of(characters)
         found = numpy.minimum(numpy.searchsorted(self._masks, masks), len(self._masks) - 1)
         numbers: Any = numpy.where(self._masks[found] == masks, found + 1, _UNKNOWN)
@@ -183,7 +184,7 @@ _UNKNOWN = 255
 
 
 class _Program:
-    """The instructions of an expression: each is a kind and what it needs.
+    """An expression as instructions, each a kind with its argument.
 
     Attributes:
         looks: the conditions among them.
@@ -269,9 +270,9 @@ class _Program:
                 yield pc
 
     def is_settled(self, state: _State, left: int, right: int) -> bool:
-        """Return whether a match that is in a state between two characters ends before the second.
+        """Return whether a match that reaches between two characters ends there at the latest.
 
-        Then it is the same as if the text ended there.
+        Its end is then the same as if the text ended between the two.
         """
         for choice in itertools.product(*(look.truths_between(left, right) for look in self.looks)):
             at_end = self.threads(state, [truth for truth, _ in choice])
@@ -283,7 +284,7 @@ class _Program:
         return True
 
     def looks_are_settled(self, left: int, right: int) -> bool:
-        """Return the same of all conditions at places before the two characters."""
+        """Return whether conditions before the two characters hold or not as if the text ended."""
         bodies = [look.body for look in self.looks if look.body is not None]
         return all(
             body.looks_are_settled(left, right)
@@ -300,8 +301,8 @@ class _Condition:
     """A condition at a place of a program.
 
     Attributes:
-        body: the program of what must follow, if it is longer than a character.
-        is_open: whether more than the next character says if it holds.
+        body: the program for the text that must follow, if that is longer than a character.
+        is_open: whether the condition depends on more than the next character.
     """
 
     def __init__(self, look: Look) -> None:
@@ -323,7 +324,7 @@ class _Condition:
         return has != look.is_negated
 
     def truths_between(self, left: int, right: int) -> list[tuple[bool, bool]]:
-        """Return whether it holds between two characters, each time at an end there and before."""
+        """Return whether it may hold between two characters: if the text ends there, and if not."""
         is_same = self._look.kind == "back" or (
             not right >> self._look.node.number & 1
             if isinstance(self._look.node, Character)
@@ -338,14 +339,14 @@ class _Condition:
 
 
 def _choices(truths: Sequence[bool | None]) -> Iterator[tuple[bool, ...]]:
-    """Yield the values with each combination for those that are ``None``."""
+    """Yield the values, with each combination of values in place of ``None``."""
     return itertools.product(*([True, False] if each is None else [each] for each in truths))
 
 
 @cache
 def _usual_characters() -> str:
-    """Return characters among which each occurs, as to its properties, if not by itself."""
-    # The blocks that are left out have only ideographs, syllables, and characters without meaning.
+    """Return characters with all combinations of properties that characters have."""
+    # The other blocks have only ideographs, syllables, and characters without meaning.
     blocks = [(1, 0x3400), (0xA000, 0xAC00), (0xD7A4, 0xD800), (0xF900, 0x20000)]
     whole = itertools.chain.from_iterable(itertools.starmap(range, blocks))
     samples = (code for code in range(0x3400, 0x110000, 0x100) if not 0xD800 <= code < 0xE000)

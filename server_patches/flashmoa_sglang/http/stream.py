@@ -260,7 +260,7 @@ def gone(stream_id: str, ending: Ending) -> StreamGone:
 
 
 def over_context(room: int) -> PromptTooLarge:
-    """Return the error for a piece with which a prompt would be too long."""
+    """Return the error for a piece that would make a prompt too long."""
     return PromptTooLarge(
         f"With this piece, the prompt would be too long: this server takes at most {room} tokens. "
         "The piece was not added; shorten the prompt.",

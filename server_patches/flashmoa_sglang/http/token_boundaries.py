@@ -31,14 +31,14 @@ from flashmoa_sglang.http.tokenizer_parts import (
 
 logger = logging.getLogger(__name__)
 
-# How many characters after a boundary have to be known, if they do not combine.
+# Number of characters after a boundary that must be known.
 RIGHT_CONTEXT = 2
-# At most this many characters that combine are looked at.
+# There is no boundary beside more characters that combine than this.
 _MAX_COMBINED = 16
-# Only the last places of a text are tried: of a long one, there are further pieces.
+# Number of places at the end of a text that are tried. A long text has boundaries in all its parts.
 _MAX_PLACES = 1024
 _MAX_REMEMBERED = 1 << 15
-# The names of usual boundaries, each with the text before and after some.
+# The names of usual boundaries, each with texts before and after a boundary.
 KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "word": (("n", " n"), ("ы", " ы"), (".", " n")),
     "symbol": (("n", " -"), (",", ' "')),
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "letter after a number": (("1", "n "), ("9", "文文")),
     "number after a symbol": (("-", "1 "), ("(", "10")),
 }
-# A tokenizer's own code may change text before its parts do, which these show.
+# Texts that show whether a tokenizer's own code changes text before its parts do.
 _SAMPLES = (
     "  The Café, e\u0301\u00a0I'LL  1234 ＮＡＭＥ\t\n\n 中文，한국어 and… so ON\r\n<tag>  ",
     "\n x",
@@ -62,7 +62,7 @@ class Boundaries:
     """The boundaries of a tokenizer.
 
     Args:
-        parts: the parts of the tokenizer; none if nothing is known of it.
+        parts: the parts of the tokenizer; none if it was refused.
         are_separate: whether two neighbouring characters never combine.
     """
 
@@ -97,8 +97,8 @@ class Boundaries:
 
     def anchor(self, text: str, place: int) -> str:
         """Return the text before a boundary that has the same boundary by itself."""
-        start = place - 1
-        while start > 0 and not self._are_separate(text[start - 1], text[start]):
+        start, first = place - 1, max(0, place - _MAX_COMBINED)
+        while start > first and not self._are_separate(text[start - 1], text[start]):
             start -= 1
         return text[start:place]
 
@@ -114,7 +114,7 @@ class Boundaries:
         return holds
 
     def _ends(self, text: str, place: int) -> Ends | None:
-        """Return the characters around a place; ``None`` if more must be known to tell."""
+        """Return the characters around a place; ``None`` if there are too few or too many."""
         are_separate = self._are_separate
         if not 0 < place < len(text) - 1 or not are_separate(text[place - 1], text[place]):
             return None
@@ -122,7 +122,7 @@ class Boundaries:
         while end < last and not are_separate(text[end - 1], text[end]):
             end += 1
         left = self.anchor(text, place)
-        if end == last or len(left) > _MAX_COMBINED:
+        if end == last or len(left) == _MAX_COMBINED:
             return None
         return Ends(left, text[place:end], self._short_after(text[end]))
 
@@ -130,7 +130,7 @@ class Boundaries:
         return all(part.keeps(character) for part in self._see_after)
 
     def _shorten_after(self, character: str) -> str:
-        """Return one character for all that are the same to the parts, so that more is known."""
+        """Return the same character for all characters that no part changes."""
         return self._usual_after if self._is_kept(character) else character
 
 
@@ -146,7 +146,7 @@ def _splits(parts: Sequence[Part], ends: Ends) -> bool:
 
 
 class Known(NamedTuple):
-    """What is known of a tokenizer.
+    """Facts that follow from the parts of a tokenizer.
 
     Attributes:
         affixes: the special tokens that it adds before and after a text; ``None`` if unknown.
@@ -157,7 +157,7 @@ class Known(NamedTuple):
 
 
 def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Known:
-    """Return what is known of a tokenizer; if that is nothing, it is logged."""
+    """Return the facts of a tokenizer; if it is refused, log why."""
     try:
         known, encode_with_parts = read(tokenizer)
         for sample in _SAMPLES:
@@ -175,7 +175,7 @@ def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Kn
 
 
 def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
-    """Return what is known of a tokenizer, and what encodes as its parts do.
+    """Return the facts of a tokenizer, and a function that encodes with its parts alone.
 
     Raises: NotUnderstood
     """

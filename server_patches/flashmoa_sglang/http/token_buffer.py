@@ -396,7 +396,7 @@ class TokenBuffer:
 
 
 def stretches(start: int, end: int) -> list[int]:
-    """Return the ends of the stretches in which a long text is tokenised one after another."""
+    """Return the ends of the stretches of a long text, which are tokenised one by one."""
     return [*range(start + LONG_TEXT, end, LONG_TEXT), end]
 
 

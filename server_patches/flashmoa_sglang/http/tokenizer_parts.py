@@ -1,11 +1,10 @@
 """The parts of a tokenizer, and whether text is certainly split where two sides meet.
 
 A tokenizer cuts out its added tokens, normalises the rest, cuts out added tokens again, splits the
-rest, and makes tokens of each piece. :func:`read_parts` returns a :class:`Part` for each of these
-steps, in this order. A part says that it always splits at a place, or that it might join both
-sides, or how it leaves the two sides to the next part. What it says holds for any text before and
-after the two sides. A part that is not listed here, or has an option that is not, is not
-understood, and then nothing is known of the tokenizer.
+rest, and makes tokens of each piece. :func:`read_parts` returns a :class:`Part` for each step, in
+this order. A part says that it always splits at a place, or that it might join both sides. Or it
+says how it leaves the two sides to the next part. Its answer holds whatever text is before and
+after the two sides. A tokenizer is refused if it has a part, or an option, that is not listed here.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from flashmoa_sglang.http.split_patterns import Meeting, SplitPattern
 
 Spec = Mapping[str, Any]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BEHAVIORS = {"Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"}
 _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
@@ -51,7 +51,7 @@ class Part:
     """A part that changes nothing near a place inside of a text.
 
     Attributes:
-        starts_matter: whether it treats the beginning of a text, or of a piece, in its own way.
+        starts_matter: whether the part treats the beginning of a text in its own way.
     """
 
     starts_matter = False
@@ -82,8 +82,7 @@ class AddedTokens(Part):
 
     Args:
         contents: the contents, as the text has them where the tokens are looked for.
-        starts_matter: whether another part treats the beginning of what follows a token in its own
-            way.
+        starts_matter: whether another part treats text after a token like the beginning of a text.
     """
 
     def __init__(self, tokens: Sequence[Spec], contents: list[str], starts_matter: bool) -> None:
@@ -141,7 +140,7 @@ class EachCharacter(Part):
 
 
 class Combining(EachCharacter):
-    """Changes characters together with those that combine with them.
+    """Changes characters, some together with the characters after them.
 
     Args: separate: whether two neighbours never combine.
     """
@@ -186,7 +185,7 @@ class Replace(Part):
         return any(map(self._pattern.may_contain, text))
 
     def _ways(self, text: str, nearest: str) -> list[str]:
-        """Return what may be left of one side, of which ``nearest`` is next to the other side."""
+        """Return the texts that may remain of a side; ``nearest`` is next to the other side."""
         if not self._may_change(text):
             return [text]
         return [nearest, self._content] if self._may_change(nearest) else [nearest]
@@ -206,11 +205,13 @@ class Split(Part):
     """Splits at matches of an expression.
 
     Args:
-        behavior: what becomes of a match, as the library names it.
-        is_inverted: whether that is done with the text between matches.
+        behavior: the name of a behaviour in the library.
+        is_inverted: whether it does that with the text between matches.
     """
 
     def __init__(self, pattern: SplitPattern, behavior: str, is_inverted: bool = False) -> None:
+        if behavior not in _BEHAVIORS:
+            raise NotUnderstood(f"the behaviour {behavior!r}")
         self._pattern, self._behavior, self._is_inverted = pattern, behavior, is_inverted
         self.starts_matter = pattern.looks_back
 
@@ -229,10 +230,8 @@ class Split(Part):
                 return {meeting.left, meeting.right} == {True, False}
             case "MergedWithPrevious":
                 return begins if self._is_inverted else ends
-            case "MergedWithNext":
-                return ends if self._is_inverted else begins
             case _:
-                raise NotUnderstood(f"the behaviour {self._behavior!r}")
+                return ends if self._is_inverted else begins
 
 
 class Neighbours(Part):
@@ -253,7 +252,7 @@ class Scripts(Neighbours):
     starts_matter = True
 
     def __call__(self, ends: Ends) -> Verdict:
-        # A character without a script, as a space, has that of the text before it.
+        # A space has the script of the text before it.
         return super().__call__(ends) if self._split(ends.left[-1]) else False
 
 
@@ -272,19 +271,13 @@ class Metaspace(EachCharacter):
 class Merges(Part):
     """Joins characters in steps to the entries of a vocabulary, which is BPE.
 
-    Two characters may be joined if the parts of a merge end and begin with them.
+    Args:
+        joined: for each merge, the last character of its first part and the first of its second.
+        known: the characters that are in the vocabulary; ``None``: all are spelled with bytes.
     """
 
-    def __init__(
-        self, vocabulary: Mapping[str, int], merges: Sequence[Any], has_bytes: bool
-    ) -> None:
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-        self._joined = {(left[-1], right[0]) for left, right in pairs}
-        has_bytes = has_bytes and vocabulary.keys() >= _BYTE_TOKENS
-        if has_bytes and any(not _BYTE_TOKENS.isdisjoint(pair) for pair in pairs):
-            raise NotUnderstood("merges of bytes")
-        # Unknown characters may be left out or joined, unless they are spelled with bytes.
-        self._known = None if has_bytes else {entry for entry in vocabulary if len(entry) == 1}
+    def __init__(self, joined: set[tuple[str, str]], known: set[str] | None) -> None:
+        self._joined, self._known = joined, known
 
     def __call__(self, ends: Ends) -> Verdict:
         left, right = ends.left[-1], ends.right[0]
@@ -314,8 +307,8 @@ def are_graphemes(before: str, character: str) -> bool:
     if not starts_afresh(before, character) or before + character == "\r\n":
         return False
     kind, next_kind = unicodedata.category(before), unicodedata.category(character)
-    # Some characters of these kinds belong to the next one: signs before numbers, letters of
-    # Malayalam and of further scripts of India.
+    # Signs before numbers, and letters of Malayalam and of further scripts of India, belong to the
+    # next character.
     if kind in ("Cf", "Cn", "Co") or before == "\u0d4e":
         return False
     if kind == "Lo" and 0x10000 <= ord(before) < 0x20000:
@@ -535,7 +528,14 @@ def _model(spec: Spec) -> Part:
     whole = ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     if kind != "BPE" or any(map(spec.get, whole)):
         return Unknown()
-    return Merges(spec["vocab"], spec["merges"], spec["byte_fallback"])
+    vocabulary: set[str] = {*spec["vocab"]}
+    merges = [each.split(" ") if isinstance(each, str) else each for each in spec["merges"]]
+    joined = {(left[-1], right[0]) for left, right in merges}
+    if not (spec["byte_fallback"] and vocabulary >= _BYTE_TOKENS):
+        # Characters that are unknown may be left out, or joined to one token.
+        return Merges(joined, {entry for entry in vocabulary if len(entry) == 1})
+    has_merged_bytes = not _BYTE_TOKENS.isdisjoint(itertools.chain.from_iterable(merges))
+    return Unknown() if has_merged_bytes else Merges(joined, None)
 
 
 def _affixes(spec: Spec) -> tuple[list[int], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import AsyncGenerator, Callable
 
 import anyio
 import httpx
@@ -196,6 +197,36 @@ async def test_what_is_certainly_too_long_is_not_tokenised(http: httpx.AsyncClie
         for path in ("/prefill_only", "/prompt_streams"):
             refused = await http.post(path, json=body)
             assert refused.status_code == 413 and " characters; " in refused.text, refused.text
+
+
+async def test_other_requests_are_answered_before_a_text_that_is_too_long(
+    http: httpx.AsyncClient,
+) -> None:
+    """A text of one word is tokenised whole, because its tokens are not certain before its end."""
+    most = (await http.get("/flashmoa/info")).json()["max_prompt_tokens"]
+    body, is_read = json.dumps({"text": "a" * (64 * most)}).encode(), anyio.Event()
+    answered: list[str] = []
+
+    async def content() -> AsyncGenerator[bytes]:
+        yield body[:-1]
+        await is_read.wait()
+        yield body[-1:]
+
+    async def send() -> None:
+        headers = {"Content-Type": "application/json"}
+        refused = await http.post("/prefill_only", content=content(), headers=headers)
+        assert refused.status_code == 413 and "at least" in refused.text, refused.text
+        answered.append("long")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(send)
+        await http.get("/prompt_streams")
+        is_read.set()
+        # The first may be answered before the last byte comes. The third is not, without a thread.
+        for _ in range(3):
+            assert (await http.get("/prompt_streams")).status_code == 200
+            answered.append("short")
+    assert answered == ["short"] * 3 + ["long"]
 
 
 async def test_the_reported_limit_of_a_prompt_is_exact(

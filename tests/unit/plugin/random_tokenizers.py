@@ -114,8 +114,9 @@ behaviors = st.sampled_from(
 
 
 def with_sequences(module: ModuleType, parts: Mapping[str, st.SearchStrategy[Any]]) -> Any:
-    """Return a strategy for one part or a sequence of some; ``None`` for none."""
-    one = st.one_of(*parts.values())
+    """Return a strategy for one part, a sequence of some, or ``None``."""
+    # Earlier releases of the library lack some.
+    one = st.one_of(*(strategy for name, strategy in parts.items() if hasattr(module, name)))
     many = st.lists(one, min_size=1, max_size=4).map(module.Sequence)
     return st.one_of(st.none(), one, many)
 
@@ -167,7 +168,7 @@ ALPHABET = [*dict.fromkeys("".join(PIECES) + "▁_'")]
 
 @st.composite
 def entries(draw: st.DrawFn) -> tuple[list[str], list[tuple[str, str]]]:
-    """Draw the entries of a vocabulary, and the pairs of which each longer one is made."""
+    """Draw the entries of a vocabulary, and the two parts of each longer entry."""
     spelled = sorted(pre_tokenizers.ByteLevel.alphabet())
     few = draw(st.lists(st.sampled_from(ALPHABET), max_size=12, unique=True))
     found = draw(

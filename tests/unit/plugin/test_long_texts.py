@@ -145,7 +145,7 @@ async def test_a_piece_that_is_too_long_is_tokenised_until_that_is_known(
 async def test_the_beginning_of_a_prompt_that_is_too_long_is_not_tokenised_to_its_end(
     reader: PromptReader, engine: Any, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat that the model continues is two texts, of which the first is encoded before."""
+    """A chat that the model continues is two texts. The first is encoded by itself."""
     pieces = [Piece(text_of(CHARACTERS_PER_TOKEN * ROOM - 99), False), Piece("Yes", True)]
     monkeypatch.setattr(reader, "render", lambda _: RenderedPrompt(pieces))
     with pytest.raises(PromptTooLarge):

@@ -1,4 +1,4 @@
-"""What is known of an expression's matches is so in the engines that find them."""
+"""The engines find matches where the plugin says that matches can be."""
 
 from __future__ import annotations
 
@@ -139,6 +139,7 @@ def test_the_classes_of_every_character_are_known(expression: str) -> None:
         (r"\Ga", "at 2"),
         (r"\Za", "at 2"),
         (r"\X", "at 2"),
+        (r"[\x{3040}-\x{309f}]", "at 1"),
         (r"(?i:\p{Lu})", "at 10"),
         ("(?i:[^a])", "at 8"),
         ("(?i:fi)", "at 7"),

@@ -44,7 +44,7 @@ ALL = [
     "word", "symbol", "line", "next line", "end of word", "end of foreign word",
     "number after a letter", "letter after a number", "number after a symbol",
 ]  # fmt: skip
-# GPT-2's pattern looks at what follows white space.
+# GPT-2's pattern looks at the character after white space.
 WITHOUT_NEXT_LINE = [kind for kind in ALL if kind != "next line"]
 
 
@@ -179,7 +179,7 @@ class OfXai:
         return self.tokenizer.encode(text, allowed_special="all", disallowed_special=())
 
 
-# That of OpenAI's cl100k_base, which takes back nothing.
+# The expression of OpenAI's cl100k_base, whose repetitions are possessive.
 CL100K = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -244,7 +244,7 @@ SPACES = pre_tokenizers.WhitespaceSplit()
 @pytest.mark.parametrize(
     ("tokenizer", "text", "place"),
     [
-        # What is between a letter and its accent is dropped before they are composed.
+        # The character between a letter and its accent is dropped before the two are composed.
         (
             of_pieces(
                 [normalizers.Nmt(), normalizers.NFC()],
@@ -267,7 +267,7 @@ SPACES = pre_tokenizers.WhitespaceSplit()
         ),
         # The text after the place begins anew at its own beginning, and not so in the whole.
         (of_pieces([], [pre_tokenizers.FixedLength(length=3), SPACES]), "aa aab", 2),
-        # The accent comes from what follows, and is composed with the letter.
+        # Two full stops become an accent, which is composed with the letter before them.
         (
             of_pieces(
                 [normalizers.Replace("..", "\u0301"), normalizers.NFC()],
@@ -400,7 +400,7 @@ CHARACTERS = [
 
 
 def test_no_normal_form_joins_what_starts_afresh() -> None:
-    """Composition joins two characters into one, of which the second begins nothing new."""
+    """If two characters are composed to one, the second does not start afresh."""
     for character in CHARACTERS:
         first, *others = unicodedata.normalize("NFKD", character)
         if unicodedata.combining(first):

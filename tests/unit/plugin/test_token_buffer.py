@@ -461,7 +461,7 @@ def test_a_token_that_does_not_end_is_not_tokenised_again_and_again(text: str) -
     with counting(tokenizer, "encode_window") as tokenised:
         for start in range(0, len(text), 16):
             buffer.append(text[start : start + 16])
-    # Between two spaces, neither of which is in a token, there is a boundary.
+    # There is a boundary between two spaces, because no token has a space.
     assert bool(tokenised) == (not text.isspace())
     assert sum(tokenised) < 3 * len(text)
     assert buffer.all_tokens() == tokenizer.encode(text)

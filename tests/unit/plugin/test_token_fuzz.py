@@ -23,7 +23,7 @@ from tests.unit.plugin import random_tokenizers  # noqa: E402
 
 @contextmanager
 def skipped_if_the_library_fails() -> Iterator[None]:
-    """Skip an example in which the library itself refuses a text, or panics."""
+    """Skip an example if the library itself refuses it, or panics."""
     try:
         yield
     except BaseException as error:
@@ -99,7 +99,7 @@ def test_very_many_tokenizers_give_canonical_tokens(data: st.DataObject) -> None
 def test_all_parts_of_the_library_are_tried() -> None:
     """A part or an option that a later release of the library adds must be tried, too."""
     for module, strategies, others in random_tokenizers.COVERED:
-        assert random_tokenizers.classes_of(module) == strategies.keys() | others
+        assert random_tokenizers.classes_of(module) <= strategies.keys() | others
     signature = AddedToken.__text_signature__
     assert signature is not None
     names = [each.split("=")[0].strip(" ()") for each in signature.split(",")]

@@ -56,6 +56,8 @@ _SAMPLES = (
     "\n x",
     " ",
 )
+# Characters of the longest text for which a tokenizer's own code is tried.
+_LONGEST_TRIED = 20_000
 
 
 class Boundaries:
@@ -64,10 +66,19 @@ class Boundaries:
     Args:
         parts: the parts of the tokenizer; none if it was refused.
         are_separate: whether two neighbouring characters never combine.
+
+    Attributes:
+        longest: the number of characters of the longest text that has boundaries.
     """
 
-    def __init__(self, parts: Sequence[Part], are_separate: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        are_separate: Callable[[str, str], bool],
+        longest: int = sys.maxsize,
+    ) -> None:
         self._parts = parts
+        self.longest = longest
         self._are_separate = are_separate
         self._known: dict[Ends, bool] = {}
         combining = [number for number, part in enumerate(parts) if isinstance(part, Combining)]
@@ -92,7 +103,8 @@ class Boundaries:
         """Return the last boundary of ``text[:end]`` after ``start``, or else ``start``."""
         if not self._parts:
             return start
-        places = range(min(end, len(text) - 1), max(start, end - _MAX_PLACES), -1)
+        last = min(end, len(text) - 1, self.longest)
+        places = range(last, max(start, end - _MAX_PLACES), -1)
         return next((place for place in places if self.holds_at(text, place)), start)
 
     def anchor(self, text: str, place: int) -> str:
@@ -160,7 +172,9 @@ def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Kn
     """Return the facts of a tokenizer; if it is refused, log why."""
     try:
         known, encode_with_parts = read(tokenizer)
-        for sample in _SAMPLES:
+        longest = known.boundaries.longest
+        long = [each * longest for each in "文 "] if longest <= _LONGEST_TRIED else []
+        for sample in (*_SAMPLES, *long):
             if [*encode(sample)] != [*encode_with_parts(sample)]:
                 raise NotUnderstood(f"{type(tokenizer).__name__} changes text in its own way")
     except Exception as error:
@@ -194,6 +208,10 @@ def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
 
 
 def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
+    """Return the same for a tokenizer that wraps one of tiktoken's, which panics at long texts.
+
+    Models come with wrappers that cut long texts. SGLang's own does not.
+    """
     options = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
     tokens = {text: {**options} for text in encoding.special_tokens_set}
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
@@ -208,7 +226,9 @@ def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str]
     def encode(text: str) -> Sequence[int]:
         return encoding.encode(text, allowed_special="all", disallowed_special=())
 
-    return Known(Boundaries(parts, starts_afresh), None), encode
+    is_known = type(tokenizer).__module__.startswith("sglang.")
+    longest = sys.maxsize if is_known else _LONGEST_TRIED
+    return Known(Boundaries(parts, starts_afresh, longest), None), encode
 
 
 def _tiktoken_engine(expression: str) -> Callable[[str], Any]:

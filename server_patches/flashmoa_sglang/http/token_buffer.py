@@ -129,6 +129,8 @@ class CanonicalTokenizer:
 
         Args: most: if there are more tokens than this, only the first of them are returned.
         """
+        if start == 0 and len(text) > self.boundaries.longest:
+            return self.encode(text)
         tokens: list[int] = []
         for end in stretches(start, len(text)):
             boundary = self.boundaries.last(text, start, end) if end < len(text) else end
@@ -375,7 +377,8 @@ class TokenBuffer:
         tokenizer = self._tokenizer
         has_special = bool(tokenizer.prefix or tokenizer.suffix)
         is_other = add_special_tokens != self.add_special_tokens and has_special
-        if is_other or not tokenizer.boundaries:
+        is_long = len(text) > tokenizer.boundaries.longest
+        if is_other or is_long or not tokenizer.boundaries:
             return tokenizer.encode(text, add_special_tokens)
         prefix = self._shared_prefix(text)
         ids = list(tokenizer.prefix) if add_special_tokens else []

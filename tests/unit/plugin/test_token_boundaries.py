@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -165,6 +166,8 @@ def test_the_pipelines_of_models_have_their_kinds(name: str) -> None:
 class OfXai:
     """A tokenizer like SGLang's ``TiktokenTokenizer``, which is not one of Hugging Face's."""
 
+    __module__ = "sglang.srt.tokenizer.tiktoken_tokenizer"
+
     def __init__(self, expression: str) -> None:
         ranks = {bytes([byte]): byte for byte in range(256)}
         for number, pair in enumerate((b"th", b"the", b" a", b"12", b"123")):
@@ -196,6 +199,34 @@ def test_tiktoken_has_the_kinds_of_its_expression(expression: str) -> None:
         if tokenizer.boundaries.holds_at(text, place):
             before = tokenizer.encode(text[:place])
             assert before + tokenizer.encode_between(text, place, len(text)) == whole
+
+
+class OfMoonshot(OfXai):
+    """A tokenizer that comes with a model, and cuts long texts and long words."""
+
+    __module__ = "transformers_modules.tokenization"
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        words = re.findall(r"\S{1,25000}|\s{1,25000}", text[:400_000])
+        cuts = [word for word in words if len(word) == 25_000]
+        if not cuts:
+            return super().encode(text[:400_000]) + super().encode(text[400_000:])
+        before, cut, after = text.partition(cuts[0])
+        return super().encode(before + cut) + self.encode(after)
+
+
+def test_long_texts_of_a_tokenizer_that_comes_with_a_model_are_encoded_whole() -> None:
+    tokenizer = CanonicalTokenizer(OfMoonshot(families.PATTERN))
+    assert tokenizer.boundaries.kinds == ALL
+    for piece in ("the the 12 ", "the123"):
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+        text = "abcd " + piece * (500_000 // len(piece))
+        for start in range(0, len(text), 90_000):
+            buffer.append(text[start : start + 90_000])
+            assert start > 20_000 or buffer.certain_tokens > 1000
+        whole = tokenizer.encode(text)
+        assert list(buffer.tokens) == whole[: len(buffer.tokens)]
+        assert buffer.all_tokens() == whole == tokenizer.encode_from(text, 0)
 
 
 @pytest.mark.parametrize(

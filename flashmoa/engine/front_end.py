@@ -40,7 +40,7 @@ _INFO_SECONDS = 1.0
 _RETRY_SECONDS = 10.0
 # The annotation with which Dynamo says where it would send a request, and sends it nowhere.
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
-# A server that fails in these ways may be starting.
+# Errors of a server that may be starting.
 _NOT_YET = (errors.EngineUnreachable, errors.EngineTimeout, errors.EngineDraining)
 # Between the engine's URL and the stream's id there, in the id of a stream behind a front end.
 _SEPARATOR = " "
@@ -214,7 +214,7 @@ class FrontEnd(Generic[E]):
         return self._workers
 
     def _seconds_fresh(self) -> float:
-        """Return for how long it is not asked again what is behind the server."""
+        """Return for how long the list of workers is used, in seconds."""
         if self.is_known or time.monotonic() < self._expected_until:
             return _FRESH_SECONDS
         if self._left_out:

@@ -205,7 +205,7 @@ class ChatRenderer:
             further = ChatCompletionRequest(messages=messages, model=chat.model).messages
         except ValidationError as error:
             raise MalformedRequest(f"Not a chat request: {_short(error)}") from error
-        # Its fields stay as they are: what is left out is rendered in another way than ``None``.
+        # Templates render a field that is ``None`` and a field that is left out differently.
         update = {"messages": [*chat.messages, *further], "continue_final_message": False}
         return self._render(chat.model_copy(update=update))
 

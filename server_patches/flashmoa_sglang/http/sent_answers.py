@@ -1,7 +1,7 @@
-"""Reads the answers that leave the server, as their clients get them and send them back.
+"""Reads answers as they leave the server, since their clients send them back.
 
-SGLang parses streams and whole answers in different ways, so only what is sent tells what comes
-back.
+SGLang's parsers of streams and of whole answers differ. So the sent answer is read, not the text
+that the model wrote.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-# A message of a chat, or a part of one: a block of Anthropic's, or an item of the Responses API.
+# A chat message, a block of Anthropic's API, or an item of the Responses API.
 Part = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class ChatApi:
 
     Attributes:
         events: makes a reader of an answer's events.
-        end: what only the event has with which an answer ends that may call tools.
+        end: text that is only in the last event of an answer that calls tools, or may.
         read: returns the parts of a whole answer; none if it is an error.
         returns_thoughts: whether most clients return a model's thoughts with the results of tools.
     """
@@ -85,7 +85,7 @@ class _Blocks:
         if data.get("type") == "content_block_start":
             self._blocks.append(data["content_block"])
         elif data.get("type") == "content_block_delta":
-            # A delta has its type and one of these, or a signature.
+            # A signature, the fourth kind of delta, is not text.
             for name in ("text", "thinking", "partial_json"):
                 self._pieces[data["index"]].append(data["delta"].get(name) or "")
 
@@ -100,7 +100,7 @@ class _Blocks:
 
 
 class _LastItems:
-    """Reads the items of the Responses API, all of which are in the last event."""
+    """Reads the items of the Responses API from its last event, which has all of them."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -2,9 +2,9 @@
 
 An answer that ends in tool calls leaves a prompt stream of the prompt that will come back with the
 results, up to the first of them. The chat template renders it from the answer as the client gets
-it: not from the tokens that were decoded, which often differ, nor by parsing these a second time,
-since SGLang parses streams in another way than whole answers. What the radix tree has of it is
-pinned, and the rest is prefilled. The request is known by its prompt, so that every client gains
+it. The decoded tokens often differ from it, and so would a second parse, since SGLang's parsers of
+streams and of whole answers differ. What the radix tree has of the prompt is pinned, and the rest
+is prefilled. The request is known by its prompt, so that every client gains
 and none has to name the stream. They give way before streams that grow, but not to requests that
 are held back (``scheduler/admission.py``).
 
@@ -48,11 +48,11 @@ class _Answer:
     """The answer to a chat, while SGLang makes it.
 
     Attributes:
-        api: the API by which it is sent.
+        api: the API of its request.
         chat: the ``ChatCompletionRequest``, once it is known that the answer may call tools.
         obj: its ``GenerateReqInput``, likewise.
         meta: the ``meta_info`` of the last output, if the model has ended the answer itself.
-        is_over: whether no more of it is read.
+        is_over: whether reading it has ended.
     """
 
     api: ChatApi
@@ -62,7 +62,7 @@ class _Answer:
     is_over: bool = False
 
 
-# The answer that is made in this context, if its route is one of those that are followed.
+# The answer that is made in this context, if its API is one of ``sent_answers``.
 _answer: ContextVar[_Answer | None] = ContextVar("flashmoa_answer", default=None)
 
 
@@ -188,7 +188,7 @@ class ToolGaps:
     ) -> None:
         """Hold an agent's next prompt, if there is one, while other requests go on.
 
-        Args: next_tokens: returns what is known of it, or ``None`` without tool calls.
+        Args: next_tokens: returns its known tokens, or ``None`` without tool calls.
         """
         come: list[Any] = []
         task = asyncio.create_task(self._hold(obj, meta, next_tokens, come))

@@ -1,6 +1,6 @@
-"""What is held while tools run is the prompt that comes, with the answer as its client got it.
+"""The prompt that is held while tools run is the next prompt, with the answer as it was sent.
 
-SGLang parses streams and whole answers in different ways.
+SGLang's parsers of streams and of whole answers differ.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parser(request: pytest.FixtureRequest) -> str:
 
 
 def answer_of(parser: str) -> str:
-    """Return what the model writes: a random model writes what it must."""
+    """Return the text that a grammar makes the random model write."""
     return (ANSWER if parser == "qwen25" else "Let me look.\n") + CALLS[parser]
 
 
@@ -249,7 +249,7 @@ async def test_each_turn_of_an_agent_finds_its_prompt(
     ask: Client,
     stream: bool,
 ) -> None:
-    """Others fill the pool meanwhile, so that what is not held would be evicted."""
+    """Others fill the pool meanwhile, so that KV without a pin is evicted."""
     if ask is messages and parser != "glm45":
         pytest.skip("a random model hardly ever writes a call of Anthropic's API for this parser")
     answer = answer_of(parser)

@@ -199,6 +199,21 @@ async def test_an_answer_leaves_nothing(
     assert engine.released == ["one"] and not gaps._tasks
 
 
+async def test_room_is_not_kept_for_an_answer_in_the_background(
+    gaps: tool_gaps.ToolGaps, engine: Any
+) -> None:
+    """Its client gets it later, by another request."""
+    watched: list[AsyncGenerator[Any]] = []
+
+    async def create() -> Any:
+        watched.append(gaps.watch(generation([1, 2, 3], **FIELDS), outputs(STOPPED)))
+        return SimpleNamespace(status="queued", output=[])
+
+    await gaps.follow(RESPONSES, create())
+    assert [output async for output in watched[0]] == [STOPPED]
+    assert engine.released == ["one"] and not gaps._tasks
+
+
 def cut(text: str, places: list[int]) -> list[str]:
     bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(bounds)]

@@ -291,7 +291,8 @@ class LinkPlanner(ABC):
         if self.settings.ahead == "nothing":
             return reasons.NO_LINKS
         why = self._unlinked.get(agent)
-        if why in (None, reasons.MISPREDICTED) and linkable and self._planning.is_running:
+        is_planning = self._has_begun and self._planning.is_running
+        if why in (None, reasons.MISPREDICTED) and linkable and is_planning:
             why = reasons.UNFINISHED
         return self.why_unplanned(agent) if why is None else why.reason
 

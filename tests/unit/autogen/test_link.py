@@ -11,14 +11,18 @@ import httpx
 import pytest
 from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
+from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from flashmoa._stack import owners
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.autogen._team_link import awaits, has_received
+from flashmoa.autogen._team_members import TeamMembers
+from flashmoa.linking.calls import CallRequest
 from flashmoa.linking.forecasts import Turn
 from flashmoa.linking.prompt import UNCERTAIN, Prompt, Slot
+from flashmoa.linking.reasons import UNEXPECTED
 from flashmoa.observe import (
     CallFailed,
     CallFinished,
@@ -27,6 +31,7 @@ from flashmoa.observe import (
     LinkDeclined,
     PromptSent,
 )
+from flashmoa.observe.events import FIRST, LATE
 from flashmoa.observe.trace import read
 from tests.unit.autogen.test_overriding import INFO
 from tests.unit.openai.fake_server import URL, serve
@@ -129,6 +134,52 @@ async def test_calls_go_to_the_clients_listener_or_to_that_of_their_linked_team(
         await client.create([UserMessage(content="Go.", source="user")])
     assert [type(event) for event in events] == [CallStarted, PromptSent, CallFailed]
     await client.close()
+
+
+async def test_the_first_call_of_each_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run may not have been noticed when the next one begins."""
+    client = make_client()
+    linked = link(make_team(client, "one", "two"))
+    planner, runs = linked._planner, iter("aab")
+    monkeypatch.setattr(TeamMembers, "current_run", property(lambda _: next(runs)))
+    monkeypatch.setattr(planner, "plan", lambda: None)
+    for agent in ("one", "two", "one"):
+        planner.begin(agent, CallRequest(URL, "m", None))
+    reasons = [call.started.unlinked for call in linked.report.calls]
+    assert reasons == [FIRST, UNEXPECTED, FIRST]
+    await linked.close()
+    await client.close()
+
+
+async def test_a_team_with_another_manager_says_that_its_rules_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Backwards(RoundRobinGroupChatManager):
+        """Could choose speakers in any order."""
+
+    class Team(RoundRobinGroupChat):
+        def _create_group_chat_manager_factory(self, *given: Any, **named: Any) -> Any:
+            make = super()._create_group_chat_manager_factory(*given, **named)
+
+            def make_mine() -> Any:
+                manager = make()
+                manager.__class__ = Backwards
+                return manager
+
+            return make_mine
+
+    serve(monkeypatch)
+    client = make_client()
+    team = Team([AssistantAgent(name, client) for name in ("one", "two")], max_turns=2)
+    async with link(team) as linked:
+        await team.run(task="Go.")
+        reasons = [call.started.unlinked for call in linked.report.calls]
+    await client.close()
+    assert reasons[0] == FIRST
+    assert reasons[1] in (
+        LATE,  # The team was not looked at yet.
+        "its team's Backwards chooses speakers by rules that are not AutoGen's own",
+    )
 
 
 async def test_a_team_that_cannot_be_linked_runs_with_auto_link(

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from numbers import Integral, Real
 from typing import Any
@@ -232,7 +232,7 @@ def _check_processor(processor: str | None) -> None:
         raise ValueError("custom_logit_processor cannot be loaded.") from error
 
 
-def check_ids(ids: Sequence[int], vocabulary: int, name: str = "input_ids") -> None:
+def check_ids(ids: Any, vocabulary: int, name: str = "input_ids") -> None:
     """Raise ValueError if a token id is outside of the vocabulary."""
     if not isinstance(ids, list | array):
         raise ValueError(f"{name} must be a list of token ids, not {shown(ids)}.")

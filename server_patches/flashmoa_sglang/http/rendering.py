@@ -194,7 +194,7 @@ class ChatRenderer:
             raise MalformedRequest(problem)
         return self._render(request)
 
-    def render_with(self, chat: Any, messages: list[dict[str, Any]]) -> RenderedPrompt:
+    def render_with(self, chat: Any, messages: list[Any]) -> RenderedPrompt:
         """Render a ``ChatCompletionRequest`` with further messages.
 
         Raises: as :meth:`render`.
@@ -232,7 +232,7 @@ class ChatRenderer:
             return self._handlers.openai_serving_responses._construct_input_messages(
                 ResponsesRequest(input=parts), None
             )
-        answer = {"role": "assistant", "content": parts}
+        answer: Any = {"role": "assistant", "content": parts}
         request = AnthropicMessagesRequest(model="m", max_tokens=1, messages=[answer])
         chat = self._handlers.anthropic_serving._convert_to_chat_completion_request(request)
         return [message.model_dump(exclude_none=True) for message in chat.messages]

@@ -132,7 +132,8 @@ class SplitPattern:
         """Return the states that a program can have after a character, by the character's mask."""
         after: dict[int, set[_State]] = defaultdict(set)
         start: _State = (0,)
-        seen, new = {start}, [start]
+        seen: set[_State] = {start}
+        new: list[_State] = [start]
         while new:
             state = new.pop()
             for mask in map(int, self._masks):

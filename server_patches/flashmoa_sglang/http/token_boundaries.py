@@ -200,9 +200,10 @@ def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
         spec = json.loads(backend.to_str())
         known = Known(Boundaries(*read_parts(spec)), read_affixes(spec))
         return known, lambda text: backend.encode(text, add_special_tokens=False).ids
-    tiktoken: Any = sys.modules.get("tiktoken")
-    for each in vars(tokenizer).values() if tiktoken is not None else ():
-        if isinstance(each, tiktoken.Encoding):
+    # Nothing is an instance of no class, where tiktoken is not loaded.
+    encoding: Any = getattr(sys.modules.get("tiktoken"), "Encoding", ())
+    for each in vars(tokenizer).values():
+        if isinstance(each, encoding):
             return _read_tiktoken(each, tokenizer)
     raise NotUnderstood(type(tokenizer).__name__)
 

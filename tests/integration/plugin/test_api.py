@@ -277,7 +277,8 @@ async def test_a_batch_leaves_a_stream_to_the_next_request(
     body = {"text": ["one two", "one three"], "prompt_stream_id": stream.id}
     answer = await http.post("/generate", json=body)
     assert answer.status_code == 200 and len(answer.json()) == 2
-    assert not (await client.stream_state(stream.id)).in_use
+    state = await http.get(f"/prompt_streams/{stream.id}")
+    assert not state.json()["in_use"]
     await client.delete_stream(stream.id)
 
 

@@ -100,8 +100,9 @@ class ScoringApi:
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
         question, stream_id = questions.score_question(body), body.prompt_stream_id
-        is_one = stream_id is not None and len(items) == 1
-        stream = StreamRequest(self._table, stream_id) if is_one else None
+        stream: StreamRequest | None = None
+        if stream_id is not None and len(items) == 1:
+            stream = StreamRequest(self._table, stream_id)
         return await self._answer(request, body, form, question, stream)
 
     async def rerank(self, request: Request) -> Any:

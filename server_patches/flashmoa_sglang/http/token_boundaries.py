@@ -175,7 +175,7 @@ def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Kn
         longest = known.boundaries.longest
         long = [each * longest for each in "文 "] if longest <= _LONGEST_TRIED else []
         for sample in (*_SAMPLES, *long):
-            if [*encode(sample)] != [*encode_with_parts(sample)]:
+            if not _are_same(encode(sample), encode_with_parts(sample)):
                 raise NotUnderstood(f"{type(tokenizer).__name__} changes text in its own way")
     except Exception as error:
         logger.warning(
@@ -186,6 +186,15 @@ def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Kn
         )
         return Known(Boundaries((), starts_afresh), None)
     return known
+
+
+def _are_same(tokens: Sequence[int], others: Sequence[int]) -> bool:
+    """Return whether tokens are the same, except that one side may count from a higher number.
+
+    Mistral's tokenizers number their special tokens first.
+    """
+    differences = {token - other for token, other in zip(tokens, others, strict=False)}
+    return len(tokens) == len(others) and len(differences) <= 1
 
 
 def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
@@ -200,12 +209,19 @@ def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
         spec = json.loads(backend.to_str())
         known = Known(Boundaries(*read_parts(spec)), read_affixes(spec))
         return known, lambda text: backend.encode(text, add_special_tokens=False).ids
-    # Nothing is an instance of no class, where tiktoken is not loaded.
-    encoding: Any = getattr(sys.modules.get("tiktoken"), "Encoding", ())
-    for each in vars(tokenizer).values():
-        if isinstance(each, encoding):
-            return _read_tiktoken(each, tokenizer)
-    raise NotUnderstood(type(tokenizer).__name__)
+    encoding = _find_encoding(tokenizer, depth=4)
+    if encoding is None:
+        raise NotUnderstood(type(tokenizer).__name__)
+    return _read_tiktoken(encoding, tokenizer)
+
+
+def _find_encoding(wrapper: Any, depth: int) -> Any:
+    """Return the tokenizer of tiktoken that another tokenizer, or a part of it, wraps."""
+    tiktoken: Any = sys.modules.get("tiktoken")
+    if tiktoken is None or isinstance(wrapper, tiktoken.Encoding):
+        return wrapper if tiktoken is not None else None
+    attributes = getattr(wrapper, "__dict__", {}).values() if depth else ()
+    return next(filter(None, (_find_encoding(each, depth - 1) for each in attributes)), None)
 
 
 def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
@@ -227,7 +243,7 @@ def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str]
     def encode(text: str) -> Sequence[int]:
         return encoding.encode(text, allowed_special="all", disallowed_special=())
 
-    is_known = type(tokenizer).__module__.startswith("sglang.")
+    is_known = type(tokenizer).__module__.startswith(("sglang.", "transformers."))
     longest = sys.maxsize if is_known else _LONGEST_TRIED
     return Known(Boundaries(parts, starts_afresh, longest), None), encode
 

@@ -189,16 +189,18 @@ CL100K = (
 )
 
 
-@pytest.mark.parametrize("expression", [families.PATTERN, families.O200K, CL100K])
-def test_tiktoken_has_the_kinds_of_its_expression(expression: str) -> None:
-    tokenizer = CanonicalTokenizer(OfXai(expression))
-    assert tokenizer.boundaries.kinds == ALL
-    text = "".join(families.SCRIPTS.values()) + "the<|eos|>\n\n a<|separator|>  b 1234\r\n"
-    whole = tokenizer.encode(text)
-    for place in range(1, len(text)):
-        if tokenizer.boundaries.holds_at(text, place):
-            before = tokenizer.encode(text[:place])
-            assert before + tokenizer.encode_between(text, place, len(text)) == whole
+class OfMistral(OfXai):
+    """A tokenizer like transformers' ``MistralCommonBackend``, whose special tokens come first."""
+
+    __module__ = "transformers.tokenization_mistral_common"
+
+    def __init__(self, expression: str) -> None:
+        super().__init__(expression)
+        self.tokenizer = SimpleNamespace(model=SimpleNamespace(encoding=self.tokenizer))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        encoding = self.tokenizer.model.encoding
+        return [1] * add_special_tokens + [token + 1000 for token in encoding.encode_ordinary(text)]
 
 
 class OfMoonshot(OfXai):
@@ -215,9 +217,31 @@ class OfMoonshot(OfXai):
         return super().encode(before + cut) + self.encode(after)
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "expression"),
+    [
+        (OfXai, families.PATTERN),
+        (OfXai, families.O200K),
+        (OfXai, CL100K),
+        (OfMistral, families.O200K),
+        (OfMoonshot, families.PATTERN),
+    ],
+)
+def test_tiktoken_has_the_kinds_of_its_expression(
+    wrapper: Callable[[str], Any], expression: str
+) -> None:
+    tokenizer = CanonicalTokenizer(wrapper(expression))
+    assert tokenizer.boundaries.kinds == ALL
+    text = "".join(families.SCRIPTS.values()) + "the<|eos|>\n\n a<|separator|>  b 1234\r\n"
+    whole = tokenizer.encode(text)
+    for place in range(1, len(text)):
+        if tokenizer.boundaries.holds_at(text, place):
+            before = tokenizer.encode(text[:place])
+            assert before + tokenizer.encode_between(text, place, len(text)) == whole
+
+
 def test_long_texts_of_a_tokenizer_that_comes_with_a_model_are_encoded_whole() -> None:
     tokenizer = CanonicalTokenizer(OfMoonshot(families.PATTERN))
-    assert tokenizer.boundaries.kinds == ALL
     for piece in ("the the 12 ", "the123"):
         buffer = TokenBuffer(tokenizer, add_special_tokens=False)
         text = "abcd " + piece * (500_000 // len(piece))

@@ -56,8 +56,8 @@ class Look:
     """A condition at a place.
 
     ``back`` looks at the character before the place, and ``ahead`` at the text after it. ``edge``
-    looks at both sides; then ``node`` is a character of a word. ``line`` and ``end`` hold at the
-    ends of a line and of the text.
+    looks at both sides; ``node``, if there is one, is a character of a word then. ``line`` and
+    ``end`` hold at the ends of a line and of the text.
     """
 
     kind: Literal["back", "ahead", "edge", "line", "end"]
@@ -162,7 +162,7 @@ class Reader:
         self._at += 1
         if sign == "^":
             self.looks_back = True
-            return Look("back")
+            return Look("edge")  # To Oniguruma, no line begins where the text ends.
         if sign == "$":
             return Look("line")
         return self._character("." if sign == "." else None, sign)

@@ -76,7 +76,12 @@ class FakeEngine:
 
     def _state(self, name: str, next_seq: int) -> Any:
         return SimpleNamespace(
-            id=name, next_seq=next_seq, pace_seconds=0.001, received_tokens=0, prefilled_tokens=0
+            id=name,
+            next_seq=next_seq,
+            pace_seconds=0.001,
+            received_tokens=0,
+            prefilled_tokens=0,
+            ttl_seconds=30.0,
         )
 
     async def _chat(self, request: httpx.Request) -> httpx.Response:

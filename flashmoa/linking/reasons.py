@@ -34,8 +34,8 @@ class Unlinked:
     """Says why an agent has no link.
 
     Attributes:
-        until: until when that is so: the agent's next ``call`` or attempt to link it, the end of
-            the ``run``, or a next ``forecast`` of its prompt that can be made.
+        until: what ends it: the agent's next ``call`` or attempt to link it, the end of the
+            ``run``, or the next ``forecast`` of its prompt.
     """
 
     reason: str

@@ -59,7 +59,7 @@ class HeardCall:
         """Note an output of the request itself."""
         is_piece = self._in_pieces and self._written is None
         self._text = (self._text if is_piece else "") + (output.get("text") or "")
-        self._meta = output["meta_info"]
+        self._meta = {"finish_reason": None, **output["meta_info"]}
         if self._meta["finish_reason"] is not None:
             self._last = output
         self._changed.set()

@@ -127,7 +127,9 @@ class HeardCalls:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    heard.note_output(output)
+                    # SGLang's outputs for beams and several answers are others.
+                    if isinstance(output, dict) and "meta_info" in output:
+                        heard.note_output(output)
                     yield output
         finally:
             heard.end()

@@ -110,11 +110,13 @@ async def test_tokens_that_a_batch_shares_are_computed_once_and_counted(
     await client.flush_cache()
     before = (await fetch_kv_state(client)).duplicates_avoided
     sampling = {**GREEDY, "max_new_tokens": 1}
+    # A long text would be tokenised beside the requests, and come after them.
+    (busy,) = await client.tokenize([words(6000, 3)])
     async with (
         httpx.AsyncClient(base_url=client.url, timeout=60) as http,
         anyio.create_task_group() as group,
     ):
-        group.start_soon(partial(client.prefill_only, text=words(6000, 3)))
+        group.start_soon(partial(client.prefill_only, input_ids=busy))
         sent = await http.post("/generate", json={"text": texts, "sampling_params": sampling})
     metas = [answer["meta_info"] for answer in sent.raise_for_status().json()]
     computed = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)

@@ -181,7 +181,7 @@ async def test_candidates_that_cannot_be_scored_are_refused_with_the_reason(
 async def test_engines_refusal_is_raised_unchanged(
     scorer: Scorer, client: EngineClient, words: Callable[[int, int], str]
 ) -> None:
-    with pytest.raises(PromptTooLarge, match=r"items\[0\]: The prompt has 13000 tokens"):
+    with pytest.raises(PromptTooLarge, match=r"items\[0\]: The prompt has at least 13000 tokens"):
         await scorer.score(words(13000, 37), [" the", " a lake and"])
     with pytest.raises(MalformedRequest, match="candidates must be in"):
         await scorer.score("The", [[999_999]])

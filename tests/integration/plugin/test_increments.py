@@ -51,8 +51,9 @@ async def test_one_forward_computes_increments_of_many_streams(
     """Their tokens come while the engine is busy, so that they wait for the same forward."""
     texts = [words(50, 8000 + number) + words(30, 8100 + number)[3:] for number in range(STREAMS)]
     streams = [await client.open_stream(text=words(50, 8000 + n)) for n in range(STREAMS)]
+    (busy,) = await client.tokenize([words(5000, 8200)])
     async with anyio.create_task_group() as group:
-        group.start_soon(partial(client.prefill_only, text=words(5000, 8200)))
+        group.start_soon(partial(client.prefill_only, input_ids=busy))
         for number, stream in enumerate(streams):
             piece = words(30, 8100 + number)[3:]
             await client.append(stream.id, 0, text=piece, end=True)

@@ -87,8 +87,9 @@ async def test_sixteen_requests_compute_shared_tokens_once(
     await client.flush_cache()
     spread, computed_spread = await answers(client, texts)
     await client.flush_cache()
+    (busy,) = await client.tokenize([words(1500, 2)])
     async with anyio.create_task_group() as group:
-        group.start_soon(partial(client.prefill_only, text=words(1500, 2)))
+        group.start_soon(partial(client.prefill_only, input_ids=busy))
         together, computed_together = await answers(client, texts)
     await client.flush_cache()
     await client.prefill_only(text=words(SHARED, 1)[:3000])

@@ -52,6 +52,9 @@ def test_the_set_up_makes_the_model_of_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """README's first engine serves it, also without the demo."""
+    # Within another make, as that of `make test`, this one would name its folder.
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
     make = ["make", "--dry-run", "setup", f"MODEL={tmp_path / 'missing'}"]
     steps = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert steps.splitlines()[-1] == ".venv/bin/python examples/smollm2.py"

@@ -201,6 +201,7 @@ class Stream:
     next_seq: int = 0
     ended: bool = False
     gone: str | None = None
+    last_append: tuple[str, bool] | None = None
 
 
 class Sequences(RuleBasedStateMachine):
@@ -228,6 +229,8 @@ class Sequences(RuleBasedStateMachine):
         answer = self.http.post(path, content=encode({"seq": seq, "text": text, "end": end}))
         if stream.gone:
             assert (answer.status_code, answer.json()["error"]["reason"]) == (410, stream.gone)
+        elif seq == stream.next_seq - 1 and (text, end) != stream.last_append:
+            assert answer.json()["error"]["code"] == "out_of_order"
         elif seq < stream.next_seq:
             assert answer.json()["next_seq"] == stream.next_seq
         elif stream.ended or seq > stream.next_seq:
@@ -237,6 +240,7 @@ class Sequences(RuleBasedStateMachine):
             stream.text += text
             stream.next_seq += 1
             stream.ended = end
+            stream.last_append = text, end
             assert answer.json()["next_seq"] == stream.next_seq
 
     @rule(stream=streams)

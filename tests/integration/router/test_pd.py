@@ -69,5 +69,5 @@ async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: 
         await wait_until_idle(prefill)
         with pytest.raises(PluginMissing, match="decodes"):
             await decode.open_stream(text="hi")
-        assert (await decode.info()).capabilities == ["render"]
+        assert (await decode.info()).capabilities == ["render", "calls"]
     assert await pair.transferred_bytes() == before

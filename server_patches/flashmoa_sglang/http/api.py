@@ -34,7 +34,7 @@ from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.options import Options
 
-_OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id"]
+_OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 # The status that proxies log for a client that has disconnected.
 _CLIENT_GONE = 499

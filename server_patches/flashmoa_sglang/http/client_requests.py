@@ -5,7 +5,7 @@ plugin's mark on a request is for the scheduler; clients must not set it. ``guar
 request would compute, once SGLang has tokenised the request.
 
 The final request of a prompt stream, whose prompt the stream has prepared, has its whole prompt
-itself; ``prompt_stream_id`` is only a hint. Its tokens are taken from the stream as far as the two
+itself, and names the stream only as a hint. Its tokens are taken from the stream as far as the two
 texts agree, and its answer says how the stream was used. A request that names no stream, as behind
 a front end that drops the hint, is known by its prompt (:func:`find_by_prompt`).
 """
@@ -269,7 +269,7 @@ def current() -> StreamRequest | None:
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
-    """Find the stream that an HTTP request's body names, and remember it with the request.
+    """Find the stream that an HTTP request names, and remember it with the request.
 
     Raises: ValueError if a hint is malformed (SGLang answers 400).
     """

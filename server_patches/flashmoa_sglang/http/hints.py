@@ -1,17 +1,24 @@
-"""What clients say of a request in its body beside SGLang's fields (:func:`read_hints`)."""
+"""What clients say of a request beside SGLang's fields (:func:`read_hints`).
+
+The plugin's own hints come in the body or by header: a program's body may be left as it is, and
+SGLang's router passes headers on that begin with ``X-Request-Id-``, but not unknown fields.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashmoa_sglang.http.errors import shown
 
 STREAM = "prompt_stream_id"
 EXPECTED_OUTPUT = "expected_output_tokens"
+STREAM_HEADER = "X-Request-Id-FlashMoA-Stream"
+EXPECTED_OUTPUT_HEADER = "X-Request-Id-FlashMoA-Tokens"
 # Schedulers compute with the numbers in hints; a larger one would be infinite there, or an error.
 LARGEST_NUMBER = 2**31 - 1
+_DIGITS = re.compile(r"[0-9]{1,10}")
 _TTL = re.compile(r"([1-9][0-9]{0,5})([smh])")
 _DEFAULT_TTL = "30m"
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -35,15 +42,38 @@ class Hints:
 
 
 def read_hints(http_request: Any) -> Hints:
-    """Read the hints in an HTTP request's body: the plugin's own, Dynamo's and OpenAI's.
+    """Read an HTTP request's hints: the plugin's own, Dynamo's and OpenAI's.
+
+    A hint in the body counts before the same one by header.
 
     Raises:
-        ValueError: if a hint has a wrong type or value (SGLang answers 400).
+        ValueError: if a hint in the body has a wrong type or value (SGLang answers 400).
     """
+    if http_request is None:
+        return Hints()
     # SGLang has already parsed the body, and Starlette keeps the result.
     body = getattr(http_request, "_json", None)
-    if not isinstance(body, dict):
-        return Hints()
+    hints = _read_body(body) if isinstance(body, dict) else Hints()
+    if hints.stream is None:
+        hints = replace(hints, stream=named_stream(http_request))
+    if hints.expected_output is None:
+        hints = replace(hints, expected_output=_expected_output(http_request))
+    return hints
+
+
+def named_stream(http_request: Any) -> str | None:
+    """Return the id of the prompt stream that a request's header names, if it names one."""
+    return http_request.headers.get(STREAM_HEADER) or None
+
+
+def _expected_output(http_request: Any) -> int | None:
+    """Return the length of the answer that a request's header names; ``None`` if it is no such."""
+    named = http_request.headers.get(EXPECTED_OUTPUT_HEADER, "")
+    number = int(named) if _DIGITS.fullmatch(named) else None
+    return number if number is not None and number <= LARGEST_NUMBER else None
+
+
+def _read_body(body: dict[str, Any]) -> Hints:
     stream_id = body.get(STREAM)
     if stream_id is not None and not isinstance(stream_id, str):
         raise ValueError(

@@ -127,6 +127,101 @@ async def test_several_answers_to_one_prompt_share_a_stream(
     assert len(answers) == 3
 
 
+TEXT = "One walks to the lake, and takes the boat to the island. " * 6
+ROUTES: dict[str, Body] = {
+    "/generate": {"text": TEXT, "sampling_params": {"max_new_tokens": 2, "temperature": 0}},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 2, "temperature": 0},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "temperature": 0
+    },
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 8, "temperature": 0},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "temperature": 0
+    },
+    "/v1/score": {"query": TEXT, "items": [""], "candidates": [" a", " b"]},
+}  # fmt: skip
+
+
+def written(answer: httpx.Response) -> Any:
+    """Return what an answer says, without ids, times and figures."""
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    if "output" in body:
+        return body["output"][0]["content"]
+    if "scores" in body:
+        return [round(score, 6) for score in body["scores"][0]]
+    return [body.get(name) for name in ("text", "choices", "content")]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_request_names_its_stream_by_header(
+    http: httpx.AsyncClient, client: EngineClient, path: str
+) -> None:
+    await client.flush_cache()
+    body = {"model": (await client.info()).model["name"], **ROUTES[path]}
+    if path == "/generate":
+        del body["model"]
+    plain = written(await http.post(path, json=body))
+    await client.flush_cache()
+    prompt: Body = {"text": TEXT}
+    if path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        chat = {"messages": [{"role": "user", "content": TEXT}]}
+        text = (await http.post("/render", json=chat)).json()["text"]
+        prompt = {"text": text, "add_special_tokens": False}
+    opened = (await http.post("/prompt_streams", json=prompt)).json()["id"]
+    received = (await complete_stream(client, opened)).received_tokens
+    headers = {
+        "x-request-id-flashmoa-stream": opened,
+        "X-Request-Id-FlashMoA-Tokens": "2",
+    }
+    answer = await http.post(path, json=body, headers=headers)
+    assert written(answer) == plain
+    # The stream is used up, and its tokens were not computed again.
+    assert (await http.get(f"/prompt_streams/{opened}")).json()["error"]["code"] == "stream_gone"
+    fields = answer.json()
+    usage = fields.get("usage") or fields.get("meta_info")
+    if path not in ("/v1/completions", "/v1/messages"):
+        assert usage["prompt_stream"]["status"] == "hit"
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+        assert details["streamed_tokens"] >= received - 1
+    await client.flush_cache()
+
+
+async def test_a_hint_by_header_never_refuses_a_request(
+    http: httpx.AsyncClient, client: EngineClient
+) -> None:
+    path, body = generation(sampling_params={"max_new_tokens": 2, "temperature": 0})
+    plain = (await http.post(path, json=body)).json()["text"]
+    for stream in ("", "none", "\xe9" * 300, "[1]"):
+        for number in ("", "-1", "9" * 5000, "nan"):
+            raw = [
+                (b"X-Request-Id-FlashMoA-Stream", stream.encode("latin-1")),
+                (b"X-Request-Id-FlashMoA-Tokens", number.encode()),
+            ]
+            answer = await http.post(path, json=body, headers=raw)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["text"] == plain
+    # A batch uses no stream.
+    opened = await client.open_stream(text="x y")
+    headers = {"X-Request-Id-FlashMoA-Stream": opened.id}
+    batch = await http.post(path, json={**body, "text": ["x y", "x y"]}, headers=headers)
+    assert [one["text"] for one in batch.json()] == [plain] * 2
+    # The stream that the body names counts.
+    body["prompt_stream_id"] = opened.id
+    answer = await http.post(path, json=body, headers={"X-Request-Id-FlashMoA-Stream": "none"})
+    assert answer.json()["meta_info"]["prompt_stream"]["status"] == "hit"
+
+
+async def test_the_id_in_a_header_is_not_logged(
+    engine: LocalEngine, http: httpx.AsyncClient, client: EngineClient
+) -> None:
+    opened = await client.open_stream(text="x y")
+    for path, body in (generation(), chat()):
+        headers = {"X-Request-Id-FlashMoA-Stream": opened.id}
+        assert (await http.post(path, json=body, headers=headers)).status_code == 200
+    assert opened.id not in engine.log.read_text()
+
+
 @pytest.mark.parametrize("start", ["The plan so far is", "\n\n and then", " to"])
 @pytest.mark.parametrize("opened_by", ["messages", "text"])
 async def test_a_chat_that_continues_an_answer_uses_its_stream(

@@ -1,4 +1,4 @@
-"""What a request's body says of its answer, its priority and its prompt stream, and wrong hints."""
+"""What a request says of its answer, its priority and its prompt stream, and wrong hints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,36 @@ from typing import Any
 import pytest
 from flashmoa_sglang.http.hints import Hints, read_hints
 
+STREAM, TOKENS = "X-Request-Id-FlashMoA-Stream", "X-Request-Id-FlashMoA-Tokens"
+
 
 def with_body(**body: object) -> Any:
     """Return a client's request with this body."""
     return SimpleNamespace(_json=body, state=SimpleNamespace(), headers={})
+
+
+@pytest.mark.parametrize("body", [{"_json": {"messages": []}}, {"_json": [1]}, {}])
+def test_hints_are_read_from_headers_whatever_the_body_is(body: dict[str, Any]) -> None:
+    asked = SimpleNamespace(headers={STREAM: "an id", TOKENS: "70"}, **body)
+    assert read_hints(asked) == Hints("an id", 70)
+
+
+def test_hints_in_the_body_count_before_headers() -> None:
+    asked = with_body(prompt_stream_id="a", nvext={"agent_hints": {"osl": 5}})
+    asked.headers = {STREAM: "b", TOKENS: "70"}
+    assert read_hints(asked) == Hints("a", 5)
+    asked = with_body(prompt_stream_id=None, expected_output_tokens=0)
+    asked.headers = {STREAM: "b", TOKENS: "70"}
+    assert read_hints(asked) == Hints("b", 0)
+
+
+@pytest.mark.parametrize(
+    "number", ["", "-1", "2147483648", "9" * 5000, "1.5", "x", "0x1", "1_0", "\u0663", " 7", "true"]
+)
+def test_a_header_that_makes_no_sense_is_ignored(number: str) -> None:
+    asked = with_body()
+    asked.headers = {STREAM: "", TOKENS: number}
+    assert read_hints(asked) == Hints()
 
 
 @pytest.mark.parametrize("number", [-1, 2**31, 10**400, True, 1.5, "3", [], {}])

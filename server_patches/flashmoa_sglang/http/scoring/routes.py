@@ -27,6 +27,7 @@ from flashmoa_sglang.http.errors import (
     EngineFailed,
     MalformedRequest,
 )
+from flashmoa_sglang.http.hints import named_stream
 from flashmoa_sglang.http.scoring import questions
 from flashmoa_sglang.http.scoring.answers import (
     ClassifyForm,
@@ -99,7 +100,8 @@ class ScoringApi:
         self._reader.check_ids(body.labels, "label_token_ids")
         with_tokens = body.candidates is not None
         form = ScoreForm(self._name(body), body.apply_softmax, with_tokens)
-        question, stream_id = questions.score_question(body), body.prompt_stream_id
+        question = questions.score_question(body)
+        stream_id = body.prompt_stream_id or named_stream(request)
         stream: StreamRequest | None = None
         if stream_id is not None and len(items) == 1:
             stream = StreamRequest(self._table, stream_id)

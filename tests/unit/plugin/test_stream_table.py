@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 torchvision_ops.allow_mismatched_build()
 
-from flashmoa_sglang.http import bodies, streams  # noqa: E402
+from flashmoa_sglang.http import bodies, handover  # noqa: E402
 from flashmoa_sglang.http.engine import Engine  # noqa: E402
 from flashmoa_sglang.http.errors import (  # noqa: E402
     EngineBusy,
@@ -344,7 +344,7 @@ def test_each_token_is_handed_over_once_in_its_order_and_then_the_end(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # So that the handover is in between more often.
-        patch.setattr(streams, "_GATHERED", 0)
+        patch.setattr(handover, "_GATHERED", 0)
         asyncio.run(append_all(appends))
 
 

@@ -1,0 +1,134 @@
+"""``Handover``: hands the tokens of prompt streams over to the schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from typing import TYPE_CHECKING
+
+from flashmoa_sglang.http import metrics
+from flashmoa_sglang.http.stream import PromptStream, Span
+from flashmoa_sglang.messages import StreamProgress, StreamTokens
+from flashmoa_sglang.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flashmoa_sglang.http.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+# Seconds that tokens are gathered, so that streams share a message.
+_GATHERED = 0.002
+# Seconds after a stream's end in which its scheduler is not told of the end: usually the final
+# request comes at once and computes the last tokens.
+_END_GRACE = 0.01
+
+
+class Handover:
+    """Hands tokens over while streams are open, and notes what schedulers have computed.
+
+    Args:
+        streams: the open streams by id, as a view that changes with them.
+
+    Attributes:
+        opening: streams to open in their schedulers.
+        unclaimed: ids of streams that go on, because their requests were refused.
+    """
+
+    def __init__(self, engine: Engine, streams: Mapping[str, PromptStream]) -> None:
+        self._engine = engine
+        self._streams = streams
+        self.opening: list[PromptStream] = []
+        self.unclaimed: list[str] = []
+        self._changed = asyncio.Event()
+        self._end_grace = _END_GRACE * Options.from_environment().device_slowdown
+        engine.handle(StreamProgress, self._note)
+
+    def wake(self) -> None:
+        """Look for tokens to hand over, because a stream has grown or ended."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Open streams and hand over their tokens, until no stream is open."""
+        opening: dict[PromptStream, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while self._streams:
+                self._changed.clear()
+                for stream in self.opening:
+                    opening[stream] = group.create_task(self._open_in_scheduler(stream))
+                self.opening.clear()
+                for stream, task in opening.items():
+                    if stream.closed is not None:
+                        task.cancel()  # A busy scheduler may answer much later.
+                opening = {stream: task for stream, task in opening.items() if not task.done()}
+                wait = self._send(time.monotonic())
+                await asyncio.sleep(_GATHERED)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), wait)
+            for task in opening.values():
+                task.cancel()
+
+    async def _open_in_scheduler(self, stream: PromptStream) -> None:
+        try:
+            await self._engine.open_stream(stream.id, stream.terms)
+        except Exception as error:
+            if stream.closed is not None:
+                return
+            # The stream stays valid: its final request computes the missing tokens.
+            # It is still open, and whoever reads its id in the log could use it.
+            text = "A prompt stream is not prefilled: %s. Its request computes the whole prompt."
+            logger.warning(text, str(error).removesuffix("."))
+            stream.failure = str(error)
+
+    def _send(self, now: float) -> float | None:
+        """Hand over what is new. Return the seconds after which a stream's end is due, if any."""
+        tokens: list[tuple[str, bytes, bool]] = []
+        taken_back: list[tuple[str, int]] = []
+        ended: list[str] = []
+        wait: float | None = None
+        for stream in self._streams.values():
+            if not stream.may_grow():
+                continue
+            known = stream.known()
+            if stream.kept < stream.sent:
+                taken_back.append((stream.id, stream.kept))
+                stream.sent = stream.kept
+                stream.prefilled = min(stream.prefilled, stream.kept)
+            if len(known) > stream.sent:
+                new = array("q", known[stream.sent :])
+                tokens.append((stream.id, new.tobytes(), stream.next_seq > 0))
+                stream.sent = stream.kept = len(known)
+            if stream.ended_at is not None and not stream.end_sent:
+                due = stream.ended_at + self._end_grace - now
+                if due <= 0:
+                    ended.append(stream.id)
+                    stream.end_sent = True
+                else:
+                    wait = min(wait or due, due)
+        unclaimed, self.unclaimed = self.unclaimed, []
+        if tokens or ended or unclaimed or taken_back:
+            message = StreamTokens(tuple(tokens), tuple(ended), tuple(unclaimed), tuple(taken_back))
+            self._engine.send(message)
+        return wait
+
+    def _note(self, progress: StreamProgress) -> None:
+        now = time.time()
+        for id_, prefilled, computed, seconds in progress.increments:
+            stream = self._streams.get(id_)
+            if stream is None:
+                continue
+            # Of a stream that gave way, what it had computed may be computed again.
+            stream.prefilled = prefilled
+            stream.computed = min(stream.computed + computed, prefilled)
+            if computed:
+                stream.increments += 1
+                stream.spans.append(Span(now - seconds, now, computed))
+                metrics.count("stream_increments")
+                metrics.count("stream_tokens_prefilled", computed)
+        for id_, waits in progress.waiting:
+            if (stream := self._streams.get(id_)) is not None:
+                stream.waits_for_room = waits

@@ -218,6 +218,8 @@ class Api:
             ),
         )
         if isinstance(piece, str):
+            # The client does not know how long its messages are once they are rendered.
+            stream.counted_from = len(piece) if kind == "messages" else 0
             await self._table.add_text(stream, piece)
         else:
             self._table.add(stream, piece)
@@ -237,7 +239,7 @@ class Api:
                 )
             if kind == "input_ids":
                 piece = self._reader.check_ids(body.input_ids or [])
-        await self._table.append(stream, body.seq, piece, body.end)
+        await self._table.append(stream, body.seq, piece, body.end, body.start)
         return stream.state()
 
     async def keep_alive(self, request: Request) -> dict[str, Any]:

@@ -123,7 +123,13 @@ class OpenStream(Prompt):
 
 
 class Append(_Piece):
+    """More of a prompt stream.
+
+    ``start`` is the number of characters of its text that stay; the new text follows them.
+    """
+
     seq: StrictInt = Field(ge=0)
+    start: StrictInt | None = Field(default=None, ge=0)
     end: bool = False
 
 

@@ -98,6 +98,7 @@ class Handover:
                 taken_back.append((stream.id, stream.kept))
                 stream.sent = stream.kept
                 stream.prefilled = min(stream.prefilled, stream.kept)
+                stream.computed = min(stream.computed, stream.prefilled)
             if len(known) > stream.sent:
                 new = array("q", known[stream.sent :])
                 tokens.append((stream.id, new.tobytes(), stream.next_seq > 0))

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashmoa_sglang.http.errors import EngineFailed, PromptTooLarge, StreamGone
+from flashmoa_sglang.http.errors import (
+    EngineFailed,
+    MalformedRequest,
+    PromptTooLarge,
+    StreamGone,
+)
 from flashmoa_sglang.http.token_buffer import LONG_TEXT, common_length, tokenize_aside
 from flashmoa_sglang.releases import RELEASE
 
@@ -97,6 +102,7 @@ class PromptStream:
         held_from: of a stream that this server holds, the number of tokens that its prompt has in
             common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
             which no request takes; ``None`` of a client's stream.
+        counted_from: the length of the text before that from which the client counts characters.
     """
 
     ttl_seconds: float
@@ -122,13 +128,15 @@ class PromptStream:
     pace_seconds: float = 0.0
     waits_for_room: bool = False
     held_from: int | None = None
+    counted_from: int = 0
 
-    async def add_text(self, text: str, end: bool, room: int) -> int:
+    async def add_text(self, text: str, end: bool, room: int, start: int | None = None) -> int:
         """Add text to a stream of text.
 
         Args:
             end: whether this is its end.
             room: the most tokens that it may have.
+            start: the place in the buffer's text whose text this replaces; ``None``: its end.
 
         Return how many tokens were known before, and are still the same.
 
@@ -138,12 +146,15 @@ class PromptStream:
         """
         buffer = own = self.buffer
         assert own is not None and buffer is not None
-        characters = len(text) + (own.unsettled_characters if end else 0)
-        if characters > LONG_TEXT:
-            # Requests may use the stream, or leave, while a thread adds to a copy.
+        place = len(own.text) if start is None else start
+        retokenized = own.unsettled_characters(place) if end or start is not None else 0
+        characters = len(text) + retokenized
+        if characters > LONG_TEXT or start is not None:
+            # Requests may use the stream, or leave, while a thread adds to a copy. If the text that
+            # replaces another is refused, that one stays.
             buffer = own.snapshot()
         try:
-            work = partial(_append, buffer, text, end, room)
+            work = partial(_append, buffer, place, text, end, room)
             kept, tokens = await tokenize_aside(characters, work)
         except PromptTooLarge:
             self.kept = min(self.kept, len(own.tokens))
@@ -165,6 +176,17 @@ class PromptStream:
                 f"Prompt stream {self.id} is in use by its request and takes no more text; open "
                 "a new one.",
                 reason="used",
+            )
+
+    def require_place(self, start: int) -> None:
+        """Raise MalformedRequest if the stream's text has no such place, as the client counts."""
+        if self.buffer is None:
+            raise MalformedRequest("This stream was opened with input_ids; leave start out.")
+        characters = len(self.buffer.text) - self.counted_from
+        if start > characters:
+            raise MalformedRequest(
+                f"start is {start}, but the stream's text has only {characters} characters; give "
+                "the number of characters that stay."
             )
 
     def known(self) -> array[int]:
@@ -235,13 +257,17 @@ class PromptStream:
         }
 
 
-def _append(buffer: TokenBuffer, text: str, end: bool, room: int) -> tuple[int, array[int]]:
-    """Append text to a buffer; return how many tokens are still the same, and all tokens.
+def _append(
+    buffer: TokenBuffer, place: int, text: str, end: bool, room: int
+) -> tuple[int, array[int]]:
+    """Add text to a buffer at a place, the end or one before; the text after it is dropped.
 
-    Raises: PromptTooLarge if there are more than ``room``; the text is not appended then.
+    Return how many tokens are still the same, and all tokens.
+
+    Raises: PromptTooLarge if there are more than ``room``; text is not appended at the end then.
     """
     before = buffer.checkpoint()
-    kept, tokens = buffer.append(text, room), buffer.tokens
+    kept, tokens = buffer.replace(place, text, room), buffer.tokens
     if end and len(tokens) <= room:
         # Tokens that were held back so far count, too.
         tokens = array("q", buffer.all_tokens())

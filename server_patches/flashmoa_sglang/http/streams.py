@@ -173,18 +173,25 @@ class StreamTable:
             raise over_context(room)
         stream.ids.extend(ids)
 
-    async def add_text(self, stream: PromptStream, text: str, end: bool = False) -> None:
+    async def add_text(
+        self, stream: PromptStream, text: str, end: bool = False, start: int | None = None
+    ) -> None:
         """Buffer text, and tokenise it.
 
-        Args: end: whether it is the last.
+        Args:
+            end: whether it is the last.
+            start: the place in the text, as the client counts, whose text it replaces; ``None``:
+                its end.
         Raises:
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
             StreamGone: if the stream has ended or been used while a long text was tokenised.
         """
         room = self._engine.max_prompt_tokens
-        if len(stream.beginning()) + len(text) > room * self.limits.characters_per_token:
+        place = None if start is None else stream.counted_from + start
+        before = len(stream.beginning()) if place is None else place
+        if before + len(text) > room * self.limits.characters_per_token:
             raise over_context(room)
-        kept = await stream.add_text(text, end, room)
+        kept = await stream.add_text(text, end, room, place)
         if end:
             self.streamed.total += len(stream.ids)
             self.streamed.ahead += kept
@@ -226,11 +233,19 @@ class StreamTable:
         return True
 
     async def append(
-        self, stream: PromptStream, seq: int, piece: str | Sequence[int], end: bool
+        self,
+        stream: PromptStream,
+        seq: int,
+        piece: str | Sequence[int],
+        end: bool,
+        start: int | None = None,
     ) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
 
+        Args: start: the place in the text, as the client counts, whose text the piece replaces.
+
         Raises:
+            MalformedRequest: if there is no such place.
             StreamGone: if the stream's final request has come.
             EngineDraining: if the server is shutting down.
             StreamOutOfOrder: if the stream has ended, pieces before this one are missing, or the
@@ -238,13 +253,18 @@ class StreamTable:
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
         async with stream.growing:
-            await self._append(stream, seq, piece, end)
+            await self._append(stream, seq, piece, end, start)
 
     async def _append(
-        self, stream: PromptStream, seq: int, piece: str | Sequence[int], end: bool
+        self,
+        stream: PromptStream,
+        seq: int,
+        piece: str | Sequence[int],
+        end: bool,
+        start: int | None,
     ) -> None:
         stream.require_unused()
-        hashed = hash((piece if isinstance(piece, str) else tuple(piece), end))
+        hashed = hash((piece if isinstance(piece, str) else tuple(piece), end, start))
         if seq < stream.next_seq:
             if seq == stream.next_seq - 1 and hashed != stream.last_append:
                 raise StreamOutOfOrder(
@@ -263,11 +283,13 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
+        if start is not None:
+            stream.require_place(start)
         known = stream.known_tokens()
         if not isinstance(piece, str):
             self.add(stream, piece)
-        elif piece or (end and stream.buffer is not None):
-            await self.add_text(stream, piece, end)
+        elif piece or start is not None or (end and stream.buffer is not None):
+            await self.add_text(stream, piece, end, start)
         stream.next_seq += 1
         stream.last_append = hashed
         if end:

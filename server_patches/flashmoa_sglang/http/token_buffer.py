@@ -240,6 +240,21 @@ class TokenBuffer:
                 break
         return kept
 
+    def replace(self, start: int, text: str, most: int | None = None) -> int:
+        """Put a text in the place of all text from ``start`` on; see :meth:`append`.
+
+        Only text after the last boundary before the first change is tokenised again.
+        """
+        shared = start + common_length(self.text[start:], text)
+        if shared == len(self.text):
+            return self.append(text[shared - start :], most)
+        before = self.tokens[:]
+        prefix = self._shared_prefix(self.text[:start] + text)
+        self.restore((shared, self._prefixes.index(prefix) + 1))
+        self._searched = prefix.chars
+        self.append(text[shared - start :], most)
+        return common_length(before, self.tokens)
+
     def _tokenize(self, end: int) -> int:
         """Tokenise as much of ``text[:end]`` as is settled.
 
@@ -328,10 +343,9 @@ class TokenBuffer:
         same._prefixes, same._ahead = self._prefixes[:], self._ahead[:]
         return same
 
-    @property
-    def unsettled_characters(self) -> int:
-        """Length of the text after the last boundary."""
-        return len(self.text) - self._prefixes[-1].chars
+    def unsettled_characters(self, place: int) -> int:
+        """Return how many characters there are between a place and the last boundary before it."""
+        return place - self._prefix_before(place).chars
 
     def checkpoint(self) -> tuple[int, int]:
         """Return a state that can be restored."""
@@ -388,13 +402,14 @@ class TokenBuffer:
         return ids + tokenizer.suffix if add_special_tokens else ids
 
     def _shared_prefix(self, text: str) -> TokenizedPrefix:
-        shared = common_length(text, self.text)
-        index = bisect_right(self._prefixes, shared, key=lambda prefix: prefix.chars) - 1
+        prefix = self._prefix_before(common_length(text, self.text))
         # The new text must have a boundary at the same place, with both of its sides.
-        while index > 0 and not self._tokenizer.boundaries.holds_at(
-            text, self._prefixes[index].chars
-        ):
-            index -= 1
+        while prefix.chars and not self._tokenizer.boundaries.holds_at(text, prefix.chars):
+            prefix = self._prefix_before(prefix.chars - 1)
+        return prefix
+
+    def _prefix_before(self, place: int) -> TokenizedPrefix:
+        index = bisect_right(self._prefixes, place, key=lambda prefix: prefix.chars) - 1
         return self._prefixes[index]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -168,3 +169,89 @@ async def test_a_request_behind_a_front_end_that_drops_the_id_finds_its_stream_b
     # One that has not ended may still grow.
     assert (await http.get(f"/prompt_streams/{shorter.id}")).json()["in_use"] is False
     assert await client.delete_stream(shorter.id) is None
+
+
+def take_back(dice: random.Random, text: str, more: str) -> tuple[int, str]:
+    """Return a place in a text, and other text from there on, which may begin as before."""
+    start = dice.randint(0, len(text))
+    return start, text[start : dice.randint(start, len(text))] + more
+
+
+@pytest.mark.parametrize("opened_by", ["text", "messages"])
+async def test_text_that_is_taken_back_leaves_the_answer_of_the_whole_text(
+    client: EngineClient, http: httpx.AsyncClient, words: Words, opened_by: str
+) -> None:
+    dice = random.Random(7)
+    beginning = words(30, 77)
+    chat = {"messages": [{"role": "user", "content": beginning}]}
+    head, opening = beginning, {"text": beginning}
+    if opened_by == "messages":
+        # The client does not know the text of its messages, and counts what it has appended.
+        head, opening = (await http.post("/render", json=chat)).json()["text"], chat
+    opened = (await http.post("/prompt_streams", json=opening)).json()["id"]
+    own = "" if opened_by == "messages" else head
+    for seq in range(12):
+        body = {"seq": seq, "text": words(dice.randint(1, 60), seq)}
+        if seq % 3:
+            body["start"], body["text"] = take_back(dice, own, body["text"])
+            own = own[: body["start"]]
+        own += body["text"]
+        answer = await http.post(f"/prompt_streams/{opened}/append", json=body)
+        assert answer.status_code == 200, answer.text
+        await wait_until_prefilled(client, opened, answer.json()["received_tokens"] - LAG)
+    own = own if opened_by == "text" else head + own
+    await complete_stream(client, opened, 12)
+    # A rendered text has its special tokens already.
+    prompt = {"text": own, "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+    linked = (await http.post("/generate", json={**prompt, "prompt_stream_id": opened})).json()
+    assert linked["meta_info"]["prompt_stream"]["status"] == "hit"
+    assert linked["meta_info"]["late_tokens"] <= 2
+    await client.flush_cache()
+    assert linked["output_ids"] == (await http.post("/generate", json=prompt)).json()["output_ids"]
+    await wait_until_idle(client)
+
+
+async def test_only_the_end_is_computed_again_if_only_the_end_differs(
+    client: EngineClient, http: httpx.AsyncClient, words: Words
+) -> None:
+    await client.flush_cache()
+    text, end = words(300, 78), words(20, 79)
+    opened = (await http.post("/prompt_streams", json={"text": text + words(20, 80)})).json()["id"]
+    before = await wait_until_prefilled(client, opened, 300)
+    body = {"seq": 0, "start": len(text), "text": end}
+    append = f"/prompt_streams/{opened}/append"
+    for _ in range(2):
+        assert (await http.post(append, json=body)).json()["next_seq"] == 1
+    after = await complete_stream(client, opened, 1)
+    assert after.computed_tokens - before.computed_tokens < 60
+    _, usage = await generate(client, text + end, 4, opened)
+    assert usage.prompt_stream is not None and usage.prompt_stream.status == "hit"
+    assert usage.late_tokens is not None and usage.late_tokens <= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"start": -1, "text": "x"}, "start"),
+        ({"start": 4, "text": "x"}, "start is 4, but the stream's text has only 3 characters"),
+        ({"start": 10**400, "text": "x"}, "start"),
+        ({"start": 1.5, "text": "x"}, "start"),
+        ({"start": True, "text": "x"}, "start"),
+        ({"start": 1}, "exactly one of text, input_ids"),
+        ({"start": 1, "input_ids": [1]}, "append text"),
+    ],
+)
+async def test_a_place_that_is_not_in_the_text_is_refused(
+    http: httpx.AsyncClient, client: EngineClient, body: dict[str, Any], says: str
+) -> None:
+    opened = await client.open_stream(text="abc")
+    answer = await http.post(f"/prompt_streams/{opened.id}/append", json={"seq": 0, **body})
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+    ids = await client.open_stream(input_ids=[5, 6])
+    with_ids = {"seq": 0, "start": 0, "input_ids": [5]}
+    answer = await http.post(f"/prompt_streams/{ids.id}/append", json=with_ids)
+    assert answer.status_code == 400 and "leave start out" in answer.text
+    answer = await http.post(f"/prompt_streams/{opened.id}/append", json={"seq": 0, "text": "d"})
+    assert answer.json()["next_seq"] == 1
+    for stream in (opened.id, ids.id):
+        await client.delete_stream(stream)

@@ -26,6 +26,8 @@ from flashmoa_sglang.http.errors import (  # noqa: E402
     EngineBusy,
     EngineDraining,
     EngineFailed,
+    MalformedRequest,
+    PromptTooLarge,
     StreamOutOfOrder,
 )
 from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
@@ -385,10 +387,12 @@ def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
         (([1, 2], False), ([1, 2], False), True),
         (([1, 2], False), ([2, 1], False), False),
         (([1], True), ([], True), False),
+        (("one ", False, 0), ("one ", False, 0), True),
+        (("one ", False, 0), ("one ", False), False),
     ],
 )
 async def test_the_last_append_may_be_repeated_but_not_changed(
-    table: StreamTable, first: tuple[Any, bool], again: tuple[Any, bool], is_same: bool
+    table: StreamTable, first: tuple[Any, ...], again: tuple[Any, ...], is_same: bool
 ) -> None:
     buffer: TokenBuffer | None = None
     if isinstance(first[0], str):
@@ -419,6 +423,25 @@ async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None
     assert any(message.kept for message in engine.handed)
     assert engine.tokens_of(stream.id) == tokenizer.encode("1234567890123" * 8)
     assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
+    table.close(stream, "deleted")
+
+
+async def test_a_piece_that_takes_text_back_changes_nothing_if_it_is_refused() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+    await table.append(stream, 0, "1234567890" * 9, end=False)
+    known, engine.max_prompt_tokens = list(stream.known()), 20
+    with pytest.raises(PromptTooLarge):
+        await table.append(stream, 1, "7 " * 30, end=False, start=3)
+    with pytest.raises(MalformedRequest, match="start is 91, but the stream's text has only 90"):
+        await table.append(stream, 1, "7", end=False, start=91)
+    assert list(stream.known()) == known and stream.next_seq == 1
+    await table.append(stream, 1, "", end=True, start=3)
+    await handed_over(engine, [stream])
+    assert engine.tokens_of(stream.id) == tokenizer.encode("123")
     table.close(stream, "deleted")
 
 

@@ -286,6 +286,49 @@ def test_pieces_have_the_tokens_of_the_whole(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(pieces=st.lists(st.tuples(st.integers(0, 2), texts), max_size=8), data=st.data())
+def test_text_that_replaces_another_has_the_tokens_of_the_whole(
+    tokenizers: dict[str, CanonicalTokenizer],
+    name: str,
+    pieces: list[tuple[int, str]],
+    data: st.DataObject,
+) -> None:
+    tokenizer = tokenizers[name]
+    buffer, text = TokenBuffer(tokenizer, add_special_tokens=True), ""
+    for kind, piece in pieces:
+        before = list(buffer.tokens)
+        start = data.draw(st.integers(0, len(text))) if kind else len(text)
+        if kind == 2:  # Some of the text that was there comes again.
+            piece = text[start : data.draw(st.integers(start, len(text)))] + piece
+        text = text[:start] + piece
+        kept = buffer.replace(start, piece) if kind else buffer.append(piece)
+        whole = tokenizer.encode(text, add_special_tokens=True)
+        certain = list(buffer.tokens[: buffer.certain_tokens])
+        assert buffer.text == text
+        assert certain == whole[: len(certain)]
+        assert list(buffer.tokens[:kept]) == before[:kept]
+        assert buffer.all_tokens() == whole
+
+
+def test_text_that_is_there_already_is_not_tokenised_again(
+    tokenizers: dict[str, CanonicalTokenizer], guide: str
+) -> None:
+    tokenizer = tokenizers["trained"]
+    buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+    for start in range(0, len(guide), 50):
+        buffer.append(guide[start : start + 50])
+    known = len(buffer.tokens)
+    with counting(tokenizer, "_encode") as encoded:
+        assert buffer.replace(7, guide[7:]) == known
+        assert buffer.replace(len(guide) - 30, guide[-30:] + " The end, and more.") == known
+        assert sum(encoded) < 200
+        # Another end leaves all tokens before it.
+        assert buffer.replace(len(guide) // 2, "Something else. ") > known // 3
+        assert sum(encoded) < 500
+
+
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=100, deadline=None)
 @given(streamed=texts, real=texts, shared=texts)
 def test_a_wrong_prediction_still_gives_the_real_tokens(

@@ -89,7 +89,8 @@ def attach_api(_result: None, manager: Any) -> None:
         manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
     if engine.tokenizer is not None:
         decode = manager.tokenizer.decode
-        manager.flashmoa_calls = HeardCalls(engine, decode, http_server.app.state)
+        table.calls = HeardCalls(engine, decode, http_server.app.state)
+        manager.flashmoa_calls = table.calls
     Api(engine, table, renderer, manager.flashmoa_calls).add_to(http_server.app)
     _run_with(http_server.app, lambda: learn_costs(engine))
 

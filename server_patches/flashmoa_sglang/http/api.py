@@ -25,16 +25,24 @@ from flashmoa_sglang.http.errors import (
     EngineBusy,
     EngineDraining,
     MalformedRequest,
+    shown,
 )
-from flashmoa_sglang.http.hearing.calls import CHANNEL_HEADER, HeardCalls
+from flashmoa_sglang.http.hearing.calls import (
+    CALL_HEADER,
+    CHANNEL_HEADER,
+    HeardCalls,
+    read_id,
+)
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
-from flashmoa_sglang.http.stream import PromptStream
+from flashmoa_sglang.http.stream import CallText, PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.options import Options
 
 _OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
+# The fields of an append that say what is appended.
+_PIECES = ("text", "input_ids", "call")
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 # The status that proxies log for a client that has disconnected.
 _CLIENT_GONE = 499
@@ -153,13 +161,17 @@ class Api:
         prefills = self._engine.role != "decode"
         scores = prefills and self._scores and not self._engine.packs_items
         keeps_kv = prefills and self._engine.why_no_kv() is None
-        hears = self._calls is not None and self._engine.role != "prefill"
         return [
             "render",
-            *(["calls"] if hears else ()),
+            *(["calls"] if self._hears else ()),
             *(["scoring"] if scores else ()),
             *(_OF_KV if keeps_kv else ()),
+            *(["follow"] if keeps_kv and self._hears else ()),
         ]
+
+    @property
+    def _hears(self) -> bool:
+        return self._calls is not None and self._engine.role != "prefill"
 
     async def prefill_only(self, request: Request) -> dict[str, Any]:
         self._engine.require_kv()
@@ -229,18 +241,33 @@ class Api:
     async def append(self, request: Request) -> dict[str, Any]:
         body = await bodies.parse(request, bodies.Append)
         stream = self._table.get(request.path_params["stream_id"])
-        piece: str | list[int] = body.text or ""
-        if not body.end or body.text is not None or body.input_ids is not None:
-            kind = body.one_of()
+        piece: str | list[int] | CallText = body.text or ""
+        if not body.end or any(getattr(body, name) is not None for name in _PIECES):
+            kind = body.one_of("call")
             expected = "input_ids" if stream.buffer is None else "text"
-            if kind != expected:
+            if kind != expected and (kind != "call" or expected != "text"):
                 raise MalformedRequest(
                     f"This stream was opened with {expected}; append {expected}."
                 )
             if kind == "input_ids":
                 piece = self._reader.check_ids(body.input_ids or [])
+            elif kind == "call":
+                piece = CallText(self._followed(body))
         await self._table.append(stream, body.seq, piece, body.end, body.start)
         return stream.state()
+
+    def _followed(self, body: bodies.Append) -> str:
+        """Return the id of the call that a stream is to follow."""
+        if not self._hears:
+            raise MalformedRequest("This engine hears no calls; append their text instead.")
+        if body.end:
+            raise MalformedRequest("A stream that follows a call has not ended; leave end out.")
+        if (call_id := read_id(body.call)) is None:
+            raise MalformedRequest(
+                f"call must have the 32 hexadecimal digits of the call's header {CALL_HEADER}, not "
+                f"{shown(body.call)}."
+            )
+        return call_id
 
     async def keep_alive(self, request: Request) -> dict[str, Any]:
         stream = self._table.get(request.path_params["stream_id"])

@@ -125,10 +125,12 @@ class OpenStream(Prompt):
 class Append(_Piece):
     """More of a prompt stream.
 
-    ``start`` is the number of characters of its text that stay; the new text follows them.
+    ``start`` is the number of characters of its text that stay; the new text follows them. With
+    ``call``, the new text is that which the call with this id writes.
     """
 
     seq: StrictInt = Field(ge=0)
+    call: StrictStr | None = None
     start: StrictInt | None = Field(default=None, ge=0)
     end: bool = False
 

@@ -8,7 +8,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from flashmoa_sglang.http.errors import (
     EngineFailed,
@@ -20,6 +20,7 @@ from flashmoa_sglang.http.token_buffer import LONG_TEXT, common_length, tokenize
 from flashmoa_sglang.releases import RELEASE
 
 if TYPE_CHECKING:
+    from flashmoa_sglang.http.hearing.following import Follower
     from flashmoa_sglang.http.token_buffer import TokenBuffer
 
 
@@ -79,6 +80,12 @@ class Span:
     tokens: int
 
 
+class CallText(NamedTuple):
+    """The text of a call, by which a stream grows while the engine writes it."""
+
+    call_id: str
+
+
 @dataclass(slots=True, eq=False)
 class PromptStream:
     """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
@@ -102,6 +109,7 @@ class PromptStream:
         held_from: of a stream that this server holds, the number of tokens that its prompt has in
             common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
             which no request takes; ``None`` of a client's stream.
+        follower: adds the text of the call that the stream follows, if it follows one.
         counted_from: the length of the text before that from which the client counts characters.
     """
 
@@ -128,6 +136,7 @@ class PromptStream:
     pace_seconds: float = 0.0
     waits_for_room: bool = False
     held_from: int | None = None
+    follower: Follower | None = None
     counted_from: int = 0
 
     async def add_text(self, text: str, end: bool, room: int, start: int | None = None) -> int:
@@ -178,8 +187,19 @@ class PromptStream:
                 reason="used",
             )
 
-    def require_place(self, start: int) -> None:
-        """Raise MalformedRequest if the stream's text has no such place, as the client counts."""
+    def require_place(self, start: int | None) -> None:
+        """Raise MalformedRequest if text cannot follow this place, as the client counts.
+
+        Args: start: ``None``: the end of what the client has appended.
+        """
+        if start is None:
+            if self.follower is not None and self.follower.written:
+                raise MalformedRequest(
+                    f"This stream has {self.follower.written} characters of the call that it "
+                    "follows; give start, the number of characters before the call's text, and "
+                    "the whole text from there on."
+                )
+            return
         if self.buffer is None:
             raise MalformedRequest("This stream was opened with input_ids; leave start out.")
         characters = len(self.buffer.text) - self.counted_from

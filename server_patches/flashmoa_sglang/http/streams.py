@@ -27,7 +27,15 @@ from flashmoa_sglang.http.errors import (
     shown,
 )
 from flashmoa_sglang.http.handover import Handover
-from flashmoa_sglang.http.stream import Ending, PromptStream, Terms, gone, over_context
+from flashmoa_sglang.http.hearing.following import Follower
+from flashmoa_sglang.http.stream import (
+    CallText,
+    Ending,
+    PromptStream,
+    Terms,
+    gone,
+    over_context,
+)
 from flashmoa_sglang.http.token_buffer import common_length
 from flashmoa_sglang.options import Options
 
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.http.hearing.calls import HeardCalls
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +100,15 @@ class StreamedText:
 
 
 class StreamTable:
-    """All open prompt streams of a server."""
+    """All open prompt streams of a server.
+
+    Attributes:
+        calls: the calls that streams can follow; ``None`` if this engine hears none.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.limits = Limits()
+        self.calls: HeardCalls | None = None
         self._engine = engine
         self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}
@@ -236,7 +250,7 @@ class StreamTable:
         self,
         stream: PromptStream,
         seq: int,
-        piece: str | Sequence[int],
+        piece: str | Sequence[int] | CallText,
         end: bool,
         start: int | None = None,
     ) -> None:
@@ -245,7 +259,8 @@ class StreamTable:
         Args: start: the place in the text, as the client counts, whose text the piece replaces.
 
         Raises:
-            MalformedRequest: if there is no such place.
+            MalformedRequest: if there is no such place, or the stream has followed a call and no
+                place is given.
             StreamGone: if the stream's final request has come.
             EngineDraining: if the server is shutting down.
             StreamOutOfOrder: if the stream has ended, pieces before this one are missing, or the
@@ -259,7 +274,7 @@ class StreamTable:
         self,
         stream: PromptStream,
         seq: int,
-        piece: str | Sequence[int],
+        piece: str | Sequence[int] | CallText,
         end: bool,
         start: int | None,
     ) -> None:
@@ -283,19 +298,39 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        if start is not None:
-            stream.require_place(start)
+        stream.require_place(start)
         known = stream.known_tokens()
-        if not isinstance(piece, str):
-            self.add(stream, piece)
-        elif piece or start is not None or (end and stream.buffer is not None):
-            await self.add_text(stream, piece, end, start)
+        text = "" if isinstance(piece, CallText) else piece
+        if not isinstance(text, str):
+            self.add(stream, text)
+        elif text or start is not None or (end and stream.buffer is not None):
+            await self.add_text(stream, text, end, start)
+        self._stop_following(stream)
+        if isinstance(piece, CallText):
+            self._follow(stream, piece.call_id)
         stream.next_seq += 1
         stream.last_append = hashed
         if end:
             stream.ended_at = time.monotonic()
         metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
         self._set_pace(stream)
+        self.keep_alive(stream)
+
+    def _follow(self, stream: PromptStream, call_id: str) -> None:
+        """Let a stream grow by a call's text, until the next append or the stream's end."""
+        assert self.calls is not None
+        stream.follower = Follower(stream, call_id, self._add_followed)
+        self.calls.follow(stream.follower)
+
+    def _stop_following(self, stream: PromptStream) -> None:
+        if stream.follower is not None and self.calls is not None:
+            self.calls.unfollow(stream.follower)
+        stream.follower = None
+
+    async def _add_followed(self, stream: PromptStream, text: str) -> None:
+        known = stream.known_tokens()
+        await self.add_text(stream, text)
+        metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
         self.keep_alive(stream)
 
     def saved_seconds(self, streamed: int, late: int) -> float | None:
@@ -327,6 +362,8 @@ class StreamTable:
         """Continue the stream as if its final request, which was refused, had not come."""
         stream.claimed = False
         self._handover.unclaimed.append(stream.id)
+        if stream.follower is not None:
+            stream.follower.go_on()
         self.keep_alive(stream)
 
     def close(self, stream: PromptStream, ending: Ending) -> None:
@@ -334,6 +371,7 @@ class StreamTable:
         if stream.closed is not None:
             return
         stream.closed = ending
+        self._stop_following(stream)
         del self._open[stream.id]
         self._ended[stream.id] = ending
         metrics.set_open(len(self._open))

@@ -1,4 +1,4 @@
-"""``HeardCalls``: which calls are in flight, and which channel hears each."""
+"""``HeardCalls``: which calls are in flight, and which channel and streams hear each."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http import client_requests, rendering
 from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.hearing.call import HeardCall
-from flashmoa_sglang.http.hearing.channel import Channel
+from flashmoa_sglang.http.hearing.channel import Channel, add_line
 from flashmoa_sglang.http.hearing.written_text import WrittenText
 from flashmoa_sglang.messages import HearAnswers, WrittenTokens
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
+    from flashmoa_sglang.http.hearing.following import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,26 @@ _CHANNEL_ID = re.compile(rf"[0-9a-f]{{{_CHANNEL_DIGITS}}}")
 _HEARD = "flashmoa_heard"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _InFlight:
-    """A call in flight: SGLang's request, and the chat that it answers, if it answers one."""
+    """A call in flight.
+
+    Attributes:
+        request: SGLang's request.
+        chat: the chat that it answers, if it answers one.
+        followers: of the prompt streams that follow the call.
+        lines: what was told of the call, for followers and a channel that come later.
+        is_heard: whether it is told.
+        has_channel: whether a channel has been told of it.
+    """
 
     heard: HeardCall
     request: Any
     chat: Any
+    followers: list[Follower] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    is_heard: bool = False
+    has_channel: bool = False
 
     @property
     def channel(self) -> str:
@@ -48,9 +62,9 @@ class _InFlight:
 
 
 class HeardCalls:
-    """The calls in flight that name a channel, and the open channels.
+    """The calls in flight that name a channel, the open channels, and who follows a call.
 
-    A call is told from its beginning, once its channel is open.
+    A call is told from its beginning, once its channel is open or a prompt stream follows it.
 
     Args:
         decode: SGLang's ``tokenizer.decode``.
@@ -66,12 +80,38 @@ class HeardCalls:
         self._calls: dict[str, _InFlight] = {}
         # Each ends with its call.
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Of calls that have not come, by their ids.
+        self._awaited: dict[str, list[Follower]] = {}
         self._has_failed = False
         engine.handle(WrittenTokens, self._take)
 
     def in_flight(self) -> dict[str, int]:
-        """Return counts that are 0 in an idle process without clients that listen."""
-        return {"heard_calls": len(self._tasks), "channels": len(self._channels)}
+        """Return counts that are 0 in an idle process without streams and clients that listen."""
+        return {
+            "heard_calls": len(self._tasks),
+            "channels": len(self._channels),
+            "awaited_calls": len(self._awaited),
+        }
+
+    def follow(self, follower: Follower) -> None:
+        """Tell a follower the text of its call, from its beginning, once the call has come."""
+        same = (call for call in self._calls.values() if call.heard.id == follower.call_id)
+        if (call := next(same, None)) is None:
+            self._awaited.setdefault(follower.call_id, []).append(follower)
+            return
+        call.followers.append(follower)
+        for line in call.lines:
+            self._tell_follower(follower, line)
+        self._hear(call)
+
+    def unfollow(self, follower: Follower) -> None:
+        """Stop a follower."""
+        follower.stop()
+        awaiting = self._awaited.get(follower.call_id, [])
+        if follower in awaiting:
+            awaiting.remove(follower)
+        if not awaiting:
+            self._awaited.pop(follower.call_id, None)
 
     def listen(self, channel_id: str | None) -> AsyncGenerator[bytes]:
         """Return the lines of a channel, which is open from the first one on.
@@ -93,6 +133,10 @@ class HeardCalls:
         channel = self._channels[channel_id] = Channel()
         for call in self._calls.values():
             if call.channel == channel_id:
+                # A stream follows the call, and nobody has listened.
+                for line in () if call.has_channel else call.lines:
+                    channel.tell(line)
+                call.has_channel = True
                 self._hear(call)
         try:
             async with aclosing(channel.lines()) as lines:
@@ -122,8 +166,11 @@ class HeardCalls:
         call = _InFlight(heard, obj, rendering.served.get())
         # SGLang refuses a second request of the same id.
         is_first = self._calls.setdefault(obj.rid, call) is call
-        if is_first and call.channel in self._channels:
-            self._hear(call)
+        if is_first:
+            call.followers = self._awaited.pop(call_id, [])
+            call.has_channel = call.channel in self._channels
+            if call.followers or call.has_channel:
+                self._hear(call)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -139,24 +186,32 @@ class HeardCalls:
 
     def _hear(self, call: _InFlight) -> None:
         rid = call.request.rid
-        if rid not in self._tasks:
+        if not call.is_heard:
+            call.is_heard = True
             self._tell_scheduler(HearAnswers(begun=(rid,)), call)
             task = self._tasks[rid] = asyncio.create_task(self._run(call), name=f"hear {rid}")
             task.add_done_callback(lambda _: self._tasks.pop(rid))
 
     async def _run(self, call: _InFlight) -> None:
         try:
-            await call.heard.run(self._events(call), partial(self._tell, call.channel))
+            await call.heard.run(self._events(call), partial(self._tell, call))
         except Exception as error:
             # SGLang's parsers may raise anything. The answer itself is not concerned.
             log = logger.debug if self._has_failed else logger.warning
             self._has_failed = True
             log("An answer is not heard to its end: %s: %s", type(error).__name__, error)
-            self._tell(call.channel, {"call": call.heard.id, "end": None})
+            self._tell(call, {"call": call.heard.id, "end": None})
 
-    def _tell(self, channel_id: str, line: dict[str, Any]) -> None:
-        if (channel := self._channels.get(channel_id)) is not None:
+    def _tell(self, call: _InFlight, line: dict[str, Any]) -> None:
+        add_line(call.lines, line)
+        for follower in call.followers:
+            self._tell_follower(follower, line)
+        if (channel := self._channels.get(call.channel)) is not None:
             channel.tell(line)
+
+    def _tell_follower(self, follower: Follower, line: dict[str, Any]) -> None:
+        if text := line.get("content"):
+            follower.note(text)
 
     def _events(self, call: _InFlight) -> AsyncGenerator[str] | None:
         """Return the events that SGLang would stream of a chat; ``None`` if it is none."""
@@ -218,6 +273,10 @@ def _id_of(obj: Any, http_request: Any) -> str | None:
     """
     if not hasattr(obj, "stream") or client_requests.is_list(obj) or isinstance(obj.rid, list):
         return None
-    named = obj.rid if http_request is None else http_request.headers.get(CALL_HEADER)
+    return read_id(obj.rid if http_request is None else http_request.headers.get(CALL_HEADER))
+
+
+def read_id(named: str | None) -> str | None:
+    """Return the id of a call as a client names it; ``None`` if it is none."""
     call_id = (named or "").replace("-", "").lower()
     return call_id if _CALL_ID.fullmatch(call_id) else None

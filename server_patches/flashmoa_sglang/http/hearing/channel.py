@@ -17,6 +17,21 @@ _ALIVE_SECONDS = 5.0
 _MAX_WAITING = 4 << 20
 
 
+def add_line(lines: list[dict[str, Any]], line: dict[str, Any]) -> int:
+    """Add a line. Text that continues the last line of its call joins that line.
+
+    Return the number of characters of its text; 1 if it has none.
+    """
+    kind = next((kind for kind in TEXT_KINDS if kind in line), None)
+    own = (each for each in reversed(lines) if each["call"] == line["call"])
+    last = next(own, line)
+    if kind is not None and last is not line and kind in last:
+        last[kind] += line[kind]
+    else:
+        lines.append({**line})
+    return len(line[kind]) if kind is not None else 1
+
+
 class Channel:
     """One client's channel.
 
@@ -38,17 +53,10 @@ class Channel:
         self._changed = asyncio.Event()
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Add a line. Text that continues the last line of its call joins that line."""
+        """Add a line; see :func:`add_line`."""
         if self.is_closed:
             return
-        kind = next((kind for kind in TEXT_KINDS if kind in line), None)
-        own = (each for each in reversed(self._lines) if each["call"] == line["call"])
-        last = next(own, line)
-        if kind is not None and last is not line and kind in last:
-            last[kind] += line[kind]
-        else:
-            self._lines.append(line)
-        self._waiting += len(line[kind]) if kind is not None else 1
+        self._waiting += add_line(self._lines, line)
         if self._waiting > _MAX_WAITING:
             self.close()
         self._changed.set()

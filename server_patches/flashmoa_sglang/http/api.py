@@ -41,7 +41,7 @@ from flashmoa_sglang.http.token_buffer import TokenBuffer
 from flashmoa_sglang.options import Options
 
 _OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
-# The fields of an append that say what is appended.
+# An append has one of these fields; one that only ends the stream has none.
 _PIECES = ("text", "input_ids", "call")
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 # The status that proxies log for a client that has disconnected.

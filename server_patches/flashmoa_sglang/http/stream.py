@@ -81,7 +81,7 @@ class Span:
 
 
 class CallText(NamedTuple):
-    """The text of a call, by which a stream grows while the engine writes it."""
+    """A call whose text a stream gets while the engine writes the text."""
 
     call_id: str
 
@@ -110,7 +110,7 @@ class PromptStream:
             common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
             which no request takes; ``None`` of a client's stream.
         follower: adds the text of the call that the stream follows, if it follows one.
-        counted_from: the length of the text before that from which the client counts characters.
+        counted_from: the place in the text at which the client's count of characters begins.
     """
 
     ttl_seconds: float
@@ -190,7 +190,7 @@ class PromptStream:
     def require_place(self, start: int | None) -> None:
         """Raise MalformedRequest if text cannot follow this place, as the client counts.
 
-        Args: start: ``None``: the end of what the client has appended.
+        Args: start: ``None`` if the text follows the end.
         """
         if start is None:
             if self.follower is not None and self.follower.written:

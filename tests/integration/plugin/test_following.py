@@ -1,4 +1,4 @@
-"""Prompt streams grow inside the engine by what a call writes, and the call stays as it is."""
+"""A stream follows a call inside the engine, and the call's bytes stay as they are."""
 
 from __future__ import annotations
 

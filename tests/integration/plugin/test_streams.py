@@ -187,7 +187,7 @@ async def test_text_that_is_taken_back_leaves_the_answer_of_the_whole_text(
     chat = {"messages": [{"role": "user", "content": beginning}]}
     head, opening = beginning, {"text": beginning}
     if opened_by == "messages":
-        # The client does not know the text of its messages, and counts what it has appended.
+        # The client does not know its messages' rendered text, and counts appended text alone.
         head, opening = (await http.post("/render", json=chat)).json()["text"], chat
     opened = (await http.post("/prompt_streams", json=opening)).json()["id"]
     own = "" if opened_by == "messages" else head
@@ -204,7 +204,7 @@ async def test_text_that_is_taken_back_leaves_the_answer_of_the_whole_text(
     await client.append(opened, 12, end=True)
     state = await client.stream_state(opened)
     with anyio.fail_after(30):
-        # Until the engine has heard of the last text, the state may have that of other text.
+        # The state may count tokens of the replaced text until the engine computes the new ones.
         while state.prefilled_tokens != state.received_tokens:
             await anyio.sleep(0.02)
             state = await client.stream_state(opened)

@@ -30,7 +30,8 @@ from flashmoa_sglang.http.errors import (  # noqa: E402
     PromptTooLarge,
     StreamOutOfOrder,
 )
-from flashmoa_sglang.http.stream import PromptStream, Terms  # noqa: E402
+from flashmoa_sglang.http.hearing.following import Follower  # noqa: E402
+from flashmoa_sglang.http.stream import CallText, PromptStream, Terms  # noqa: E402
 from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank  # noqa: E402
 from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer  # noqa: E402
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress  # noqa: E402
@@ -442,6 +443,56 @@ async def test_a_piece_that_takes_text_back_changes_nothing_if_it_is_refused() -
     await table.append(stream, 1, "", end=True, start=3)
     await handed_over(engine, [stream])
     assert engine.tokens_of(stream.id) == tokenizer.encode("123")
+    table.close(stream, "deleted")
+
+
+async def test_a_stream_that_follows_a_call_waits_for_its_append_and_its_request() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine, followers = FakeEngine(), list[Follower]()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    table.calls = SimpleNamespace(  # type: ignore[assignment]
+        follow=followers.append, unfollow=lambda follower: follower.stop()
+    )
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+
+    def text() -> str:
+        assert stream.buffer is not None
+        return stream.buffer.text
+
+    await table.append(stream, 0, CallText("an id"), end=False)
+    (follower,) = followers
+    async with stream.growing:
+        follower.note("one ")
+        await anyio.wait_all_tasks_blocked()
+        assert text() == ""
+        follower.note("two ")
+    await until(lambda: text() == "one two ")
+    # The request comes, and is refused.
+    table.claim(stream)
+    follower.note("three ")
+    await anyio.wait_all_tasks_blocked()
+    assert text() == "one two "
+    table.unclaim(stream)
+    await until(lambda: text() == "one two three ")
+    assert follower.written == len(text())
+    with pytest.raises(MalformedRequest, match="has 14 characters of the call"):
+        await table.append(stream, 1, "four", end=False)
+    # An append that is refused does not end the following.
+    known, engine.max_prompt_tokens = len(stream.known()), 9
+    with pytest.raises(PromptTooLarge):
+        await table.append(stream, 1, "7 " * 30, end=False, start=0)
+    follower.note("4 ")
+    await until(lambda: text() == "one two three 4 ")
+    # Text for which there is no room ends it.
+    follower.note("7 " * 30)
+    follower.note("8 ")
+    await until(lambda: follower._task is None)
+    assert text() == "one two three 4 " and len(stream.known()) >= known
+    await table.append(stream, 1, "one four", end=True, start=0)
+    follower.note("five")
+    await anyio.wait_all_tasks_blocked()
+    assert text() == "one four" and stream.follower is None
     table.close(stream, "deleted")
 
 

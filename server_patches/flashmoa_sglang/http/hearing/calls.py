@@ -43,9 +43,9 @@ class _InFlight:
         request: SGLang's request.
         chat: the chat that it answers, if it answers one.
         followers: of the prompt streams that follow the call.
-        lines: what was told of the call, for followers and a channel that come later.
-        is_heard: whether it is told.
-        has_channel: whether a channel has been told of it.
+        lines: the call's lines so far, for followers and a channel that come later.
+        is_heard: whether the call is heard.
+        has_channel: whether a channel has got the call's lines.
     """
 
     heard: HeardCall

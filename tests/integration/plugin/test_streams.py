@@ -184,15 +184,15 @@ async def test_text_that_is_taken_back_leaves_the_answer_of_the_whole_text(
 ) -> None:
     dice = random.Random(7)
     beginning = words(30, 77)
-    chat = {"messages": [{"role": "user", "content": beginning}]}
-    head, opening = beginning, {"text": beginning}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": beginning}]}
+    head, opening = beginning, dict[str, Any](text=beginning)
     if opened_by == "messages":
         # The client does not know its messages' rendered text, and counts appended text alone.
         head, opening = (await http.post("/render", json=chat)).json()["text"], chat
     opened = (await http.post("/prompt_streams", json=opening)).json()["id"]
     own = "" if opened_by == "messages" else head
     for seq in range(12):
-        body = {"seq": seq, "text": words(dice.randint(1, 60), seq)}
+        body: dict[str, Any] = {"seq": seq, "text": words(dice.randint(1, 60), seq)}
         if seq % 3:
             body["start"], body["text"] = take_back(dice, own, body["text"])
             own = own[: body["start"]]
@@ -209,7 +209,10 @@ async def test_text_that_is_taken_back_leaves_the_answer_of_the_whole_text(
             await anyio.sleep(0.02)
             state = await client.stream_state(opened)
     # A rendered text has its special tokens already.
-    prompt = {"text": own, "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+    prompt: dict[str, Any] = {
+        "text": own,
+        "sampling_params": {"max_new_tokens": 12, "temperature": 0},
+    }
     linked = (await http.post("/generate", json={**prompt, "prompt_stream_id": opened})).json()
     assert linked["meta_info"]["prompt_stream"]["status"] == "hit"
     assert linked["meta_info"]["late_tokens"] <= 2

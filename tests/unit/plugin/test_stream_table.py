@@ -451,7 +451,7 @@ async def test_a_stream_that_follows_a_call_waits_for_its_append_and_its_request
     engine, followers = FakeEngine(), list[Follower]()
     table = StreamTable(engine)  # type: ignore[arg-type]
     table.calls = SimpleNamespace(  # type: ignore[assignment]
-        follow=followers.append, unfollow=lambda follower: follower.stop()
+        follow=followers.append, unfollow=Follower.stop
     )
     stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
     table.open(stream)

@@ -54,7 +54,7 @@ async def nothing_is_left(client: EngineClient, http: httpx.AsyncClient) -> Asyn
     await wait_until_idle(client)
     names = ("requests", "heard_calls", "awaited_calls", "channels")
     with anyio.fail_after(10):
-        while any(map((await in_flight(http)).get, names)):
+        while any(map((await in_flight(http)).get, names)):  # noqa: ASYNC110
             await anyio.sleep(0.02)
 
 
@@ -106,12 +106,12 @@ def content_of(answer: str) -> str:
     return json.loads(answer)["choices"][0]["message"]["content"] or ""
 
 
+WITH_TOOLS: Body = {"tools": [TOOL], "separate_reasoning": False}
 FOLLOWED: dict[str, Body] = {
     "text": LONG,
-    "tools that are not called": {
-        **CHAT, **forced("I need no tool to find the way to the lake.", tools=[TOOL], separate_reasoning=False)
-    },
-    "a text and a tool call": {**CHAT, **forced(f"Let me look there.\n{CALL}", tools=[TOOL], separate_reasoning=False)},
+    "tools that are not called": {**CHAT, **forced("I need no tool.", **WITH_TOOLS)},
+    "a text and a tool call": {**CHAT, **forced(f"Let me look there.\n{CALL}", **WITH_TOOLS)},
+    # All of it is reasoning to SGLang's parser, which is not followed.
     "a thought": {**CHAT, **forced("<think>Hm, well.</think>Walk to the lake, and swim.")},
 }  # fmt: skip
 
@@ -136,9 +136,11 @@ async def test_a_stream_has_what_its_call_has_written(
         # No client traffic has told the stream of the text.
         state = await stream.until(lambda state: state["received_tokens"] >= whole.received_tokens)
         assert state["received_tokens"] == whole.received_tokens
-        refused = await stream.append(text=" Is that a good plan?", end=True)
-        assert refused.status_code == 400, refused.text
-        assert f"{len(content)} characters of the call" in refused.json()["error"]["message"]
+        assert bool(content) == (kind != "a thought")
+        if content:
+            refused = await stream.append(text=" Is that a good plan?", end=True)
+            assert refused.status_code == 400, refused.text
+            assert f"{len(content)} characters of the call" in refused.json()["error"]["message"]
         rest = {"start": len(BEFORE), "text": content + " Is that a good plan?", "end": True}
         assert (await stream.append(**rest)).status_code == 200
         state = await stream.until(lambda s: s["prefilled_tokens"] == s["received_tokens"])

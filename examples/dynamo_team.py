@@ -166,7 +166,7 @@ async def main() -> None:
                 base_url=dynamo.url,
                 temperature=0,
                 max_tokens=60,
-                extra_body={"repetition_penalty": 1.1},
+                frequency_penalty=0.3,  # Small models repeat themselves.
             )
             team = build_team(client)
             async with link(team) as linked:

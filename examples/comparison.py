@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -14,7 +15,9 @@ from statistics import median
 from typing import Any
 
 import anyio
+from autogen_agentchat.base import TaskResult
 from autogen_agentchat.teams import BaseGroupChat
+from autogen_core import CancellationToken
 from engines import print_timeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -183,9 +186,26 @@ async def run_once(
     events: list[Event] = []
     async with link(team, ahead=ahead, listener=events.append):
         start = time.perf_counter()
-        await team.run(task=task)
+        await run_team(team, task)
         seconds = time.perf_counter() - start
     return Run(mode, seconds, tuple(events))
+
+
+async def run_team(team: BaseGroupChat, task: str) -> TaskResult:
+    """Run a team. When this is cancelled, the team ends before this returns.
+
+    A cancelled ``team.run`` returns while AutoGen's runtime still runs, and the runtime fails then.
+    A ``CancellationToken`` ends both.
+    """
+    token = CancellationToken()
+    running = asyncio.ensure_future(team.run(task=task, cancellation_token=token))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        token.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([running])
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
@@ -13,6 +14,8 @@ from typing import Any
 
 import anyio
 import pytest
+from autogen_agentchat.agents import BaseChatAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -270,3 +273,32 @@ async def test_answers_that_came_in_one_piece_hide_nothing(
     results = await demo([make_run(mode, has_tokens=False) for mode in ("unlinked", "linked")])
     assert [one["hidden_fraction"] for one in results["modes"][1]["handoffs"]] == [None] * 3
     assert "Decoding can hide prefills of 0% of the unlinked time." in capsys.readouterr().out
+
+
+class Writer(BaseChatAgent):
+    """Writes until its token is cancelled."""
+
+    produced_message_types = ()
+
+    def __init__(self) -> None:
+        super().__init__("writer", "Writes.")
+        self.writes = asyncio.Event()
+
+    async def on_messages(self, messages: Any, cancellation_token: Any) -> Any:
+        self.writes.set()
+        writing = asyncio.ensure_future(asyncio.Event().wait())
+        cancellation_token.link_future(writing)
+        await writing
+
+    async def on_reset(self, cancellation_token: Any) -> None:
+        pass
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_run_ends_its_team_first(comparison: Any) -> None:
+    writer, before = Writer(), asyncio.all_tasks()
+    async with anyio.create_task_group() as group:
+        group.start_soon(comparison.run_team, RoundRobinGroupChat([writer]), "a task")
+        await writer.writes.wait()
+        group.cancel_scope.cancel()
+    assert asyncio.all_tasks() == before

@@ -24,6 +24,7 @@ from flashmoa_sglang.http.tokenizer_parts import (
     Part,
     Split,
     Unknown,
+    in_order,
     read_affixes,
     read_parts,
     starts_afresh,
@@ -234,11 +235,8 @@ def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str]
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         tokens[str(token)] = {name: getattr(token, name) for name in options}
     pattern = SplitPattern(encoding._pat_str, _tiktoken_engine, True)
-    parts = [
-        AddedTokens([*tokens.values()], [*tokens], pattern.looks_back),
-        Split(pattern, "Isolated"),
-        Unknown(),
-    ]
+    added = AddedTokens([*tokens.values()], [*tokens])
+    parts = in_order([added, Split(pattern, "Isolated"), Unknown()])
 
     def encode(text: str) -> Sequence[int]:
         return encoding.encode(text, allowed_special="all", disallowed_special=())

@@ -51,10 +51,13 @@ class Part:
     """A part that changes nothing near a place inside of a text.
 
     Attributes:
-        starts_matter: whether the part treats the beginning of a text in its own way.
+        starts_matter: whether the part looks at where a text begins, or at the character before a
+            place.
+        later_starts_matter: whether a later part has ``starts_matter``.
     """
 
     starts_matter = False
+    later_starts_matter = False
 
     def __call__(self, ends: Ends) -> Verdict:
         return [ends]
@@ -82,10 +85,9 @@ class AddedTokens(Part):
 
     Args:
         contents: the contents, as the text has them where the tokens are looked for.
-        starts_matter: whether another part treats text after a token like the beginning of a text.
     """
 
-    def __init__(self, tokens: Sequence[Spec], contents: list[str], starts_matter: bool) -> None:
+    def __init__(self, tokens: Sequence[Spec], contents: list[str]) -> None:
         if not all(contents):
             raise NotUnderstood("an added token is empty")
         options = list(zip(tokens, contents, strict=True))
@@ -95,7 +97,7 @@ class AddedTokens(Part):
         self._first_stripping = {text[0] for token, text in options if token["lstrip"]}
         self._last_stripping = {text[-1] for token, text in options if token["rstrip"]}
         self._last_of_words = {text[-1] for token, text in options if token["single_word"]}
-        self._starts_matter = starts_matter
+        self.starts_matter = bool(self._last_of_words)
 
     def __call__(self, ends: Ends) -> Verdict:
         left, right = ends.left[-1], ends.right[0]
@@ -117,9 +119,9 @@ class AddedTokens(Part):
         ):
             return True
         may_end = left in self._last_stripping or bool(is_left_space and self._last_stripping)
-        if may_end and (is_right_space or self._starts_matter):
+        if may_end and (is_right_space or self.later_starts_matter):
             return True
-        return self._starts_matter and left in self._last
+        return self.later_starts_matter and left in self._last
 
 
 class EachCharacter(Part):
@@ -173,6 +175,9 @@ class Replace(Part):
         if not self._pattern.meeting(left[-1], right[0]).are_apart:
             return False
         lefts, rights = self._ways(left, left[-1]), self._ways(right, right[0])
+        # The text before the place decides what a later part has before the right side.
+        if self.later_starts_matter and len({each[-1:] for each in lefts}) > 1:
+            return False
         if rights != [right] or self._may_change(after):
             after = ""
         ways = itertools.product(lefts, rights)
@@ -217,21 +222,24 @@ class Split(Part):
 
     def __call__(self, ends: Ends) -> Verdict:
         meeting = self._pattern.meeting(ends.left[-1], ends.right[0])
-        if not meeting.are_apart:
+        splits = self._splits(meeting)
+        if not meeting.are_apart or (splits is None and self.later_starts_matter):
             return False
-        return self._splits(meeting) or [ends]
+        return splits or [ends]
 
-    def _splits(self, meeting: Meeting) -> bool:
-        begins, ends = meeting.right is True, meeting.left is True
+    def _splits(self, meeting: Meeting) -> bool | None:
+        """Return whether it splits there; ``None``: the text before and after decides."""
         match self._behavior:
             case "Isolated" | "Removed":
-                return begins or ends
+                sides = {meeting.left, meeting.right}
+                return True if True in sides else None if None in sides else False
             case "Contiguous":
-                return {meeting.left, meeting.right} == {True, False}
+                is_known = meeting.left is not None and meeting.right is not None
+                return meeting.left != meeting.right if is_known else None
             case "MergedWithPrevious":
-                return begins if self._is_inverted else ends
+                return meeting.right if self._is_inverted else meeting.left
             case _:
-                return ends if self._is_inverted else begins
+                return meeting.left if self._is_inverted else meeting.right
 
 
 class Neighbours(Part):
@@ -337,21 +345,26 @@ def read_parts(spec: Spec) -> tuple[list[Part], Callable[[str, str], bool]]:
     tokens = spec["added_tokens"]
     for token in tokens:
         _check(token, "added token", _ADDED_TOKEN)
-    # A token that must be a word may be one because it is the first after another token.
-    starts_matter = any(part.starts_matter for part in (*first, *second)) or any(
-        token["single_word"] and token["normalized"] for token in tokens
-    )
     normalize = library_part("normalizer", spec["normalizer"]).normalize_str if first else str
     raw = [token for token in tokens if not token["normalized"]]
     changed = [token for token in tokens if token["normalized"]]
     parts = [
-        AddedTokens(raw, [token["content"] for token in raw], starts_matter),
+        AddedTokens(raw, [token["content"] for token in raw]),
         *first,
-        AddedTokens(changed, [normalize(token["content"]) for token in changed], starts_matter),
+        AddedTokens(changed, [normalize(token["content"]) for token in changed]),
         *second,
         _model(spec["model"]),
     ]
-    return parts, are_graphemes if has_graphemes else starts_afresh
+    return in_order(parts), are_graphemes if has_graphemes else starts_afresh
+
+
+def in_order(parts: list[Part]) -> list[Part]:
+    """Tell each part of a tokenizer what the parts after it do, and return the parts."""
+    matter = False
+    for part in reversed(parts):
+        part.later_starts_matter = matter
+        matter = matter or part.starts_matter
+    return parts
 
 
 def read_affixes(spec: Spec) -> tuple[list[int], list[int]]:

@@ -346,6 +346,47 @@ def test_nothing_is_split_where_distant_characters_come_together(
             assert canonical.encode(text[:other]) + rest == whole, other
 
 
+def isolated(pattern: str | Regex) -> Any:
+    return pre_tokenizers.Split(pattern, "isolated")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        # The letter is the beginning of a piece only if there are two spaces before it.
+        (of_pieces([], [isolated("  "), isolated(Regex("^aa|a"))]), "  aa"),
+        (
+            of_pieces([], [isolated("  "), pre_tokenizers.Metaspace(split=False), isolated("b")]),
+            "  b",
+        ),
+        (
+            of_pieces(
+                [], [isolated("  "), pre_tokenizers.ByteLevel(use_regex=False), isolated("b")]
+            ),
+            "  b",
+        ),
+        # The full stop, and the word that ends before it, are there only if the replaced text is.
+        (of_pieces([normalizers.Replace("eb", ".")], [isolated(Regex(r"(?<=\.)aa|a"))]), "ebaa"),
+        (
+            of_pieces(
+                [normalizers.Replace("e ", "b")],
+                [isolated("a")],
+                [AddedToken("aa", single_word=True, normalized=True)],
+            ),
+            "e aa",
+        ),
+    ],
+)
+def test_nothing_is_split_where_distant_text_decides_how_the_next_begins(
+    tokenizer: Any, text: str
+) -> None:
+    canonical = CanonicalTokenizer(tokenizer)
+    assert canonical.boundaries
+    assert not canonical.boundaries.holds_at(f"{text} ", 2)
+    before, after = canonical.encode(text[:2]), canonical.encode_between(text, 2, len(text))
+    assert canonical.encode(text) != before + after
+
+
 def spec_of(tokenizer: Any) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str())
 

@@ -96,12 +96,15 @@ def refuse_harmful(message: Any, manager: Any, obj: Any, *_args: Any, **_kwargs:
     """
     if manager.flashmoa_table is None or is_ours(obj):
         return
+    generates = hasattr(message, "stream")  # An embedding is all that other messages ask for.
+    if generates and not manager.model_config.is_generation:
+        raise ValueError("This engine only makes embeddings; ask for them at /v1/embeddings.")
     vocabulary = manager.model_config.vocab_size
     check_sampling(message.sampling_params, vocabulary)
     check_fields(message)
     _check_tokens(message, manager, obj)
     _check_objects(message, manager, obj)
-    if hasattr(message, "stream"):  # An embedding is all that other messages ask for.
+    if generates:
         _check_logprobs(message, vocabulary)
         _check_session(message.session_params)
         _check_processor(message.custom_logit_processor)

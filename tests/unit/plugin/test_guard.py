@@ -50,7 +50,7 @@ def look(
     )
     manager = SimpleNamespace(
         flashmoa_table=SimpleNamespace(engine=SimpleNamespace(has_radix_cache=radix_cache)),
-        model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=HIDDEN),
+        model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=HIDDEN, is_generation=True),
         mm_processor=processor,
         enable_metrics=True,
         metrics_collector=SimpleNamespace(labels={"model_name": "m", "team": ""}),
@@ -124,6 +124,16 @@ def test_what_would_end_a_scheduler_is_refused(fields: dict[str, Any], says: str
     with pytest.raises(ValueError, match=says) as raised:
         look(**fields)
     assert len(str(raised.value)) < 150
+
+
+def test_an_engine_of_embeddings_refuses_to_generate() -> None:
+    """Its scheduler ends at the forward for a second token."""
+    message = SimpleNamespace(stream=False)
+    manager = SimpleNamespace(
+        flashmoa_table=object(), model_config=SimpleNamespace(is_generation=False)
+    )
+    with pytest.raises(ValueError, match="ask for them at /v1/embeddings"):
+        guard.refuse_harmful(message, manager, SimpleNamespace())
 
 
 @pytest.mark.parametrize(

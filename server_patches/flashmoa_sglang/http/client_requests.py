@@ -382,6 +382,7 @@ def generate_request(
     Raises: ValueError if a hint is malformed, the named data-parallel rank does not exist, or the
         client has set the plugin's mark.
     """
+    guard.keep_abortable(obj)
     refuse_reserved(obj)
     original = partial(guard.answer, original)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.

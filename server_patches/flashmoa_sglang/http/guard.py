@@ -71,12 +71,8 @@ async def answer(
 
     Raises: ValueError in place of the exceptions for which SGLang answers 500.
     """
-    params = getattr(obj, "sampling_params", None)
-    for one in params if isinstance(params, list) else [params]:
-        answers = one.get("n") if isinstance(one, dict) else None
-        if isinstance(answers, int) and answers > _MOST_ANSWERS:
-            raise ValueError(f"n must be at most {_MOST_ANSWERS}, not {shown(answers)}.")
     try:
+        _check_answers(getattr(obj, "sampling_params", None))
         async with aclosing(original(manager, obj, http_request)) as outputs:
             async for output in outputs:
                 yield output
@@ -84,6 +80,24 @@ async def answer(
         logger.debug("SGLang cannot read a request", exc_info=error)
         reason = f"{type(error).__name__}: {shown(str(error))}"
         raise ValueError(f"SGLang cannot read this request ({reason}); correct it.") from error
+    finally:
+        keep_abortable(obj)
+
+
+def keep_abortable(obj: Any) -> None:
+    """Let SGLang look for the ids of a request that it has refused before it has read all of it.
+
+    SGLang does that two seconds after a streamed answer. An exception there closes the connection,
+    and cuts the next answer on it.
+    """
+    obj.is_single = not isinstance(obj.rid, list)
+
+
+def _check_answers(params: Any) -> None:
+    for one in params if isinstance(params, list) else [params]:
+        answers = one.get("n") if isinstance(one, dict) else None
+        if isinstance(answers, int) and answers > _MOST_ANSWERS:
+            raise ValueError(f"n must be at most {_MOST_ANSWERS}, not {shown(answers)}.")
 
 
 def refuse_harmful(message: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:

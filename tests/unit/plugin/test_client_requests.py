@@ -68,6 +68,7 @@ async def send(
             yield outcome
 
     fields: dict[str, Any] = {"sampling_params": {}, "stream": True, "routed_dp_rank": None}
+    fields["rid"] = None
     body = generation(None, **fields, **({"input_ids": [*range(10)]} if prompt is None else prompt))
     manager = SimpleNamespace(flashmoa_table=table, mm_processor=None)
     request = HttpRequest(prompt_stream_id=stream, **hints)

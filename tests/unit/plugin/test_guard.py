@@ -236,7 +236,7 @@ async def test_what_sglang_cannot_read_is_refused_as_it_refuses_others(error: Ex
         raise error
         yield
 
-    obj = SimpleNamespace(sampling_params={"n": 1})
+    obj = SimpleNamespace(sampling_params={"n": 1}, rid="r")
     with pytest.raises(
         ValueError, match=f"cannot read this request .{type(error).__name__}"
     ) as told:
@@ -247,6 +247,22 @@ async def test_what_sglang_cannot_read_is_refused_as_it_refuses_others(error: Ex
 @pytest.mark.anyio
 @pytest.mark.parametrize("params", [{"n": 10**6}, [{"n": 1}, {"n": 10**6}]])
 async def test_more_answers_than_sglang_can_make_requests_for_are_refused(params: Any) -> None:
-    obj = SimpleNamespace(sampling_params=params)
+    obj = SimpleNamespace(sampling_params=params, rid=None)
     with pytest.raises(ValueError, match="n must be at most"):
         await anext(guard.answer(pytest.fail, None, obj, None))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("rid", [None, "r", ["r", "s"]], ids=str)
+async def test_sglang_can_look_for_the_ids_of_a_request_that_it_refuses_early(rid: Any) -> None:
+    """It does so after a streamed answer, as here; an exception closes the client's connection."""
+
+    async def refuse(_manager: object, obj: Any, _request: object) -> AsyncGenerator[Any]:
+        obj.is_single = False  # The prompts are a list. The ids would become a list later.
+        raise ValueError
+        yield
+
+    obj = SimpleNamespace(sampling_params=None, rid=rid)
+    with pytest.raises(ValueError):
+        await anext(guard.answer(refuse, None, obj, None))
+    assert [*([obj.rid] if obj.is_single else obj.rid)] in ([None], ["r"], ["r", "s"])

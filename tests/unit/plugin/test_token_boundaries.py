@@ -474,6 +474,12 @@ def test_a_tokenizer_with_code_of_its_own_has_no_boundaries(
     assert "Own changes text in its own way" in caplog.text
 
 
+def test_an_added_token_that_is_empty_when_it_is_normalised_leaves_no_boundaries() -> None:
+    tokens = [AddedToken(" ", normalized=True)]
+    tokenizer = of_pieces([normalizers.Strip()], [SPACES], tokens)
+    assert not CanonicalTokenizer(tokenizer).boundaries
+
+
 def test_a_tokenizer_that_chooses_at_random_has_no_boundaries() -> None:
     tokenizer = families.unigram()
     tokenizer.backend_tokenizer.model.alpha = 0.5

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     pair = len(parsed.prefill) + len(parsed.pd_router)
     if (pair, len(parsed.prefill)) not in ((0, 0), (2, 1)) or bool(parsed.engine) == bool(pair):
         parser.error("give either --engine, or --prefill and --pd-router, each of these two once")
+    if parsed.decode and not pair:
+        parser.error("--decode names decode engines of a pair; give --prefill and --pd-router, too")
     if problem := port_problem(parsed.port):
         parser.error(problem)
     try:
@@ -63,6 +65,7 @@ def _make_application(parsed: argparse.Namespace) -> tuple[Starlette, str]:
         options = ShellOptions(
             prefill=engine_url(parsed.prefill[0]),
             pd_router=engine_url(parsed.pd_router[0]),
+            decode=[engine_url(url) for url in parsed.decode],
             agent_seconds=parsed.agent_seconds,
             max_body_bytes=parsed.max_body_bytes,
         )
@@ -110,6 +113,8 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("a PD pair behind one address")
     _add_urls(group, "--prefill", "the prefill engine of a PD pair")
     _add_urls(group, "--pd-router", "the pair's own router")
+    about = "a decode engine of the pair, to hear what calls write; give it once for each engine"
+    _add_urls(group, "--decode", about)
     about = "the most seconds that a request waits for an answer that it reads (%(default)g)"
     group.add_argument(
         "--agent-seconds", type=_number(float, positive=True), default=600.0, help=about

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from flashmoa.router.forwarding import (
     open_connections,
     parse_object,
 )
+from flashmoa.router.hearing import CALLS, HeardChannels
 from flashmoa.router.policy import PrefixAware
 from flashmoa.router.prompts import find_blocks
 
@@ -40,6 +42,8 @@ _TEXT_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/deto
 _INFO_ROUTES = ("/v1/models", "/flashmoa/info")
 # Engines may have different settings.
 _SETTINGS_ROUTES = ("/model_info", "/get_model_info", "/server_info")
+# Names a request's prompt stream, as ``prompt_stream_id`` does in its body.
+_STREAM_HEADER = "x-request-id-flashmoa-stream"
 _MAX_REMEMBERED_STREAMS = 100_000
 
 
@@ -56,6 +60,7 @@ def application(options: RouterOptions) -> Starlette:
         *(route(path, router.send_to_any, "POST") for path in _TEXT_ROUTES),
         *(route(path, router.send_to_any, "GET") for path in _INFO_ROUTES),
         *(route(path, router.send_to_each, "GET") for path in _SETTINGS_ROUTES),
+        route(CALLS, router.hear, "GET"),
         route(stream, router.send_to_stream, "GET", "DELETE"),
         route(f"{stream}/append", router.send_to_stream, "POST"),
         route(f"{stream}/keep_alive", router.send_to_stream, "POST"),
@@ -75,6 +80,7 @@ class _Router:
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
         async with open_connections() as self._connections:
+            self._channels = HeardChannels(self._connections)
             self._pool = EnginePool(self._connections, self._dispatcher, self._options)
             async with self._pool.running():
                 yield
@@ -88,7 +94,8 @@ class _Router:
         body = parse_object(call.body)
         # KV events contain tokens. To ask for these takes milliseconds for each prompt.
         has_events = any(one.events for one in self._pool.engines.values())
-        answer, engine = None, self._streams.get(str(body.get("prompt_stream_id")))
+        stream = body.get("prompt_stream_id") or call.headers.get(_STREAM_HEADER)
+        answer, engine = None, self._streams.get(str(stream))
         if engine is not None and engine.is_up:
             blocks = await find_blocks(body, self._connections, None, call.api_key)
             answer = await self._try(call, engine)
@@ -104,8 +111,8 @@ class _Router:
                 engine = self._pool.engines[placement.engine]
                 answer = await self._try(call, engine, placement, stack.pop_all())
         if call.path == STREAMS and engine is not None:
-            if isinstance(stream := parse_object(answer.body).get("id"), str):
-                self._streams[stream] = engine
+            if isinstance(opened := parse_object(answer.body).get("id"), str):
+                self._streams[opened] = engine
             while len(self._streams) > _MAX_REMEMBERED_STREAMS:
                 self._streams.popitem(last=False)
         return answer
@@ -142,6 +149,11 @@ class _Router:
             self._streams.pop(stream, None)
         return answer
 
+    async def hear(self, call: ForwardedRequest) -> Response:
+        """Open a channel, once an engine has accepted the client's key."""
+        checked = await self.send_to_any(replace(call, target="/model_info", headers=call.api_key))
+        return checked if checked.status_code in (401, 403) else self._channels.open(call)
+
     async def _try(
         self,
         call: ForwardedRequest,
@@ -155,7 +167,11 @@ class _Router:
             not sent to another engine, because one that crashes engines must not crash all of them.
         """
         try:
-            answer = await self._connections.forward(call, engine.url, observer, stack)
+            async with stack or AsyncExitStack() as stack:
+                stack.enter_context(self._channels.calling(call.headers, engine.url))
+                answer = await self._connections.forward(
+                    call, engine.url, observer, stack.pop_all()
+                )
         except EngineLost as lost:
             await self._pool.recheck(engine)
             if lost.reached or engine.is_up:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from flashmoa.errors import FlashMoAError
 CHAT = "/v1/chat/completions"
 STREAMS = "/prompt_streams"
 _EVENT_END = b"\n\n"
+_STREAMS = ("text/event-stream", "application/x-ndjson")
 _VISIBLE_ASCII = bytes(range(0x21, 0x7F))
 _UNFORWARDED_HEADERS = {
     # These concern one connection.
@@ -191,6 +192,23 @@ class Connections:
             return Response(content, answer.status)
         return None
 
+    async def read_lines(
+        self, url: str, headers: Mapping[str, str], receive: Callable[[Sequence[bytes]], None]
+    ) -> int:
+        """Give ``receive`` the whole lines of a channel until it ends. Return its status.
+
+        Raises: EngineLost if the engine does not answer, or breaks off.
+        """
+        answer, content = await self._send("GET", url, headers, b"")
+        with closing(answer):
+            if content is None:
+                rest = b""
+                with _engine_lost(answer.url):
+                    async for piece in answer.content.iter_any():
+                        *lines, rest = (rest + piece).split(b"\n")
+                        receive(lines)
+            return answer.status
+
     async def forward(
         self,
         call: ForwardedRequest,
@@ -229,17 +247,24 @@ class Connections:
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Return an answer, which the caller closes, and its content; ``None`` for a stream's."""
         target = URL(url, encoded=True)
-        try:
+        with _engine_lost(target):
             answer = await self._http.request(
                 method, target, headers=headers, data=body or None, allow_redirects=False
             )
-            is_stream = answer.content_type == "text/event-stream"
+            is_stream = answer.content_type in _STREAMS
             return answer, None if is_stream else await answer.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineLost(
-                f"{target.origin()}: {error or type(error).__name__}",
-                reached=not isinstance(error, _NOT_REACHED),
-            ) from error
+
+
+@contextmanager
+def _engine_lost(url: URL) -> Generator[None]:
+    """Raise EngineLost in the place of aiohttp's errors."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EngineLost(
+            f"{url.origin()}: {error or type(error).__name__}",
+            reached=not isinstance(error, _NOT_REACHED),
+        ) from error
 
 
 @asynccontextmanager

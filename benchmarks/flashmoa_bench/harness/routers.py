@@ -227,6 +227,6 @@ async def _start_pair(pair: PairStart, stack: AsyncExitStack) -> PdPair:
     )
     url = await stack.enter_async_context(router)
     if pair.shell:
-        flags = ("--prefill", prefill.url, "--pd-router", url)
+        flags = ("--prefill", prefill.url, "--pd-router", url, "--decode", decode.url)
         url = await stack.enter_async_context(_start_flashmoa(flags))
     return PdPair(url, prefill, decode)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 import anyio
 from starlette.applications import Starlette
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flashmoa._concurrency import all_of
@@ -26,12 +27,15 @@ from flashmoa.router.forwarding import (
     CHAT,
     STREAMS,
     AnswerObserver,
+    EngineLost,
     ForwardedRequest,
     make_application,
     make_endpoint,
+    make_error_response,
     open_connections,
     parse_object,
 )
+from flashmoa.router.hearing import CALLS, HeardChannels
 from flashmoa.router.shell.agents import (
     AgentFailed,
     AgentPromptCache,
@@ -47,14 +51,20 @@ logger = logging.getLogger(__name__)
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
 # Fields that prevent a request from sharing KV with other requests that have the same tokens.
 _NAMESPACE = ("cache_salt", "extra_key", "lora_path")
+# The capability of engines that tell what calls write, and how long one may take to say so.
+_HEARS, _ASK_SECONDS = "calls", 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ShellOptions:
-    """Configures a shell router: the URLs of a prefill engine and of the pair's own router."""
+    """Configures a shell router: the URLs of a prefill engine and of the pair's own router.
+
+    Attributes: decode: the URLs of the decode engines, which tell what calls write.
+    """
 
     prefill: str
     pd_router: str
+    decode: Sequence[str] = ()
     # How long a request waits for an answer that it reads.
     agent_seconds: float = 600.0
     max_body_bytes: int = 32 << 20
@@ -65,8 +75,12 @@ def shell_application(options: ShellOptions) -> Starlette:
     shell = _Shell(options)
     chat = make_endpoint(shell.chat, options.max_body_bytes)
     pass_on = make_endpoint(shell.pass_on, options.max_body_bytes)
+    hear = make_endpoint(shell.hear, options.max_body_bytes)
+    info = make_endpoint(shell.info, options.max_body_bytes)
     routes = [
         Route(CHAT, chat, methods=["POST"]),
+        Route(CALLS, hear, methods=["GET"]),
+        Route("/flashmoa/info", info, methods=["GET"]),
         Route("/{path:path}", pass_on, methods=["GET", "POST", "PUT", "DELETE"]),
     ]
     return make_application(routes, shell.lifespan)
@@ -80,12 +94,55 @@ class _Shell:
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
         async with open_connections() as self._connections:
+            self._channels = HeardChannels(self._connections)
             yield
 
     async def pass_on(self, call: ForwardedRequest) -> Response:
         is_for_prefill = call.path.startswith(_PREFILL_ROUTES)
-        url = self._options.prefill if is_for_prefill else self._options.pd_router
-        return await self._connections.forward(call, url)
+        if is_for_prefill:
+            return await self._connections.forward(call, self._options.prefill)
+        return await self._forward(call)
+
+    async def _forward(
+        self, call: ForwardedRequest, observer: AnswerObserver | None = None
+    ) -> Response:
+        """Send a request to the pair's router, which chooses among the decode engines."""
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._channels.calling(call.headers, *self._options.decode))
+            url = self._options.pd_router
+            return await self._connections.forward(call, url, observer, stack.pop_all())
+
+    async def info(self, call: ForwardedRequest) -> Response:
+        """Answer with the prefill engine's capabilities, and that calls are heard if they are."""
+        answer = await self.pass_on(call)
+        told = parse_object(answer.body)
+        has = told.get("capabilities")
+        if isinstance(has, list) and _HEARS not in has and await self._hears(call):
+            return JSONResponse({**told, "capabilities": [*cast("list[str]", has), _HEARS]})
+        return answer
+
+    async def _hears(self, call: ForwardedRequest) -> bool:
+        """Return whether a decode engine tells what calls write."""
+        for engine in self._options.decode:
+            with suppress(EngineLost):
+                url = engine + call.path
+                answer = await self._connections.ask(url, call.api_key, seconds=_ASK_SECONDS)
+                if answer and _HEARS in parse_object(answer.body).get("capabilities", ()):
+                    return True
+        return False
+
+    async def hear(self, call: ForwardedRequest) -> Response:
+        """Open a channel, once the prefill engine has accepted the client's key."""
+        if not self._options.decode:
+            message = "the router knows no decode engine that it could hear; start it with --decode"
+            return make_error_response(404, message)
+        return await self._check_key(call) or self._channels.open(call)
+
+    async def _check_key(self, call: ForwardedRequest) -> Response | None:
+        """Return the prefill engine's answer to a key that it refuses."""
+        check = replace(call, method="GET", target="/model_info", headers=call.api_key, body=b"")
+        checked = await self._connections.forward(check, self._options.prefill)
+        return checked if checked.status_code in (401, 403) else None
 
     async def chat(self, call: ForwardedRequest) -> Response:
         """Answer a chat, which may read agents' answers or write one."""
@@ -93,10 +150,8 @@ class _Shell:
         if request.agent is None and not request.marks:
             return await self.pass_on(call)
         # A client whose key the engine refuses must not wait here for answers; this is quick.
-        check = replace(call, method="GET", target="/model_info", headers=call.api_key, body=b"")
-        checked = await self._connections.forward(check, self._options.prefill)
-        if checked.status_code in (401, 403):
-            return checked
+        if refused := await self._check_key(call):
+            return refused
         client = call.api_key.get("authorization", "")
         answers = {one: self._cache.read((client, request.workflow, one)) for one in request.marks}
         if request.agent is None:
@@ -137,7 +192,7 @@ class _Shell:
                 await all_of([early.run, complete])
         body = request.filled({agent: answer.written for agent, answer in answers.items()})
         sent = replace(call, body=json.dumps(body).encode())
-        return await self._connections.forward(sent, self._options.pd_router, observer)
+        return await self._forward(sent, observer)
 
     async def _complete(self, answers: Mapping[str, ReadableAnswer]) -> None:
         with anyio.move_on_after(self._options.agent_seconds) as waiting:

@@ -1,0 +1,174 @@
+"""Let clients hear what several engines write of their calls, on one channel (`HeardChannels`)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from flashmoa._starlette import while_connected
+from flashmoa.router.forwarding import (
+    Connections,
+    EngineLost,
+    ForwardedRequest,
+    make_error_response,
+)
+
+CALLS = "/flashmoa/calls"
+CALL_HEADER = "x-request-id-flashmoa"
+_CHANNEL_HEADER = "x-flashmoa-channel"
+_CHANNEL_ID = re.compile(r"[0-9a-f]{16}")
+# The id of a call begins with the id of its channel.
+_CALL_ID = re.compile(r"([0-9a-f]{16})[0-9a-f]{16}")
+_LISTENING = b'{"listening":true}'
+# An empty line after this time without news tells that the channel is open.
+_ALIVE_SECONDS = 5.0
+# Bytes that may wait for a client that does not read.
+_MAX_WAITING_BYTES = 16 << 20
+
+
+class HeardChannels:
+    """The channels that clients have open, and the calls in flight that name a channel.
+
+    For a channel, the router listens to the engines that have had a call of this channel. An engine
+    tells a call from its beginning, so the router may begin to listen while the call runs.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._open: dict[str, _Channel] = {}
+        # Calls in flight, by channel and engine.
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def open(self, call: ForwardedRequest) -> Response:
+        """Answer a request for a channel, or refuse it. An older channel of the same id is closed.
+
+        The caller has checked the client's API key.
+        """
+        channel_id = call.headers.get(_CHANNEL_HEADER, "")
+        if not _CHANNEL_ID.fullmatch(channel_id):
+            message = (
+                "X-FlashMoA-Channel must have 16 hexadecimal digits in lower case, with which the "
+                "ids of the calls begin."
+            )
+            return make_error_response(400, message, "malformed")
+        return _Channel(self, channel_id, self._connections, call)
+
+    @contextmanager
+    def calling(self, headers: Mapping[str, str], *engines: str) -> Generator[None]:
+        """Listen to the engines that may get a call, which is in flight during this context.
+
+        Args: headers: the call's, in lower case.
+        """
+        named = headers.get(CALL_HEADER, "").replace("-", "").lower()
+        found = _CALL_ID.fullmatch(named)
+        calls = [(found[1], engine) for engine in engines] if found else []
+        self._calls.update(calls)
+        for channel_id, engine in calls:
+            if (channel := self._open.get(channel_id)) is not None:
+                channel.listen_to(engine)
+        try:
+            yield
+        finally:
+            for call in calls:
+                self._calls[call] -= 1
+                if not self._calls[call]:
+                    del self._calls[call]
+
+    @contextmanager
+    def _opened(self, channel_id: str, channel: _Channel) -> Generator[None]:
+        if (older := self._open.get(channel_id)) is not None:
+            older.close()
+        self._open[channel_id] = channel
+        for named, engine in self._calls:
+            if named == channel_id:
+                channel.listen_to(engine)
+        try:
+            yield
+        finally:
+            if self._open.get(channel_id) is channel:
+                del self._open[channel_id]
+
+
+class _Channel(StreamingResponse):
+    """One client's channel, with the lines of all engines that the router listens to."""
+
+    def __init__(
+        self,
+        channels: HeardChannels,
+        channel_id: str,
+        connections: Connections,
+        call: ForwardedRequest,
+    ) -> None:
+        self._pieces = self._read()
+        super().__init__(self._pieces, media_type="application/x-ndjson")
+        self._channels = channels
+        self._id = channel_id
+        self._connections = connections
+        self._call = call
+        self._group: TaskGroup
+        self._listened: dict[str, anyio.CancelScope] = {}
+        self._waiting = bytearray()
+        self._changed = anyio.Event()
+        self._is_closed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with (
+            while_connected(Request(scope, receive)),
+            aclosing(self._pieces),
+            anyio.create_task_group() as self._group,
+        ):
+            with self._channels._opened(self._id, self):
+                await self.stream_response(send)
+            self._group.cancel_scope.cancel()
+
+    def listen_to(self, engine: str) -> None:
+        """Begin to listen to an engine, unless the router listens to it already."""
+        if engine not in self._listened and not self._is_closed:
+            self._listened[engine] = anyio.CancelScope()
+            self._group.start_soon(self._listen, engine)
+
+    def close(self) -> None:
+        """End the channel: another one takes its place, or its client does not read."""
+        self._is_closed = True
+        self._waiting.clear()
+        self._changed.set()
+        for listening in self._listened.values():
+            listening.cancel()
+
+    async def _listen(self, engine: str) -> None:
+        status = 0
+        with self._listened[engine]:
+            try:
+                url = engine + self._call.target
+                status = await self._connections.read_lines(url, self._call.headers, self._tell)
+            except EngineLost:
+                pass  # Whoever waits for a call on this engine gets an error.
+        # An engine that has no such route is not asked again at each call.
+        if status != 404:
+            del self._listened[engine]
+
+    def _tell(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            if line and line != _LISTENING:
+                self._waiting += line + b"\n"
+        if len(self._waiting) > _MAX_WAITING_BYTES:
+            self.close()
+        if self._waiting:
+            self._changed.set()
+
+    async def _read(self) -> AsyncGenerator[bytes]:
+        yield _LISTENING + b"\n"
+        while not self._is_closed:
+            with anyio.move_on_after(_ALIVE_SECONDS):
+                await self._changed.wait()
+            self._changed = anyio.Event()
+            lines, self._waiting = self._waiting, bytearray()
+            yield bytes(lines) or b"\n"

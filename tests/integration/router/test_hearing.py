@@ -50,7 +50,7 @@ async def direct(
 
 async def wait_for_channels(direct: list[httpx.AsyncClient], *expected: int) -> None:
     with anyio.fail_after(20):
-        while tuple([(await in_flight(http))["channels"] for http in direct]) != expected:
+        while tuple([(await in_flight(http))["channels"] for http in direct]) != expected:  # noqa: ASYNC110
             await anyio.sleep(0.02)
 
 

@@ -202,10 +202,15 @@ async def routing(*engines: FakeEngine, **options: Any) -> AsyncGenerator[Router
 
 
 @asynccontextmanager
-async def pair(engine: FakeEngine, seconds: float = 0.01) -> AsyncGenerator[RouterClient]:
-    """Run a shell router; the engine is both its prefill engine and its pair's router."""
-    async with (
-        serve(engine.app()) as url,
-        running(shell_application(ShellOptions(url, url, agent_seconds=seconds))) as client,
-    ):
-        yield client
+async def pair(
+    engine: FakeEngine, seconds: float = 0.01, *, decodes: bool = False
+) -> AsyncGenerator[RouterClient]:
+    """Run a shell router; the engine is both its prefill engine and its pair's router.
+
+    Args: decodes: whether the router knows it as the pair's decode engine, too.
+    """
+    async with serve(engine.app()) as url:
+        decode = [url] if decodes else []
+        options = ShellOptions(url, url, decode, agent_seconds=seconds)
+        async with running(shell_application(options)) as client:
+            yield client

@@ -44,6 +44,20 @@ async def test_requests_about_a_stream_go_to_its_engine() -> None:
     assert engines[1].requests == [f"POST {STREAMS}", *posts, f"GET {STREAMS}/b"]
 
 
+@pytest.mark.parametrize("is_in_body", [True, False], ids=["body", "header"])
+async def test_a_request_goes_to_the_engine_of_the_stream_that_it_names(is_in_body: bool) -> None:
+    engines = [FakeEngine("a"), FakeEngine("b")]
+    async with routing(*engines, policy=InTurn()) as client:
+        for _ in engines:
+            assert (await client("POST", STREAMS, b'{"text": "x"}', KEY))[0] == 200
+        body = b'{"text": "x", "prompt_stream_id": "b"}' if is_in_body else b'{"text": "x"}'
+        headers = KEY if is_in_body else {**KEY, "X-Request-Id-FlashMoA-Stream": "b"}
+        for _ in range(2):
+            assert (await client("POST", GENERATE, body, headers))[0] == 200
+    assert engines[0].requests == [f"POST {STREAMS}"]
+    assert engines[1].requests == [f"POST {STREAMS}", *[f"POST {GENERATE}"] * 2]
+
+
 @pytest.mark.parametrize("path", [STREAMS, "/prefill_only"])
 async def test_what_a_draining_engine_refuses_goes_to_another_engine(path: str) -> None:
     """The router has not noticed yet that the engine drains; afterwards it sends nothing there."""

@@ -1,0 +1,216 @@
+"""Test how the lines of several engines become one channel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import anyio
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from flashmoa.router import hearing
+from flashmoa.router.application import application
+from flashmoa.router.engines import RouterOptions
+from flashmoa.router.forwarding import Connections, EngineLost, ForwardedRequest
+from flashmoa.router.hearing import CALLS, HeardChannels
+from tests.integration.router.serving import InTurn, serve
+from tests.unit.router.support import KEY, FakeEngine, pair, routing
+
+pytestmark = pytest.mark.anyio
+CHANNEL = "0123456789abcdef"
+HEADERS = {**KEY, "x-flashmoa-channel": CHANNEL}
+CALL = {**KEY, "x-request-id-flashmoa": CHANNEL + "0" * 16}
+OPEN = ForwardedRequest("GET", CALLS, CALLS, HEADERS, b"")
+LISTENING = b'{"listening":true}\n'
+
+
+class TellingEngine:
+    """Tells each channel the same pieces, and then nothing until it is told to hang up."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._pieces = pieces
+        self.left = anyio.Event()
+        self.hangs_up = anyio.Event()
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/{path:path}", self._answer, methods=["GET", "POST"])])
+
+    async def _answer(self, request: Request) -> Response:
+        await request.body()
+        if request.url.path != CALLS:
+            return JSONResponse({})
+        assert request.headers["x-flashmoa-channel"] == CHANNEL
+        assert request.headers["authorization"] == KEY["authorization"]
+        return StreamingResponse(self._tell(), media_type="application/x-ndjson")
+
+    async def _tell(self) -> AsyncGenerator[bytes]:
+        try:
+            yield LISTENING
+            for piece in self._pieces:
+                yield piece
+                # Each is sent by itself.
+                await anyio.sleep(0.001)
+            await self.hangs_up.wait()
+        finally:
+            self.left.set()
+
+
+@asynccontextmanager
+async def router_of(*engines: TellingEngine) -> AsyncGenerator[httpx.AsyncClient]:
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serve(engine.app())) for engine in engines]
+        app = application(RouterOptions(urls, policy=InTurn(), watch_seconds=60))
+        url = await stack.enter_async_context(serve(app))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))
+        for engine in engines:
+            engine.hangs_up.set()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_lines_arrive_whole_and_in_the_order_of_their_engine(size: int) -> None:
+    engines: list[TellingEngine] = []
+    for engine in range(2):
+        lines = [b'{"call":"%d","at":%d}\n%s' % (engine, at, b"\n" * (at % 2)) for at in range(5)]
+        text = b"".join(lines)
+        engines.append(TellingEngine(*(text[at : at + size] for at in range(0, len(text), size))))
+    heard: dict[str, list[int]] = {"0": [], "1": []}
+    with anyio.fail_after(20):
+        async with router_of(*engines) as router:
+            async with router.stream("GET", CALLS, headers=HEADERS) as channel:
+                received = channel.aiter_lines()
+                assert await anext(received) == LISTENING.decode().strip()
+                for _ in engines:
+                    await router.post("/generate", json={"text": "x"}, headers=CALL)
+                while [len(each) for each in heard.values()] != [5, 5]:
+                    if line := await anext(received):
+                        event = json.loads(line)
+                        heard[event["call"]].append(event["at"])
+            for engine in engines:
+                await engine.left.wait()
+    assert list(heard.values()) == [[0, 1, 2, 3, 4]] * 2
+
+
+class ScriptedConnections(Connections):
+    """Answers each request for a channel with some lines, and a status or an error."""
+
+    def __init__(self, ending: int | EngineLost | None, *lines: bytes) -> None:
+        super().__init__(cast("Any", None))
+        self._ending = ending
+        self._lines = lines
+        self.asked = 0
+        self.left = 0
+
+    async def read_lines(
+        self, url: str, headers: Mapping[str, str], receive: Callable[[Sequence[bytes]], None]
+    ) -> int:
+        self.asked += 1
+        try:
+            for line in self._lines:
+                await anyio.lowlevel.checkpoint()
+                receive([line])
+            if self._ending is None:
+                await anyio.sleep_forever()
+            if isinstance(self._ending, EngineLost):
+                raise self._ending
+            return cast("int", self._ending)
+        finally:
+            self.left += 1
+
+
+class Client:
+    """Has one channel, from which it reads while it is let."""
+
+    def __init__(self) -> None:
+        self.read = b""
+        self.reads = anyio.Event()
+
+    @asynccontextmanager
+    async def listening(self, channels: HeardChannels) -> AsyncGenerator[None]:
+        async with anyio.create_task_group() as group:
+            group.start_soon(channels.open(OPEN), {"type": "http"}, self._receive, self._send)
+            await anyio.wait_all_tasks_blocked()
+            yield
+            group.cancel_scope.cancel()
+
+    async def _receive(self) -> dict[str, Any]:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        if message.get("body"):
+            await self.reads.wait()
+            self.read += message["body"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "asked"), [(None, 1), (404, 1), (503, 2), (200, 2), (EngineLost("it broke"), 2)]
+)
+async def test_an_engine_that_does_not_tell_is_asked_again_at_the_next_call_if_it_may_tell(
+    ending: int | EngineLost | None, asked: int
+) -> None:
+    connections, client = ScriptedConnections(ending), Client()
+    channels = HeardChannels(connections)
+    async with client.listening(channels):
+        for _ in range(2):
+            with channels.calling(CALL, "e"):
+                await anyio.wait_all_tasks_blocked()
+        assert connections.asked == asked
+        # The channel is open all the same.
+        client.reads.set()
+        await anyio.wait_all_tasks_blocked()
+        assert client.read == LISTENING
+    assert connections.left == connections.asked
+
+
+async def test_a_client_that_does_not_read_loses_its_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hearing, "_MAX_WAITING_BYTES", 1000)
+    connections, client = ScriptedConnections(None, *[b"x" * 99] * 20), Client()
+    channels = HeardChannels(connections)
+    async with client.listening(channels):
+        with channels.calling(CALL, "e", "f"):
+            await anyio.wait_all_tasks_blocked()
+            assert connections.left == 2
+        with channels.calling(CALL, "e"):
+            await anyio.wait_all_tasks_blocked()
+            assert connections.asked == 2
+        client.reads.set()
+        await anyio.wait_all_tasks_blocked()
+        assert client.read.split() == [LISTENING.strip()] and not channels._open
+
+
+async def test_only_the_newer_channel_of_an_id_hears_calls_in_flight() -> None:
+    connections = ScriptedConnections(None, b"line")
+    channels = HeardChannels(connections)
+    older, newer = Client(), Client()
+    for client in (older, newer):
+        client.reads.set()
+    with channels.calling(CALL, "e"), channels.calling(CALL, "e"):
+        async with older.listening(channels):
+            assert older.read == LISTENING + b"line\n"
+            async with newer.listening(channels):
+                assert newer.read == LISTENING + b"line\n"
+                assert (connections.asked, connections.left) == (2, 1)
+    assert not channels._open and not channels._calls
+
+
+async def test_who_has_no_key_gets_no_channel() -> None:
+    async with routing(FakeEngine()) as client:
+        named = {"x-flashmoa-channel": CHANNEL}
+        assert (await client("GET", CALLS, headers=named))[0] == 401
+        for channel in ("", "x" * 16, CHANNEL * 2):
+            headers = {**KEY, "x-flashmoa-channel": channel}
+            status, content = await client("GET", CALLS, headers=headers)
+            assert status == 400 and b"16 hexadecimal digits" in content
+    async with pair(FakeEngine(), decodes=True) as client:
+        assert (await client("GET", CALLS, headers=named))[0] == 401
+    async with pair(FakeEngine()) as client:
+        assert (await client("GET", CALLS, headers=HEADERS))[0] == 404

@@ -144,10 +144,10 @@ async def test_a_channel_that_is_opened_again_hears_the_calls_in_flight(
 async def test_a_channel_outlives_an_engine(
     engines: LocalEngines, model: Path, engine: LocalEngine, words: Words
 ) -> None:
-    answers: list[httpx.Response] = []
+    answers: dict[str, httpx.Response] = {}
 
     async def write(call: str) -> None:
-        answers.append(await ask(router, chat(words(20, 140), max_tokens=4000), call))
+        answers[call] = await ask(router, chat(words(20, 140), max_tokens=600), call)
 
     async def check() -> None:
         call = ear.name_call()
@@ -162,14 +162,18 @@ async def test_a_channel_outlives_an_engine(
             serve_router(make_options(mortal, engine, policy=InTurn())) as router,
             listening(router) as ear,
         ):
-            lost = ear.name_call()
+            calls = [ear.name_call() for _ in range(2)]
             async with anyio.create_task_group() as group:
-                group.start_soon(write, lost)
+                for call in calls:
+                    group.start_soon(write, call)
                 with anyio.fail_after(30):
-                    while not ear.heard[lost]:  # noqa: ASYNC110
+                    while not all(ear.heard[call] for call in calls):  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 await mortal.stop()
-            assert answers[0].status_code == 502
+            lost, kept = sorted(calls, key=lambda call: -answers[call].status_code)
+            assert [answers[call].status_code for call in (lost, kept)] == [502, 200]
+            text = answers[kept].json()["choices"][0]["message"]["content"]
+            assert text_of(await ear.until_end(kept)) == text
             await check()
             # An engine that starts at the old address is heard again.
             mortal = await engines.start(

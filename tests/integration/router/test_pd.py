@@ -13,7 +13,9 @@ import pytest
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
 from flashmoa.errors import PluginMissing
-from tests.integration.router.http_calls import PlannerAndReader
+from flashmoa.router.forwarding import CHAT
+from tests.integration.ears import listening, text_of
+from tests.integration.router.http_calls import PlannerAndReader, chat, post_json
 from tests.integration.router.pairs import Pair, running_pairs
 from tests.integration.support import LAG, fetch_kv_state, wait_for_streams, wait_until_idle
 
@@ -51,6 +53,20 @@ async def test_pd_pair_answers_like_one_engine_and_transfers_no_increments(
     assert usages[1]["cached_tokens"] >= prompts[1] - LAG
     # The KV of the two requests' prompts was transferred, each once.
     assert transferred == pytest.approx(sum(prompts) * pair.bytes_per_token)
+
+
+async def test_calls_are_heard_at_the_decode_engine(pair: Pair, words: Words) -> None:
+    capabilities = (await pair.shell.get("/flashmoa/info")).json()["capabilities"]
+    assert {"calls", "prompt_streams"} <= {*capabilities}
+    async with listening(pair.shell) as ear:
+        for number in range(2):
+            call = ear.name_call()
+            pair.shell.headers["X-Request-Id-FlashMoA"] = call
+            answer = await post_json(pair.shell, CHAT, chat(words(20, 2180 + number)))
+            heard = await ear.until_end(call)
+            assert text_of(heard) == answer["choices"][0]["message"]["content"]
+            assert heard[-1]["end"] == "length"
+    del pair.shell.headers["X-Request-Id-FlashMoA"]
 
 
 async def test_prompt_stream_reaches_only_the_prefill_engine(pair: Pair, words: Words) -> None:

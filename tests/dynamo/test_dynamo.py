@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import psutil
 import pytest
 
@@ -22,6 +24,7 @@ from flashmoa.observe.calls import calls
 from flashmoa.observe.summary import link_status
 from flashmoa.openai import AsyncOpenAI, run
 from tests.conftest import GUIDE, ROOT
+from tests.integration.ears import listening, text_of
 from tests.integration.support import fetch_kv_state
 from tests.waiting import until
 
@@ -113,6 +116,27 @@ async def test_links_through_a_front_end(dynamo: Dynamo) -> None:
                     )  # fmt: skip
                     text = answer.choices[0].message.content or ""
     assert [link_status(call) for call in calls(report.events)] == ["first", "hit"], report
+
+
+async def test_calls_are_heard_at_their_worker(tmp_path: Path) -> None:
+    """Dynamo makes the id in its header the id of SGLang's request, and parses the text itself."""
+    async with (
+        serve_dynamo(tmp_path, workers=1) as dynamo,
+        httpx.AsyncClient(base_url=dynamo.url, timeout=60) as front_end,
+        httpx.AsyncClient(base_url=dynamo.engines[0], timeout=60) as worker,
+        listening(worker) as ear,
+    ):
+        for number in range(2):
+            call = ear.name_call()
+            message = {"role": "user", "content": f"{number}: {GUIDE.read_text()[:200]}"}
+            body = {"model": MODEL, "messages": [message], "max_tokens": 40, "temperature": 0}
+            headers = {"X-Dynamo-Request-Id": str(uuid.UUID(call))}
+            answer = await front_end.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            heard = await ear.until_end(call)
+            assert text_of(heard, "text") == choice["message"]["content"]
+            assert heard[-1]["end"] == choice["finish_reason"]
 
 
 def processes_of(worker: psutil.Process) -> list[psutil.Process]:

@@ -94,8 +94,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _serve(app: Starlette, sockets: list[socket]) -> None:
     import uvicorn
 
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket] | None = None) -> None:
+            # A server ends when its answers have ended, and channels would not.
+            app.state.channels.close()
+            await super().shutdown(sockets)
+
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets)
+        Server(uvicorn.Config(app, log_level="warning")).run(sockets)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -78,9 +78,9 @@ class _Router:
         self._streams: OrderedDict[str, RoutedEngine] = OrderedDict()  # By the streams' ids.
 
     @asynccontextmanager
-    async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
+    async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         async with open_connections() as self._connections:
-            self._channels = HeardChannels(self._connections)
+            self._channels = app.state.channels = HeardChannels(self._connections)
             self._pool = EnginePool(self._connections, self._dispatcher, self._options)
             async with self._pool.running():
                 yield

@@ -61,6 +61,11 @@ class HeardChannels:
             return make_error_response(400, message, "malformed")
         return _Channel(self, channel_id, self._connections, call)
 
+    def close(self) -> None:
+        """End the channels of all clients, which do not end by themselves."""
+        for channel in self._open.values():
+            channel.close()
+
     @contextmanager
     def calling(self, headers: Mapping[str, str], *engines: str) -> Generator[None]:
         """Listen to the engines that may get a call, which is in flight during this context.

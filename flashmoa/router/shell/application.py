@@ -92,9 +92,9 @@ class _Shell:
         self._cache = AgentPromptCache()
 
     @asynccontextmanager
-    async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
+    async def lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         async with open_connections() as self._connections:
-            self._channels = HeardChannels(self._connections)
+            self._channels = app.state.channels = HeardChannels(self._connections)
             yield
 
     async def pass_on(self, call: ForwardedRequest) -> Response:

@@ -139,7 +139,7 @@ async def test_what_a_stock_router_passes_on_is_heard_at_the_engine(
         channel = await stock.get("/flashmoa/calls", headers={"X-FlashMoA-Channel": ear.channel})
         assert channel.status_code == 404
         call = ear.name_call()
-        stock.headers |= {CALL_HEADER: call, **HINT_HEADERS}
+        stock.headers.update({CALL_HEADER: call, **HINT_HEADERS})
         body = chat(words(20, 2230), max_tokens=40, model=await served_model(stock))
         answer = await post_json(stock, CHAT, body)
         heard = await ear.until_end(call)

@@ -380,7 +380,11 @@ SERVE = ["serve", "moa.toml"]
         (router.main, [*PAIR, "--agent-seconds", "0"], "0 is refused; give a number above 0"),
         (router.main, [*ENGINE, "--saturation", "x"], "--saturation: invalid float value: 'x'"),
         (router.main, [*PAIR, *PAIR], "each of these two once"),
-        (router.main, [*ENGINE, "--decode", "http://127.0.0.1:8"], "give --prefill and --pd-router"),
+        (
+            router.main,
+            [*ENGINE, "--decode", "http://127.0.0.1:8"],
+            "give --prefill and --pd-router",
+        ),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from flashmoa.engine.local import free_port
 from flashmoa.router import hearing
 from flashmoa.router.application import application
 from flashmoa.router.engines import RouterOptions
@@ -214,3 +216,34 @@ async def test_who_has_no_key_gets_no_channel() -> None:
         assert (await client("GET", CALLS, headers=named))[0] == 401
     async with pair(FakeEngine()) as client:
         assert (await client("GET", CALLS, headers=HEADERS))[0] == 404
+
+
+async def test_a_router_ends_although_a_client_listens() -> None:
+    engine, port = TellingEngine(), free_port()
+    command = [sys.executable, "-c", "from flashmoa.cli import main; main()", "router"]
+    async with (
+        serve(engine.app()) as url,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+    ):
+        options = ["--engine", url, "--port", str(port)]
+        async with await anyio.open_process([*command, *options], stderr=None) as router:
+            assert router.stdout is not None
+            with anyio.fail_after(30):
+                assert b"behind" in await router.stdout.receive()
+                while not await answers(client):  # noqa: ASYNC110 - it sends no event
+                    await anyio.sleep(0.02)
+                async with client.stream("GET", CALLS, headers=HEADERS) as channel:
+                    lines = channel.aiter_lines()
+                    await anext(lines)
+                    await client.post("/generate", json={"text": "x"}, headers=CALL)
+                    router.terminate()
+                    assert not any([line async for line in lines])
+                await router.wait()
+            await engine.left.wait()
+
+
+async def answers(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -127,7 +127,7 @@ class ScriptedConnections(Connections):
 
 
 class Client:
-    """Has one channel, from which it reads while it is let."""
+    """Has one channel, and reads from it once ``reads`` is set."""
 
     def __init__(self) -> None:
         self.read = b""

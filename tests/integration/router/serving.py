@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 import anyio
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from flashmoa.cli.ports import bind
 from flashmoa.router.policy import PrefixAware, WaitingRequest
 
 
 @asynccontextmanager
-async def serve(app: Starlette) -> AsyncGenerator[str]:
+async def serve(app: ASGIApp) -> AsyncGenerator[str]:
     """Serve an application at a free port; yield its URL."""
     with bind("127.0.0.1", 0) as listening:
         config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, ws="none")

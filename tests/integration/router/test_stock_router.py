@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
 import httpx
 import pytest
 from flashmoa_bench.harness import routers
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
-from flashmoa.engine.local import LocalEngine, LocalEngines
+from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import PluginMissing
 from flashmoa.router.forwarding import CHAT
+from flashmoa.router.shell.application import ShellOptions, shell_application
 from tests.integration.ears import listening, text_of
 from tests.integration.router.conftest import make_options, serve_router
 from tests.integration.router.http_calls import chat, generated, metric, post_json
-from tests.integration.support import start_special_engine, wait_until_idle
+from tests.integration.router.serving import serve
+from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Words = Callable[[int, int], str]
@@ -111,43 +114,32 @@ async def test_a_request_with_a_stream_id_gets_its_answer_through_a_stock_router
     await wait_until_idle(client)
 
 
-@pytest.fixture(scope="module")
-async def logging_engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine whose log has the headers of requests."""
-    names = ",".join((CALL_HEADER, *HINT_HEADERS))
-    async with start_special_engine(
-        engines,
-        model,
-        *("--log-requests", "--log-requests-level", "0"),
-        has_costs=False,
-        environment={"SGLANG_LOG_REQUEST_HEADERS": names},
-    ) as engine:
-        yield engine
-
-
 async def test_what_a_stock_router_passes_on_is_heard_at_the_engine(
-    name: str, logging_engine: LocalEngine, words: Words
+    name: str, engine: LocalEngine, words: Words
 ) -> None:
-    url = logging_engine.url
+    relay = shell_application(ShellOptions(engine.url, engine.url))
+    received: list[dict[str, str]] = []
+
+    async def record(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == CHAT:
+            received.append(dict(Headers(scope=scope)))
+        await relay(scope, receive, send)
+
     async with (
+        serve(record) as url,
         routers.start_router(name, [url]) as router,
         httpx.AsyncClient(base_url=router, timeout=60) as stock,
-        httpx.AsyncClient(base_url=url, timeout=60) as direct,
+        httpx.AsyncClient(base_url=engine.url, timeout=60) as direct,
         listening(direct) as ear,
     ):
         # So a client hears its calls at the engine, if it knows the engine's address.
         channel = await stock.get("/flashmoa/calls", headers={"X-FlashMoA-Channel": ear.channel})
         assert channel.status_code == 404
+        body = chat(words(20, 2230), max_tokens=40, model=await served_model(stock))
         call = ear.name_call()
         stock.headers.update({CALL_HEADER: call, **HINT_HEADERS})
-        body = chat(words(20, 2230), max_tokens=40, model=await served_model(stock))
         answer = await post_json(stock, CHAT, body)
         heard = await ear.until_end(call)
         assert text_of(heard) == answer["choices"][0]["message"]["content"]
-    (received,) = [
-        line
-        for line in logging_engine.log.read_text().splitlines()
-        if "Receive: " in line and call in line
-    ]
-    for header, value in HINT_HEADERS.items():
-        assert f"'{header.lower()}': '{value}'" in received
+    (headers,) = received
+    assert {header: headers.get(header.lower()) for header in HINT_HEADERS} == HINT_HEADERS

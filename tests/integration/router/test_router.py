@@ -81,13 +81,16 @@ async def test_stream_and_its_request_stay_on_one_engine(
         async with EngineClient(str(router.base_url)) as client:
             # The router looks like an engine to an engine's client.
             assert "prompt_streams" in (await client.info()).capabilities
-            streams = [await client.open_stream(text=text) for _ in range(2)]
+            streams = [await client.open_stream(text=text) for _ in range(3)]
             for stream in streams:
                 await client.append(stream.id, 0, text=more)
             for stream in streams:
                 assert (await client.stream_state(stream.id)).next_seq == 1
             ask = generation(text + more, prompt_stream_id=streams[1].id)
             answer = await post_json(router, "/generate", ask)
+            assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
+            router.headers["X-Request-Id-FlashMoA-Stream"] = streams[2].id
+            answer = await post_json(router, "/generate", generation(text + more))
             assert answer["meta_info"]["prompt_stream"]["status"] == "hit"
         # Another router, such as this one after a restart, does not know the streams.
         async with serve_router(make_options(engine, downstream)) as other:

@@ -62,7 +62,7 @@ class Relay:
         # What follows is the framework's client. Unlinked, an observer hears in vain.
         observer = CallObserver() if self.link is None else self.link.observe(agent)
         messages, text, usage = agent.read(self.said), "", None
-        with ObservedCall([observer], None) as call:
+        with ObservedCall([observer]) as call:
             stream_id = call.prompt_stream_id
             async with agent.engine.chat(
                 messages, prompt_stream_id=stream_id, **agent.settings
@@ -87,7 +87,7 @@ class RelayLink(LinkPlanner):
 
     def observe(self, agent: Speaker) -> CallObserver:
         """Note that an agent is about to call. Return the observer of its call."""
-        return self.begin(agent.name, CallRequest(agent.engine.url, "toy", None))
+        return self.begin(agent.name, CallRequest(agent.engine.url, "toy"))
 
     @property
     def is_running(self) -> bool:

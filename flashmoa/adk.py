@@ -140,8 +140,8 @@ class FlashMoALlm(OpenAILlm):
         self, llm_request: LlmRequest, stream: bool = False
     ) -> AsyncGenerator[LlmResponse]:
         responses = super().generate_content_async(llm_request, stream)
-        held = "it has tools" if llm_request.config.tools else None
-        request, observers = CallRequest(self.engine.url, self.model, held), list[CallObserver]()
+        request = CallRequest(self.engine.url, self.model, client=self.engine)
+        observers: list[CallObserver] = []
         if (callers := _caller.get([])) and not _is_dry_run.get():
             planner, name = callers.pop()
             observers = planner.observe(name, request)
@@ -149,7 +149,7 @@ class FlashMoALlm(OpenAILlm):
             async for response in responses:
                 yield response
             return
-        with ObservedCall(observers, held) as call:
+        with ObservedCall(observers) as call:
             async with aclosing(call.items(responses)) as items:
                 async for response in items:
                     # The text must be complete before others get it.

@@ -15,11 +15,15 @@ without ``finish``, as by a cancelled call. Several planners may observe one cal
 
 **When do others not get a text as it is written?** There are three places to say so:
 
-- ``CallRequest.hold_reason`` before the call, if the text may turn out to be something else than
-  what others read: the agent has tools. It is passed on when it is complete;
+- ``CallRequest.hold_reason`` before the call, if others read something else than its text: the
+  framework rewrites it. It is passed on when it is complete;
 - ``begin(rewritten=...)`` before the call, if they never read the model's own text;
 - ``CallResult.is_forwarded=False`` after it, if they do not read this one: it is a tool call. Links
-  that were fed it end.
+  take the text back.
+
+**How is a whole answer heard while it is written?** Give ``CallRequest.client``, and make the
+request within :meth:`ObservedCall.making` on an observed client of OpenAI. The engine's plugin then
+tells the text on a channel; the request and its answer stay as they are.
 
 **How does a run end?** ``is_running`` turns false, which the planner polls while there were calls;
 then ``run_ended`` ends the links. An adapter that knows of the end calls ``end_all``, and whoever
@@ -56,9 +60,10 @@ from flashmoa.linking.forecasts import (
     first_request,
 )
 from flashmoa.linking.link import Link
+from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.linked_team import LinkedTeam, LinkedTeams, listen_for
 from flashmoa.linking.options import LinkOptions, LinkSettings
-from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.planner import LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.observe.report import Report
 from flashmoa.observe.trace import end_trace

@@ -156,11 +156,11 @@ class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
 
     def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
         """Begin a request that is about to be sent; linked workflows observe it."""
-        held = "it has tools" if options.get("tools") else None
-        request = CallRequest(self.engine.url, options.get("model") or self.model or "", held)
+        model = options.get("model") or self.model or ""
+        request = CallRequest(self.engine.url, model, client=self.engine)
         executor = find_calling_executor() if self.linked_teams else None
         observers = self.linked_teams.observe(executor, request) if executor is not None else []
-        return ObservedCall(observers, held)
+        return ObservedCall(observers)
 
     def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
         details = super()._parse_usage_from_openai(usage)

@@ -176,22 +176,8 @@ class ToolAnswer:
     called: Tools
 
 
-def why_held_back(
-    tools: Sequence[Tool | ToolSchema],
-    json_output: JsonOutput,
-    model_info: ModelInfo,
-    *,
-    is_stream: bool = False,
-) -> str | None:
-    """Return why an answer's text must not reach other agents as it arrives, if it must not.
-
-    Args:
-        is_stream: whether AutoGen itself requests the answer as a stream. Servers parse tool calls
-            in a stream in another way than in a whole answer, so only then may the answer of a call
-            with tools be read as a stream.
-    """
-    if tools and not is_stream:
-        return "it has tools, and its answer is not requested as a stream (model_client_stream)"
+def why_held_back(json_output: JsonOutput, model_info: ModelInfo) -> str | None:
+    """Return why an answer's text must not reach other agents as it arrives, if it must not."""
     if isinstance(json_output, type):
         return "its answer is structured output, which AutoGen rewrites"
     if model_info["family"] == ModelFamily.R1:

@@ -285,7 +285,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         cancellation_token: CancellationToken | None = None,
     ) -> CreateResult:
         await self._learn_model_info(uses_tools=bool(tools))
-        held = why_held_back(tools, json_output, self.model_info)
+        held = why_held_back(json_output, self.model_info)
         with self._begin(held) as call, call.making(), advising(self.engine.url):
             result = await super().create(
                 messages,
@@ -310,7 +310,7 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         include_usage: bool | None = None,
     ) -> AsyncGenerator[str | CreateResult, None]:
         await self._learn_model_info(uses_tools=bool(tools))
-        held = why_held_back(tools, json_output, self.model_info, is_stream=True)
+        held = why_held_back(json_output, self.model_info)
         with self._begin(held) as call, advising(self.engine.url):
             given = {**self._create_args, **extra_create_args}
             if include_usage is None and "stream_options" not in given:
@@ -387,12 +387,12 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
             held: see :class:`CallRequest`.
         """
         url, model = self.engine.url, self._create_args["model"]
-        observers = self._find_observers(CallRequest(url, model, held))
+        observers = self._find_observers(CallRequest(url, model, held, self.engine))
         if not observers and self._listener is not ignore:
             report = CallReporter(self._listener, agent=caller_name(), engine=url, model=model)
             report.started(None, "its agent is in no linked team")
             observers = [CallObserver(report)]
-        return ObservedCall(observers, held)
+        return ObservedCall(observers)
 
     def _find_observers(self, request: CallRequest) -> list[CallObserver]:
         """Return the linked teams' observers of a request; link the caller's team if none is."""

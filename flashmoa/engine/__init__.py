@@ -1,6 +1,7 @@
 """Talk to SGLang servers: a typed client, and its answers as types."""
 
-from flashmoa.engine.client import EngineClient, EngineSettings
+from flashmoa.engine.client import EngineClient
+from flashmoa.engine.settings import EngineSettings
 from flashmoa.engine.wire import (
     Costs,
     Delta,

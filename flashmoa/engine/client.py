@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -13,20 +11,22 @@ from contextlib import (
     suppress,
 )
 from contextvars import ContextVar
-from dataclasses import dataclass
-from math import isfinite
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Self, TypeVar
 
-import anyio
 import httpx
 
 from flashmoa import errors
 from flashmoa.engine import wire
 from flashmoa.engine.connections import engine_url, make_http_client
 from flashmoa.engine.front_end import FrontEnd, is_behind
-from flashmoa.engine.generation import is_event_stream, read_chat, read_events, read_generation
+from flashmoa.engine.generation import (
+    is_event_stream,
+    read_chat,
+    read_events,
+    read_generation,
+    read_lines,
+)
 from flashmoa.engine.plain import PlainServer
 from flashmoa.engine.refusals import (
     Answer,
@@ -35,6 +35,8 @@ from flashmoa.engine.refusals import (
     read_answer,
     translate_errors,
 )
+from flashmoa.engine.settings import EngineSettings
+from flashmoa.engine.soon import SoonAnswers
 from flashmoa.engine.wire import (
     Delta,
     EngineInfo,
@@ -49,38 +51,9 @@ T = TypeVar("T")
 # Reads the events of an answer.
 ReadDeltas = Callable[[AsyncGenerator[dict[str, Any]]], AsyncGenerator[Delta]]
 
-# What an engine's HTTP process does by itself, such as rendering a prompt, takes it milliseconds,
-# also while the engine is busy. What takes longer than this comes too late for most links.
-SOON_SECONDS = 2.0
-# How many of these requests an engine gets at once: its HTTP process answers them one by one, so
-# that of more the last ones would take long although nothing is wrong with it.
-MOST_AT_ONCE = 8
-# For how long an engine that took longer is not asked again.
-_SILENT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Says how links use an engine. Every client of engines takes it as ``engine_settings``.
-
-    Attributes:
-        stream_ttl_seconds: how long the engine keeps what links have prefilled if this process
-            vanishes.
-        without_plugin: what links do if the server does not have the plugin: ``prefill`` prompts in
-            a few steps, as far as that pays (:class:`StepCosts`), or nothing (``off``).
-
-    Raises: ValueError if one of them is none of these, or not positive and finite.
-    """
-
-    stream_ttl_seconds: float = 30.0
-    without_plugin: Literal["prefill", "off"] = "prefill"
-
-    def __post_init__(self) -> None:
-        seconds, choice = self.stream_ttl_seconds, self.without_plugin
-        if not (isfinite(seconds) and seconds > 0):
-            raise ValueError(f"stream_ttl_seconds must be a positive number, not {seconds!r}")
-        if choice not in ("prefill", "off"):
-            raise ValueError(f"without_plugin must be 'prefill' or 'off', not {choice!r}")
+_CHANNEL_HEADER = "X-FlashMoA-Channel"
+# An engine sends at least an empty line on a channel every 5 s.
+_SILENCE_SECONDS = 15.0
 
 
 # Further headers of requests that are sent in this context, unless the client has them itself.
@@ -126,17 +99,11 @@ class EngineClient:
         self.model = model or "default"
         self.namespace = kv_namespace({"model": self.model, **(namespace or {})})
         self.settings = engine_settings or EngineSettings()
-        # Whether it has opened a prompt stream itself; ``None`` before it was asked to.
-        self.has_plugin: bool | None = None
         self._renders_responses = True
         # How links prefill if the server does not have the plugin.
         self.plain = PlainServer(self.ask, model)
-        self._kv_pool_tokens: int | None = None
-        # Of the requests that are limited by :meth:`_answering_soon`: those that may still be sent
-        # at once, in each event loop; how many were answered; and until when none is sent.
-        self._free = WeakKeyDictionary[asyncio.AbstractEventLoop, anyio.Semaphore]()
-        self._soon_answers = 0
-        self._silent_until = 0.0
+        self._info: EngineInfo | None = None  # As the engine said it first.
+        self._answering_soon = SoonAnswers(self.url)
         # The context length of each model, once the server has listed its models.
         self._context_lengths: dict[str, int | None] = {}
         # Until when agents ask their other engines first, in seconds of the monotonic clock, since
@@ -158,6 +125,11 @@ class EngineClient:
             )
 
         self._front_end = FrontEnd(self.ask, connect)
+
+    @property
+    def authorization(self) -> str | None:
+        """The header with which its requests authenticate; ``None`` if there is none."""
+        return self._http.headers.get("authorization")
 
     @property
     def is_front_end(self) -> bool:
@@ -193,14 +165,28 @@ class EngineClient:
         first = next(iter(self._context_lengths.values()), None)
         return self._context_lengths.get(model, first)
 
+    async def follows_calls(self) -> bool:
+        """Return whether the engine adds the text of its own calls to streams by itself.
+
+        It is asked until it answers; see :meth:`follow_call`. Engines behind a front end do not: a
+        call and a stream may be on two of them.
+        """
+        try:
+            capabilities = (await self._first_info()).capabilities
+        except errors.EngineError:
+            return False
+        return "follow" in capabilities and not self.is_front_end
+
     async def kv_pool_tokens(self) -> int:
         """Return the size of the engine's KV pool, which is asked for once, as :meth:`render`."""
-        if self._kv_pool_tokens is None:
-            async with self._answering_soon():
+        return sum(rank.total for rank in (await self._first_info()).kv)
+
+    async def _first_info(self) -> EngineInfo:
+        if self._info is None:
+            async with self._answering_soon.limit():
                 any_engine = self._front_end.any_engine
-                _, info = await self._ask_engine(lambda engine: engine.info(), any_engine)
-                self._kv_pool_tokens = sum(rank.total for rank in info.kv)
-        return self._kv_pool_tokens
+                _, self._info = await self._ask_engine(lambda engine: engine.info(), any_engine)
+        return self._info
 
     async def render(self, messages: Messages, **fields: Any) -> str:
         """Return the prompt that the engine's chat template makes of ``messages``, as text.
@@ -214,7 +200,7 @@ class EngineClient:
             timeout of the client; if it answered none, it is not asked again for some seconds.
         """
         fields = prompt_fields(fields)
-        async with self._answering_soon():
+        async with self._answering_soon.limit():
             try:
                 return await self._render("/render", {"messages": list(messages), **fields})
             except errors.PluginMissing:
@@ -227,7 +213,7 @@ class EngineClient:
 
         Raises: MalformedRequest without the plugin, which is asked for once; see :meth:`render`.
         """
-        async with self._answering_soon():
+        async with self._answering_soon.limit():
             try:
                 if self._renders_responses:
                     return await self._render("/render_response", body)
@@ -292,9 +278,7 @@ class EngineClient:
         }
 
         async def ask(engine: EngineClient) -> StreamState:
-            state = await engine.ask("POST", "/prompt_streams", StreamState, body)
-            engine.has_plugin = True
-            return state
+            return await engine.ask("POST", "/prompt_streams", StreamState, body)
 
         async def place() -> EngineClient | None:
             return await self._front_end.place(text or "", await self.plain.model())
@@ -313,10 +297,26 @@ class EngineClient:
         *,
         text: str | None = None,
         input_ids: Sequence[int] | None = None,
+        start: int | None = None,
         end: bool = False,
     ) -> StreamState:
-        """Append piece number ``seq``, counted from 0. Repeating this is harmless."""
-        body = {"seq": seq, "text": text, "input_ids": input_ids, "end": end}
+        """Append piece number ``seq``, counted from 0. Repeating this is harmless.
+
+        Args:
+            start: after how many characters of the stream ``text`` comes, in the place of what
+                stood there; by default at its end.
+        """
+        body = {"seq": seq, "text": text, "input_ids": input_ids, "start": start, "end": end}
+        return await self._ask_stream("POST", stream_id, "/append", body)
+
+    async def follow_call(self, stream_id: str, seq: int, call_id: str) -> StreamState:
+        """Let the engine add the text of one of its calls while it writes that text.
+
+        This counts as piece number ``seq``. The next piece has a ``start``.
+
+        Args: call_id: the id of the call; see :mod:`flashmoa.linking.hearing`.
+        """
+        body = {"seq": seq, "call": call_id}
         return await self._ask_stream("POST", stream_id, "/append", body)
 
     async def takes_requests(self, stream_id: str) -> bool:
@@ -451,6 +451,40 @@ class EngineClient:
         }
         return self._stream("/v1/chat/completions", body, read_chat)
 
+    async def workers(self) -> list[EngineClient]:
+        """Return clients of the engines behind a front end; none if it is none, or has none."""
+        try:
+            return await self._front_end.workers()
+        except errors.EngineError:
+            return []
+
+    @asynccontextmanager
+    async def hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
+        """Listen to what calls of a channel write; see :class:`~flashmoa.linking.CallChannel`.
+
+        Args:
+            channel: the channel's id, 16 hexadecimal digits.
+
+        Yields: the channel's lines as they arrive; docs/engine-api.md describes them.
+
+        Raises: EngineError if the engine refuses the channel, or breaks it off.
+        """
+        path, headers = "/flashmoa/calls", {_CHANNEL_HEADER: channel}
+        async with AsyncExitStack() as stack:
+            response = await self._begin_answer(
+                stack, "GET", path, headers=headers, timeout=_SILENCE_SECONDS
+            )
+            yield await stack.enter_async_context(aclosing(self._read_lines(response)))
+
+    async def _read_lines(self, response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+        try:
+            with translate_errors(self.url):
+                async with aclosing(read_lines(response)) as lines:
+                    async for line in lines:
+                        yield line
+        except ValueError as error:
+            raise bad_answer(self.url, response.request.url.path) from error
+
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, by the engine's tokenizer."""
         body = {"prompt": list(texts)}
@@ -505,17 +539,33 @@ class EngineClient:
         Raises: EngineError if there is no answer, or it is an error or not a stream of events.
         """
         async with AsyncExitStack() as stack:
-            # Not around the yield: what the user of the steps raises is not the engine's fault.
-            with translate_errors(self.url):
-                json = _without_none(body)
-                sending = self._http.stream("POST", path, json=json, headers=self._further())
-                response = await stack.enter_async_context(sending)
-                if response.is_error:
-                    await response.aread()
-                    raise make_refusal(response, self.url)
+            response = await self._begin_answer(stack, "POST", path, json=_without_none(body))
             if not is_event_stream(response):
                 raise bad_answer(self.url, path)
             yield await stack.enter_async_context(aclosing(self._read_deltas(response, read)))
+
+    async def _begin_answer(
+        self,
+        stack: AsyncExitStack,
+        method: str,
+        path: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
+    ) -> httpx.Response:
+        """Send a request, and return its answer, which ``stack`` closes.
+
+        Raises: EngineError if there is no answer, or it is an error.
+        """
+        # Not around what reads the answer: what its reader raises is not the engine's fault.
+        with translate_errors(self.url):
+            sending = self._http.stream(
+                method, path, headers={**self._further(), **headers}, **options
+            )
+            response = await stack.enter_async_context(sending)
+            if response.is_error:
+                await response.aread()
+                raise make_refusal(response, self.url)
+        return response
 
     async def _read_deltas(
         self, response: httpx.Response, read: ReadDeltas
@@ -528,41 +578,6 @@ class EngineClient:
                         yield delta
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise bad_answer(self.url, response.request.url.path) from error
-
-    @asynccontextmanager
-    async def _answering_soon(self) -> AsyncGenerator[None]:
-        """Limit a request that is of no use later to :data:`SOON_SECONDS` from its sending.
-
-        It waits until few others are on their way to the engine. An engine that answers none of
-        them by then is not asked again for a few seconds: each request would hold a connection, and
-        the links that wait for it.
-
-        Raises: EngineTimeout if the engine does not answer by then, or has not answered lately.
-        """
-        loop = asyncio.get_running_loop()
-        async with self._free.setdefault(loop, anyio.Semaphore(MOST_AT_ONCE)):
-            if time.monotonic() < self._silent_until:
-                raise errors.EngineTimeout(
-                    f"{self.url} did not answer in time a moment ago, so it is not asked to "
-                    f"prepare prompts for {_SILENT_SECONDS:g} s; see the engine's log"
-                )
-            answers_before = self._soon_answers
-            try:
-                with anyio.fail_after(SOON_SECONDS):
-                    yield
-            except TimeoutError as error:
-                if self._soon_answers == answers_before:
-                    self._silent_until = time.monotonic() + _SILENT_SECONDS
-                if isinstance(error, errors.EngineTimeout):
-                    raise
-                raise errors.EngineTimeout(
-                    f"{self.url} did not answer within {SOON_SECONDS:g} s; see the engine's log"
-                ) from error
-            except (errors.RequestRefused, errors.BadAnswer, errors.PluginMissing):
-                self._soon_answers += 1
-                raise
-            self._soon_answers += 1
-            self._silent_until = 0.0
 
 
 def _renamed(state: StreamState, stream_id: str) -> StreamState:

@@ -153,6 +153,10 @@ class FrontEnd(Generic[E]):
         workers = await self._find()
         return self._engine(min(workers.values())) if workers else None
 
+    async def workers(self) -> list[E]:
+        """Return the engines that take requests now."""
+        return [self._engine(url) for url in (await self._find()).values()]
+
     async def place(self, prompt: str, model: str) -> E | None:
         """Return the engine to which the request with this prompt would go now.
 

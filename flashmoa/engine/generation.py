@@ -100,6 +100,21 @@ async def read_event_data(response: httpx.Response) -> AsyncGenerator[bytes]:
         yield data
 
 
+async def read_lines(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the objects of an answer that has one in each line (NDJSON), as they arrive.
+
+    Empty lines are left out. Raises: ValueError if a line is no JSON object.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in filter(bytes.strip, lines):
+            told = parse_event(line)
+            if not isinstance(told, dict):
+                raise ValueError(f"not a JSON object: {line[:200]!r}")
+            yield cast("dict[str, Any]", told)
+
+
 async def read_events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a stream.
 

@@ -21,6 +21,15 @@ _PROMPT_FIELDS = (
     "add_generation_prompt",
 )
 
+# Headers of requests, which leave bodies as they are: the id of a call that a client hears, the id
+# of its prompt stream, and the number of tokens that its answer is likely to have. Routers of
+# SGLang pass headers on whose names begin like these.
+CALL_HEADER = "X-Request-Id-FlashMoA"
+STREAM_HEADER = f"{CALL_HEADER}-Stream"
+TOKENS_HEADER = f"{CALL_HEADER}-Tokens"
+# A front end of Dynamo passes the id of a call on in this one alone.
+DYNAMO_HEADER = "X-Dynamo-Request-Id"
+
 
 def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the namespace of a request's KV: its cache salt, extra key and LoRA adapter, if any.

@@ -20,7 +20,9 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from flashmoa._concurrency import setting
-from flashmoa.engine import PromptUsage
+from flashmoa.engine import EngineClient, PromptUsage
+from flashmoa.engine.wire import TOKENS_HEADER
+from flashmoa.linking.hearing import CallChannel
 from flashmoa.observe.calls import CallReporter
 
 Item = TypeVar("Item")
@@ -39,11 +41,14 @@ class CallRequest:
         engine: the URL of its engine.
         model: the model name in the request.
         hold_reason: why other agents do not get its text as it arrives; ``None`` if they do.
+        client: a client of its engine, by which a whole answer is heard while it is written;
+            ``None`` if it is not to be heard.
     """
 
     engine: str
     model: str
-    hold_reason: str | None
+    hold_reason: str | None = None
+    client: EngineClient | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,13 @@ class CallObserver:
 
     Attributes:
         prompt_stream_id: the id of the prompt stream that it offers to the request, if any.
-        expected_output_tokens: how long the answer is likely to be, if that is known. Engines with
-            the plugin may put short jobs first (FlashAgents §6.6); others ignore it.
         headers: further headers of the request, unless it has them already.
-        takes_text: whether it takes the answer's text before the answer is complete. A request for
-            a whole answer may be sent as a request for a stream then.
+        channel: brings the text of a whole answer while it is written; ``None`` if none does.
     """
 
     prompt_stream_id: str | None = None
     headers: Mapping[str, str] = MappingProxyType({})
-    expected_output_tokens: int | None = None
-    takes_text: bool = True
+    channel: CallChannel | None = None
     report: CallReporter | None = None
 
     def __init__(self, report: CallReporter | None = None) -> None:
@@ -96,11 +97,11 @@ class CallObserver:
         if self.report is not None:
             self.report.prompt_sent(body)
 
-    def on_held(self, reason: str) -> None:
-        """Note why no text will come before the answer is complete, although it takes text."""
-
     def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
         """Receive the function that closes the answer's connection, if its reader does not."""
+
+    def on_named(self, call_id: str) -> None:
+        """Receive the id by which the engine knows the HTTP request that is about to be sent."""
 
     def on_text(self, text: str) -> None:
         """Receive the next piece of the answer's text."""
@@ -127,32 +128,23 @@ class ObservedCall:
     If it is left without :meth:`finish`, it notifies them of a failure. The client may repeat the
     call's request; observers hear of one.
 
-    Args:
-        hold_reason: see :class:`CallRequest`.
-
     Attributes:
         prompt_stream_id: the id of the prompt stream that the request is to use, if any. If several
             observers offer one, the last one's is used, and the others release theirs.
-        expected_output_tokens, headers: see :class:`CallObserver`.
-        takes_text: see :class:`CallObserver`.
+        headers, channel: see :class:`CallObserver`.
         answer: the answer that came over the network, if :meth:`making` was used; ``None`` until it
             is complete.
     """
 
     answer: CallResult | None = None
 
-    def __init__(self, observers: Sequence[CallObserver], hold_reason: str | None) -> None:
+    def __init__(self, observers: Sequence[CallObserver]) -> None:
         self._observers = observers
-        # An answer that is held back may be a tool call, and servers may format tool calls in a
-        # stream in another way.
-        takers = [observer for observer in observers if observer.takes_text]
-        self.takes_text = bool(takers) and hold_reason is None
+        self.channel = next((each.channel for each in observers if each.channel), None)
         self._is_finished = False
         self._is_sent = False
         self._pieces: list[str] = []
         self._closes: list[Callable[[], Awaitable[None]]] = []
-        lengths = [each.expected_output_tokens for each in observers]
-        self.expected_output_tokens = next((each for each in lengths if each is not None), None)
         self.headers = {name: value for each in observers for name, value in each.headers.items()}
         offers = [observer for observer in observers if observer.prompt_stream_id is not None]
         self.prompt_stream_id = offers[-1].prompt_stream_id if offers else None
@@ -196,10 +188,10 @@ class ObservedCall:
         for observer in self._observers if is_first else ():
             observer.on_prompt(body)
 
-    def hold(self, reason: str) -> None:
-        """Notify the observers of why no text will come before the answer is complete."""
+    def name(self, call_id: str) -> None:
+        """Notify the observers of the id of the HTTP request that is about to be sent."""
         for observer in self._observers:
-            observer.on_held(reason)
+            observer.on_named(call_id)
 
     def add_text(self, text: str) -> None:
         """Notify the observers of the next piece of the answer's text."""
@@ -253,9 +245,8 @@ class _CallAttempt(CallObserver):
     def __init__(self, call: ObservedCall, known: str) -> None:
         super().__init__()
         self.prompt_stream_id = call.prompt_stream_id
-        self.expected_output_tokens = call.expected_output_tokens
         self.headers = call.headers
-        self.takes_text = call.takes_text
+        self.channel = call.channel
         self._call = call
         self._known = known
         self._place: int | None = 0
@@ -263,11 +254,11 @@ class _CallAttempt(CallObserver):
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._call.send(body)
 
-    def on_held(self, reason: str) -> None:
-        self._call.hold(reason)
-
     def on_response(self, close: Callable[[], Awaitable[None]]) -> None:
         self._call.add_response(close)
+
+    def on_named(self, call_id: str) -> None:
+        self._call.name(call_id)
 
     def on_text(self, text: str) -> None:
         if self._place is None:
@@ -302,3 +293,11 @@ class OutputLengths:
         """Return the median of the last answers; ``None`` for an agent that has not answered."""
         lengths = self._lengths.get(agent)
         return round(median(lengths)) if lengths else None
+
+    def headers(self, agent: str) -> dict[str, str]:
+        """Return the headers that tell an engine how long an agent's next answer is likely to be.
+
+        Engines with the plugin may put short jobs first (FlashAgents §6.6).
+        """
+        expected = self.expect(agent)
+        return {} if expected is None else {TOKENS_HEADER: str(expected)}

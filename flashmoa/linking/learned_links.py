@@ -19,8 +19,9 @@ from flashmoa.linking.learned_runs import (
     called_tools,
 )
 from flashmoa.linking.learned_texts import Messages, end_at
+from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.options import LinkSettings
-from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.planner import LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt
 from flashmoa.linking.response_items import write_messages
 from flashmoa.observe import Listener
@@ -55,8 +56,10 @@ class LearnedLinkPlanner(LinkPlanner):
         listener: Listener,
         find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
         settings: LinkSettings,
+        find_client: Callable[[RecordedRequest], EngineClient | None] = lambda _: None,
     ) -> None:
         super().__init__(listener, settings)
+        self._find_client = find_client
         # All runs of a program report a reason once, and expect answers as long as in earlier runs.
         self.reported_declines = program.reported_declines
         self.output_lengths = program.output_lengths
@@ -83,7 +86,8 @@ class LearnedLinkPlanner(LinkPlanner):
         recorded = self._learned.begin(name, request)
         self._note_sent(self._learned.example.get(recorded.key, recorded).request, request)
         known = recorded.key in self._learned.example or recorded.follows is not None
-        engine_request = CallRequest(request.url, request.model, hold_reason)
+        client = self._find_client(request)
+        engine_request = CallRequest(request.url, request.model, hold_reason, client)
         return self.begin(recorded.key, engine_request, linkable=known)
 
     def why_unplanned(self, agent: str) -> str:

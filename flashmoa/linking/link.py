@@ -91,6 +91,7 @@ class Link:
         namespace: the namespace of the downstream request's KV; by default the engine client's.
         expected_output_tokens: how long the agent's answer is likely to be, if that is known.
         expect: returns how many tokens an upstream agent is likely to write, if that is known.
+        follows: whether the engine adds the text of its own calls by itself.
         listener: receives the link's events.
 
     Run :meth:`run` in a task group; cancelling it deletes the stream.
@@ -107,6 +108,7 @@ class Link:
         namespace: Mapping[str, str] | None = None,
         expected_output_tokens: int | None = None,
         expect: Callable[[str], int | None] = lambda _: None,
+        follows: bool = False,
         listener: Listener = ignore,
     ) -> None:
         self.engine = engine
@@ -117,6 +119,7 @@ class Link:
         self._listener = contained(listener)
         self._namespace = namespace
         self._expect = expect
+        self._follows = follows
         self._make_feed = partial(
             PromptFeed,
             engine,
@@ -175,6 +178,19 @@ class Link:
         for slot in self._open_slots(name):
             slot.append(text)
         self._last_text_at[name] = anyio.current_time()
+        self._feed.changed()
+
+    def follow(self, name: str, engine_url: str, call_id: str) -> None:
+        """Let the engine add the text of slot ``name`` by itself, if it is the writer's engine."""
+        if self._follows and engine_url == self.engine.url and not self.is_over:
+            for slot in self._open_slots(name):
+                self.prompt.follow(slot, call_id)
+            self._feed.changed()
+
+    def replace(self, name: str, text: str) -> None:
+        """Put another text into the open slot ``name``, in the place of what it was fed."""
+        for slot in self._open_slots(name):
+            self.prompt.replace(slot, text)
         self._feed.changed()
 
     def close_slot(self, name: str) -> None:
@@ -281,6 +297,8 @@ class Link:
                 if self.engine.settings.without_plugin == "off" or self.is_over:
                     raise
                 self._begun.set()
+                self._follows = False
+                self.prompt.restart()
                 self._feed = PlainFeed(
                     self.engine,
                     self.prompt,

@@ -30,8 +30,7 @@ class LinkOptions(TypedDict, total=False):
     Attributes:
         ahead: how much of a prompt is prefilled before its request: ``text``, the default: also
             texts as they are written; ``known``: only what is known beforehand; ``nothing``: calls
-            are only observed, to compare with linked ones. Only with ``text`` may a request for a
-            whole answer be sent as one for a stream.
+            are only observed, to compare with linked ones.
         on_failure: what happens to the link to a prompt when a text in it fails: a policy or an
             action for all, or one for each agent that reads, by its name. By default ``abort``.
         trace: a file to write all events to, for ``flashmoa trace``, which also makes a page of

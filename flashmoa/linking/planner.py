@@ -22,15 +22,15 @@ from flashmoa.engine import EngineClient
 from flashmoa.engine.client import request_headers
 from flashmoa.errors import EngineError, PluginMissing
 from flashmoa.linking import reasons
-from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
+from flashmoa.linking.calls import CallRequest, CallResult, OutputLengths
 from flashmoa.linking.forecasts import Forecast, HeldRequests, RequestAfterTools, Turn
+from flashmoa.linking.hearing import CallChannel
 from flashmoa.linking.link import Link, kind_of, report_no_link
+from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.options import LinkSettings, Session
 from flashmoa.linking.prompt import NotForecastable, Prompt
 from flashmoa.linking.prompt_feed import level_once, report_plain_engine
-from flashmoa.linking.streamed_text import Text
 from flashmoa.observe import LinkDeclined, LinkWaits, Listener
-from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import FIRST
 
 logger = logging.getLogger(__name__)
@@ -42,77 +42,6 @@ _MOST_REPORTED = 1000
 _CHARACTERS_PER_TOKEN = 3
 
 Predict = Callable[[Turn], Awaitable[Forecast | None]]
-
-
-class LinkedCall(CallObserver):
-    """A request of an agent of a linked team.
-
-    Args:
-        agent: the name of the agent that makes the request.
-        own_link: the link to the request's prompt, if there is one; the request claims its stream.
-        rewritten: see :meth:`LinkPlanner.begin`.
-        unlinked: why there is no ``own_link``, for reports.
-
-    Attributes:
-        text: the text that other agents get.
-        hold_reason: why they do not get it as it arrives; ``None`` if they do.
-    """
-
-    def __init__(
-        self,
-        planner: LinkPlanner,
-        agent: str,
-        request: CallRequest,
-        own_link: Link | None = None,
-        *,
-        rewritten: str | None = None,
-        unlinked: str = "",
-    ) -> None:
-        report = CallReporter(
-            planner.listener, agent=agent, engine=request.engine, model=request.model
-        )
-        super().__init__(report)
-        self.agent = agent
-        self.text = Text(agent)
-        self.is_rewritten = rewritten is not None
-        self.hold_reason = rewritten or request.hold_reason
-        self.takes_text = planner.streams and self.hold_reason is None
-        self.prompt_stream_id = own_link.claim() if own_link is not None else None
-        # Other servers do not know the field, and some refuse a request that has it.
-        if planner.has_plugin(request.engine):
-            self.expected_output_tokens = planner.output_lengths.expect(agent)
-        self.headers = planner.session.headers(planner.session_of(agent))
-        self._planner = planner
-        self._own_link = own_link
-        if own_link is None:
-            report.started(None, unlinked)
-        else:
-            report.started(own_link.used_id, own_link.unused_reason)
-
-    def on_held(self, reason: str) -> None:
-        self.hold_reason = self.hold_reason or reason
-
-    def on_text(self, text: str) -> None:
-        super().on_text(text)
-        if self.hold_reason is None and self._planner.streams:
-            self.text.write(text)
-
-    def on_finish(self, result: CallResult) -> None:
-        super().on_finish(result)
-        self._planner.call_answered(self, result)
-        if self._own_link is not None and self._own_link.is_unnamed:
-            self.release_stream()
-
-    def on_failure(self, error: BaseException) -> None:
-        super().on_failure(error)
-        self._planner.call_failed(self)
-        self.text.fail(error)
-        # If the request has not reached the engine, the engine still keeps the stream.
-        self.release_stream()
-
-    def release_stream(self) -> None:
-        if self._own_link is not None:
-            self._planner.host.start_cleanup(self._own_link.delete_stream)
 
 
 class LinkPlanner(ABC):
@@ -167,7 +96,8 @@ class LinkPlanner(ABC):
         self._has_begun = False  # Whether an agent has called in this run.
         # By URL: links to one engine are made one after the other, the likeliest first.
         self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
-        self._linked_engines: set[EngineClient] = set()  # Those that links were made to.
+        # By URL and key, what brings the text of whole answers.
+        self._channels: dict[tuple[str, str | None], CallChannel] = {}
         self._planning = SingleFlight(self.host, self._plan)
         self._watching = SingleFlight(self.host, self._watch_end)
 
@@ -212,11 +142,15 @@ class LinkPlanner(ABC):
     def links(self) -> list[Link]:
         return [link for link, _ in self._kept.values()]
 
-    def has_plugin(self, url: str) -> bool:
-        """Return whether the engine at a URL is known to have the plugin."""
-        # Each client of the engine finds out by itself when the plugin is gone.
-        known = {engine.has_plugin for engine in self._linked_engines if engine.url == url}
-        return True in known and False not in known
+    def channel_to(self, engine: EngineClient) -> CallChannel:
+        """Return what hears the calls to an engine, from the run's first link on."""
+        key = (engine.url, engine.authorization)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = CallChannel(engine, self.host)
+        if self._kept:
+            channel.open()
+        return channel
 
     def waiting_for(self, agent: str) -> list[Link]:
         """Return the links whose prompts have an open slot for this agent's text."""
@@ -250,6 +184,9 @@ class LinkPlanner(ABC):
         for agent in list(self.held):
             self.held.let_come(agent)
         self.running.clear()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
         unlinked = self._unlinked.items()
         self._unlinked = {name: why for name, why in unlinked if why.until == "forecast"}
         self._has_begun = False
@@ -297,26 +234,22 @@ class LinkPlanner(ABC):
         return self.why_unplanned(agent) if why is None else why.reason
 
     def call_answered(self, call: LinkedCall, result: CallResult) -> None:
-        """Complete the text, or end the links that were fed text which others will not get."""
+        """Complete the text, or take it back from links if others will not get it."""
         if result.usage is not None:
             self.output_lengths.add(call.agent, result.usage.completion_tokens)
         if result.tool_calls is not None and self.settings.ahead != "nothing":
             self._hold_next(call.agent, result.tool_calls)
         if not self.streams:
             return
-        written = call.text.written
-        is_forwarded = result.is_forwarded and not call.is_rewritten
-        if is_forwarded and result.text.startswith(written):
-            if call.hold_reason is not None:
-                self._report_held_back(call, call.hold_reason)
+        is_early = bool(call.text.written)
+        if result.is_forwarded and not call.is_rewritten:
+            if not is_early and (reason := call.why_unheard) is not None:
+                self._report_held_back(call, reason)
             call.text.finish(result.text)
-        elif written:
+        elif is_early:
             # Other agents get something else: the result of a tool call, or a rewritten text.
-            for link in self.waiting_for(call.agent):
-                link.end("abort")
+            call.text.withdraw()
             self.drop_call(call)
-            # What was certain before the text still is, so it is linked again.
-            self.plan()
         else:
             self.call_held_back(call, call.hold_reason or "it calls tools")
 
@@ -483,6 +416,7 @@ class LinkPlanner(ABC):
             self._unlinked[turn.agent] = reasons.Unlinked(reason)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
+        follows = self.streams and await engine.follows_calls()
         if not self._is_current(turn, changes):
             return
         link = Link(
@@ -493,10 +427,12 @@ class LinkPlanner(ABC):
             namespace=forecast.namespace,
             expected_output_tokens=self.output_lengths.expect(turn.agent),
             expect=self.output_lengths.expect,
+            follows=follows,
             listener=self.listener,
         )
         self._kept[turn.agent] = link, forecast
-        self._linked_engines.add(engine)
+        for channel in self._channels.values():
+            channel.open()
         self._end_attempt(turn.agent)
         self._follow_running(link)
         with setting(request_headers, self.session.headers(self.session_of(turn.agent))):
@@ -512,7 +448,6 @@ class LinkPlanner(ABC):
         try:
             pool_tokens = await engine.kv_pool_tokens()
         except PluginMissing:
-            engine.has_plugin = False
             return (
                 "its engine has no plugin; only prompts that are sure to come are prefilled there"
             )

@@ -35,11 +35,13 @@ class Slot:
         name: the name of its writer.
         strip_start, strip_end: whether the chat template strips white space at the start, and at
             the end. Trailing white space is then withheld until more text follows it.
+        call: the id of the call that writes it, if the prompt's engine adds its text by itself.
     """
 
     name: str
     strip_start: bool = False
     strip_end: bool = False
+    call: str | None = field(default=None, init=False)
     _text: str = field(default="", init=False)
     _open: bool = field(default=True, init=False)
 
@@ -55,6 +57,11 @@ class Slot:
         if not self._open:
             raise ValueError(f"slot {self.name!r} is closed; add its text before closing it")
         self._text += text
+
+    def replace(self, text: str) -> None:
+        """Put another text in the place of what was added. See :meth:`Prompt.replace`."""
+        self._text = text
+        self.call = None
 
     def close(self) -> None:
         """Close the slot, since no more text will come. Repeating this is harmless."""
@@ -84,7 +91,11 @@ class Prompt:
             raise ValueError(
                 f"a slot appears twice among {names}; give every place in a prompt its own slot"
             )
+        # How many characters were taken, and how many of these are still right.
         self._taken = 0
+        self._right = 0
+        # Whether the engine has added text after what was taken.
+        self._is_followed = False
 
     @property
     def is_complete(self) -> bool:
@@ -98,10 +109,33 @@ class Prompt:
             if isinstance(segment, str):
                 parts.append(segment)
                 continue
+            if segment.is_open and segment.call is not None:
+                break
             parts.append(segment.stable())
             if segment.is_open:
                 break
         return "".join(parts)
+
+    def follow(self, slot: Slot, call_id: str) -> None:
+        """Let the prompt's engine add the text of a slot while it writes that text itself.
+
+        Nothing is done if a part of the text was taken, or the template strips it.
+        """
+        if slot.strip_start or slot.strip_end or not slot.is_open:
+            return
+        earlier = slot.call
+        slot.call = call_id
+        if len(self.stable()) < self._right:
+            slot.call = earlier
+
+    def followed(self) -> str | None:
+        """Return the id of the call whose text the engine is to add now; ``None`` if it is none."""
+        first = next((slot for slot in self.slots if slot.is_open), None)
+        return first.call if first is not None else None
+
+    def note_followed(self) -> None:
+        """Note that the engine adds text from now on, which :meth:`take_back` counts as taken."""
+        self._is_followed = True
 
     def become(self, other: Prompt) -> None:
         """Replace the segments by those of ``other``, in which more text is certain.
@@ -110,7 +144,7 @@ class Prompt:
             ValueError: if ``other`` does not begin with the text that was taken; the prompt is then
                 unchanged.
         """
-        taken = self.stable()[: self._taken]
+        taken = self.stable()[: self._right]
         if not other.stable().startswith(taken):
             raise ValueError(
                 "the new prompt does not begin with the text that was already sent; end this link "
@@ -118,16 +152,33 @@ class Prompt:
             )
         self.segments, self.slots = other.segments, other.slots
 
+    def replace(self, slot: Slot, text: str) -> None:
+        """Put another text into an open slot, in the place of what was appended to it."""
+        right = self.stable()[: self._right]
+        slot.replace(text)
+        self._right = common_prefix(right, self.stable())
+
     def take(self) -> str:
         """Return the text that the stable frontier has passed since the last call; may be empty."""
         text = self.stable()
-        new = text[self._taken :]
-        self._taken = len(text)
+        new = text[self._right :]
+        self._taken = self._right = len(text)
+        self._is_followed = False
         return new
+
+    def take_back(self) -> int | None:
+        """Return after how many characters the text that was taken may have been replaced.
+
+        :meth:`take` then goes on from there. ``None`` if all of it is still right.
+        """
+        return self._right if self._right < self._taken or self._is_followed else None
 
     def restart(self) -> None:
         """Let the next :meth:`take` return all of the text again."""
-        self._taken = 0
+        self._taken = self._right = 0
+        self._is_followed = False
+        for slot in self.slots:
+            slot.call = None
 
 
 class NotForecastable(FlashMoAError):

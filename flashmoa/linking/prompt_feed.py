@@ -86,6 +86,21 @@ class PromptSource(Protocol):
         """Return what was added since the last call; may be empty."""
         ...
 
+    def take_back(self) -> int | None:
+        """Return after how many characters what was taken may have been replaced.
+
+        :meth:`take` then goes on from there. ``None`` if all of it is still right.
+        """
+        ...
+
+    def followed(self) -> str | None:
+        """Return the id of the call whose text the engine is to add now; ``None`` if it is none."""
+        ...
+
+    def note_followed(self) -> None:
+        """Note that the engine adds text from now on."""
+        ...
+
 
 class Feed(ABC):
     """Feeds one growing prompt to one engine.
@@ -195,6 +210,8 @@ class PromptFeed(Feed):
         self._keep_alive_at = float("inf")
         self._release_deadline = float("inf")
         self._prompt = prompt
+        # The id of the call whose text the engine adds to the stream by itself.
+        self._followed: str | None = None
 
     @property
     def is_named(self) -> bool:
@@ -295,21 +312,39 @@ class PromptFeed(Feed):
                 with anyio.move_on_after(_GRACE_SECONDS):
                     await self._stopping.wait()
                     return
+            followed = self._prompt.followed()
+            if followed is not None and followed == self._followed:
+                await self._keep_alive_during(self._wait_for_change)
+                continue
+            start = self._prompt.take_back()
             piece, end = self._prompt.take(), self._prompt.is_complete
-            if piece or end:
-                state = await self._append(state, seq, piece, end=end)
+            if piece or end or start is not None:
+                state = await self._append(state, seq, piece, start, end=end)
                 seq += 1
                 self._postpone_keep_alive()
                 self._on_state(state)
                 if end:
                     return
-                with anyio.move_on_after(state.pace_seconds):
+                self._followed = None
+                with anyio.move_on_after(0 if followed else state.pace_seconds):
                     await self._wait_until_complete()
+            elif followed is not None:
+                state = await self._engine.follow_call(state.id, seq, followed)
+                seq += 1
+                self._followed = followed
+                self._prompt.note_followed()
+                self._postpone_keep_alive()
             else:
                 await self._keep_alive_during(self._wait_for_change)
 
     async def _append(
-        self, state: StreamState, seq: int, piece: str | Sequence[int], *, end: bool
+        self,
+        state: StreamState,
+        seq: int,
+        piece: str | Sequence[int],
+        start: int | None,
+        *,
+        end: bool,
     ) -> StreamState:
         """Append a piece; behind a front end, do not wait long for a worker that hangs.
 
@@ -320,7 +355,9 @@ class PromptFeed(Feed):
             if not await self._engine.takes_requests(state.id):
                 text = f"the worker of prompt stream {state.id} takes no requests"
                 raise EngineUnreachable(text)
-            return await self._engine.append(state.id, seq, **_fields(piece), end=end)
+            # Text may be replaced by none.
+            fields: dict[str, Any] = {"text": piece} if start is not None else _fields(piece)
+            return await self._engine.append(state.id, seq, **fields, start=start, end=end)
         raise EngineTimeout(
             f"the worker of prompt stream {state.id} has not taken text within {seconds} s"
         )
@@ -425,6 +462,9 @@ class PlainFeed(Feed):
         """Do nothing: the server keeps no stream."""
 
     def _step_pays(self) -> bool:
+        if (right := self._prompt.take_back()) is not None and self._sent_characters:
+            self._sent_tokens = self._sent_tokens * right // self._sent_characters
+            self._sent_characters = right
         per_token = _CHARACTERS_PER_TOKEN
         if self._sent_tokens:
             per_token = self._sent_characters / self._sent_tokens
@@ -480,11 +520,7 @@ class PlainFeed(Feed):
 
 
 def report_plain_engine(engine: EngineClient, problem: PluginMissing) -> None:
-    """Log once for each engine that it runs without the plugin, and what links do there.
-
-    From now on, requests to it have no fields of the plugin.
-    """
-    engine.has_plugin = False
+    """Log once for each engine that it runs without the plugin, and what links do there."""
     level, text = level_once(engine.url, "plain"), f"{problem}".removesuffix(".")
     if engine.settings.without_plugin == "off":
         logger.log(level, "%s. Its agents run unlinked.", text)

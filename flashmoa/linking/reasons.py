@@ -12,12 +12,14 @@ NO_PLUGIN = "its engine has no plugin, and nothing of its prompt was prefilled t
 OTHER_COURSE = "the conversation took another course than expected"
 OWN_TURN = "it spoke again: an agent's own next turn is linked only while its tools run"
 UNEXPECTED = "it was not expected to be next"
+# Why other agents get a text when it is complete (``LinkWaits.reason``).
+UNHEARD = "its engine does not tell what it writes, and its answer is not requested as a stream"
 
 # By why a link has ended (``LinkClosed.reason``); any other reason is an error.
 _ENDED = {
     "too late": LATE,
     "plain engine": NO_PLUGIN,
-    "abort": "its link was closed, as a text that it reads failed or became a tool call",
+    "abort": "its link was closed, as a text that it reads failed",
     "mispredicted": OTHER_COURSE,
     "unused": "its link had ended, as no request came in time",
     "closed": "its link was closed",

@@ -59,6 +59,8 @@ class StreamedText:
     _error: Exception | None = None
     # Whether anyone was told of the error.
     _was_raised = False
+    # The URL of the engine that writes the text in a call, and the call's id.
+    _call: tuple[str, str] | None = None
     # What keeps the text, if anything, once its mark may be in strings.
     _marked: deque[StreamedText] | None = None
 
@@ -226,8 +228,7 @@ class StreamedText:
     def _finish(self, whole: str) -> None:
         """Complete the text as ``whole``: write the rest of it, and close the text.
 
-        If ``whole`` does not begin with the text so far, links that were fed the text end. Do
-        nothing if the text has ended.
+        Links take back what ``whole`` does not begin with. Do nothing if the text has ended.
         """
         if self._done:
             return
@@ -238,8 +239,25 @@ class StreamedText:
             self._parts = [whole]
             self._is_rewritten = True
             for link in self._links:
-                link.end("abort")
+                link.replace(self.name, whole)
         self._close()
+
+    def _name_call(self, engine_url: str, call_id: str) -> None:
+        """Note which call of an engine writes the text, for links to the same engine."""
+        self._call = engine_url, call_id
+        for link in self._links:
+            link.follow(self.name, engine_url, call_id)
+
+    def _withdraw(self) -> None:
+        """Take the text back from links, which wait for another one in its place.
+
+        Nobody reads this text. Do nothing if it has ended.
+        """
+        if not self._done:
+            for link in self._links:
+                link.replace(self.name, "")
+            self._parts = []
+            self._end()
 
     def _fail(self, error: BaseException) -> None:
         """End the text with a failure; each link that waits for it acts by its policy.
@@ -265,6 +283,8 @@ class StreamedText:
         """
         if not self._done and link not in self._links:
             self._links.append(link)
+            if self._call is not None:
+                link.follow(self.name, *self._call)
         if self._parts:
             link.feed(self.name, self.written)
         if self.is_complete:
@@ -315,6 +335,8 @@ class Text(StreamedText):
     close = StreamedText._close
     finish = StreamedText._finish
     fail = StreamedText._fail
+    name_call = StreamedText._name_call
+    withdraw = StreamedText._withdraw
 
     def __enter__(self) -> Self:
         return self

@@ -291,7 +291,11 @@ class Run:
         self._news: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._hears_threads = False
         self._unanswered: _CallOfThread | None = None
-        self._planner = LearnedLinkPlanner(program, report, self._find_engine, settings)
+        self._planner = LearnedLinkPlanner(
+            program, report, self._find_engine, settings, self._find_client
+        )
+        # Those that hear calls, by URL and key.
+        self._hearers: dict[tuple[str, str | None], EngineClient] = {}
         # By URL, model and headers.
         self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
 
@@ -351,7 +355,22 @@ class Run:
             (await self._news.get())()
 
     def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
-        headers = headers_now(request, sent)
+        return self._connect(request, headers_now(request, sent))
+
+    def _find_client(self, request: RecordedRequest) -> EngineClient | None:
+        """Return a client by which a request is heard, and all others to its server with its key.
+
+        The headers are those of the first such request, as a gateway may need them.
+        """
+        key = (request.url, request.headers.get("authorization"))
+        if key not in self._hearers:
+            try:
+                self._hearers[key] = self._connect(request, request.headers)
+            except NotForecastable:
+                return None
+        return self._hearers[key]
+
+    def _connect(self, request: RecordedRequest, headers: Mapping[str, str]) -> EngineClient:
         key = (request.url, request.model, frozenset(headers.items()))
         engine = self._engines.get(key)
         if engine is None:
@@ -404,8 +423,8 @@ class _CallOfThread(CallObserver):
     def on_prompt(self, body: Mapping[str, Any]) -> None:
         self._tell("on_prompt", body)
 
-    def on_held(self, reason: str) -> None:
-        self._tell("on_held", reason)
+    def on_named(self, call_id: str) -> None:
+        self._tell("on_named", call_id)
 
     def on_text(self, text: str) -> None:
         self._tell("on_text", text)
@@ -423,9 +442,8 @@ class _CallOfThread(CallObserver):
         try:
             self._observer = observer = self._begin()
             self.prompt_stream_id = observer.prompt_stream_id
-            self.expected_output_tokens = observer.expected_output_tokens
             self.headers = observer.headers
-            self.takes_text = observer.takes_text
+            self.channel = observer.channel
         except Exception:
             logger.exception(_UNLINKED)
         finally:

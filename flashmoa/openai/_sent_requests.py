@@ -10,6 +10,7 @@ import openai
 
 from flashmoa.engine import EngineSettings, kv_namespace, prompt_fields
 from flashmoa.engine.connections import engine_url
+from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER
 from flashmoa.linking.learned_links import SentInPlace
 from flashmoa.linking.learned_runs import RecordedRequest
 from flashmoa.linking.prompt import NotForecastable
@@ -30,7 +31,7 @@ _OF_TRANSFER = frozenset(
 # Headers of one request, which would be wrong for others; a server may even repeat an answer by
 # them. OpenAI's client counts retries in ``x-stainless-...``.
 _OF_REQUEST = frozenset("idempotency-key traceparent tracestate x-request-id".split())  # noqa: SIM905
-_BEGINNINGS = ("content-", "x-stainless-")
+_BEGINNINGS = ("content-", "x-stainless-", CALL_HEADER.lower(), DYNAMO_HEADER.lower())
 # What clients send to servers that need no key.
 _NO_KEY = "Bearer EMPTY"
 # The clients whose requests are linked.

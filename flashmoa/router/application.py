@@ -10,10 +10,10 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from flashmoa.router.dispatcher import Dispatcher, NoEngine
+from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.forwarding import (
     CHAT,
@@ -39,9 +39,8 @@ POLICY_ROUTES = (
 )
 # Any engine can answer these requests.
 _TEXT_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
-_INFO_ROUTES = ("/v1/models", "/flashmoa/info")
-# Engines may have different settings.
-_SETTINGS_ROUTES = ("/model_info", "/get_model_info", "/server_info")
+_INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
+_FOLLOWS = "follow"
 # Names a request's prompt stream, as ``prompt_stream_id`` does in its body.
 _STREAM_HEADER = "x-request-id-flashmoa-stream"
 _MAX_REMEMBERED_STREAMS = 100_000
@@ -59,7 +58,7 @@ def application(options: RouterOptions) -> Starlette:
         *(route(path, router.send_by_policy, "POST") for path in POLICY_ROUTES),
         *(route(path, router.send_to_any, "POST") for path in _TEXT_ROUTES),
         *(route(path, router.send_to_any, "GET") for path in _INFO_ROUTES),
-        *(route(path, router.send_to_each, "GET") for path in _SETTINGS_ROUTES),
+        route("/flashmoa/info", router.info, "GET"),
         route(CALLS, router.hear, "GET"),
         route(stream, router.send_to_stream, "GET", "DELETE"),
         route(f"{stream}/append", router.send_to_stream, "POST"),
@@ -121,21 +120,15 @@ class _Router:
         answer = await self._try(call, self._pool.next_engine())
         return answer or await self.send_to_any(call)
 
-    async def send_to_each(self, call: ForwardedRequest) -> Response:
-        """Ask every engine for its settings, and answer with one engine's.
-
-        A refusal goes first, then an engine with a parser for reasoning: a client takes the answer
-        for all engines.
-        """
-        up = [engine for engine in self._pool.engines.values() if engine.is_up]
-        tried = [await self._try(call, engine) for engine in up]
-        if not (answers := [answer for answer in tried if answer is not None]):
-            raise NoEngine
-
-        def separates(answer: Response) -> bool:
-            return bool(parse_object(answer.body).get("reasoning_parser"))
-
-        return max(answers, key=lambda answer: (answer.status_code >= 400, separates(answer)))
+    async def info(self, call: ForwardedRequest) -> Response:
+        """Answer as an engine, but for streams that follow calls: both may be on two engines."""
+        answer = await self.send_to_any(call)
+        told = parse_object(answer.body)
+        capabilities: list[str] = told.get("capabilities") or []
+        if _FOLLOWS in capabilities:
+            others = [one for one in capabilities if one != _FOLLOWS]
+            return JSONResponse({**told, "capabilities": others})
+        return answer
 
     async def send_to_stream(self, call: ForwardedRequest) -> Response:
         """Send a request about a prompt stream to its engine, which checks the client's key."""

@@ -147,6 +147,15 @@ class _GrowingPrompt:
         self._taken_tokens += len(fresh)
         return fresh
 
+    def take_back(self) -> None:
+        """Return that what was taken stays right."""
+
+    def followed(self) -> None:
+        """Return that the client sends all tokens itself."""
+
+    def note_followed(self) -> None:
+        """Do nothing."""
+
 
 class Feeder:
     """Feeds a prompt stream the tokens that a source writes, at the engine's pace.

@@ -14,6 +14,7 @@ import pytest
 from flashmoa.engine.local import LocalEngine
 from flashmoa.openai import OpenAI, run
 from tests.integration.openai.programs import BODY, SETTINGS, Clients
+from tests.integration.sent_bodies import record_bodies
 
 pytestmark = pytest.mark.anyio
 
@@ -72,15 +73,12 @@ def comparable(answer: Any) -> Any:
     """Return an answer without what differs from request to request and from link to link."""
     if isinstance(answer, str):
         return answer
-    # No stream of SGLang has its metadata.
-    found = {name: answer[name] for name in answer if name not in ("id", "created", "metadata")}
+    found = {name: answer[name] for name in answer if name not in ("id", "created")}
     found["sglext"] = sorted(answer.get("sglext", {}))
     found["usage"] = dict(answer["usage"])
     del found["usage"]["prompt_tokens_details"]
     found["usage"].pop("prompt_stream", None)
     for choice in found["choices"]:
-        # Whole answers of SGLang before 0.5.23 say that there are none.
-        choice["message"].setdefault("tool_calls", None)
         if "meta_info" in choice:
             choice["meta_info"] = sorted(choice["meta_info"].keys() - FIGURES)
         if choice["logprobs"] is not None:  # Their last digits depend on what is cached.
@@ -92,12 +90,17 @@ def comparable(answer: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
 async def test_an_answer_has_the_same_fields_linked_and_not(
-    clients: Clients, engine: LocalEngine, model: Path, kind: str
+    clients: Clients,
+    engine: LocalEngine,
+    model: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     eos: int = json.loads((model / "config.json").read_text())["eos_token_id"]
     (_, plain) = await answers(clients.first, [{}])
     word = plain["choices"][0]["message"]["content"].split()[3]
     asked = options(eos, word)
+    sent = record_bodies(monkeypatch)
     unlinked = await answers(clients.first, asked)
     runs: list[Any] = []
     with OpenAI(base_url=engine.url, max_retries=0) as blocking:
@@ -109,6 +112,9 @@ async def test_an_answer_has_the_same_fields_linked_and_not(
                 else:
                     stack.enter_context(run("blocking options"))
                     runs.append(await answers(blocking, asked))
+    bodies = len(asked) + 1
+    assert len(sent) == 3 * bodies
+    assert sent[:bodies] == sent[bodies : 2 * bodies] == sent[2 * bodies :]
     expected = [comparable(answer) for answer in unlinked]
     for found in runs:
         for fields, one, other in zip([None, *asked], found, expected, strict=True):

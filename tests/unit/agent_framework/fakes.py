@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,12 @@ import anyio
 import httpx
 from agent_framework import Agent, Message, Workflow
 from agent_framework.orchestrations import SequentialBuilder
+from anyio.streams.memory import MemoryObjectSendStream
 
-from flashmoa import openai_whole
 from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.observe import Event, LinkDeclined
+from tests.waiting import until
 
 ANSWER = "one two three four"
 Answer = Callable[[Mapping[str, Any]], "str | list[dict[str, Any]]"]
@@ -55,8 +57,8 @@ class FakeEngine:
         engine: Any = client.engine
         engine.render, engine.open_stream, engine.append = self._render, self._open, self._append
         engine.delete_stream = engine.keep_alive = self._ignore
-        # It cannot be asked, as it has no port.
-        openai_whole._servers[f"{client.engine.url}/v1"] = False, math.inf
+        engine.hear = self._hear
+        self._channels: dict[str, MemoryObjectSendStream[dict[str, Any]]] = {}
         openai: Any = client.client
         openai._client._transport = _Transport(self._chat)
 
@@ -68,9 +70,21 @@ class FakeEngine:
         self._streams[name] = text
         return self._state(name, 0)
 
-    async def _append(self, name: str, seq: int, *, text: str | None = None, **_: Any) -> Any:
-        self._streams[name] += text or ""
+    async def _append(
+        self, name: str, seq: int, *, text: str | None = None, start: int | None = None, **_: Any
+    ) -> Any:
+        self._streams[name] = self._streams[name][:start] + (text or "")
         return self._state(name, seq + 1)
+
+    @asynccontextmanager
+    async def _hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
+        async def lines() -> AsyncGenerator[dict[str, Any]]:
+            async for line in heard:
+                yield line
+
+        self._channels[channel], heard = anyio.create_memory_object_stream[dict[str, Any]](100)
+        with self._channels[channel], heard:
+            yield lines()
 
     async def _ignore(self, _: str) -> None: ...
 
@@ -86,7 +100,7 @@ class FakeEngine:
 
     async def _chat(self, request: httpx.Request) -> httpx.Response:
         body: dict[str, Any] = json.loads(await request.aread())
-        streamed = self._streams.get(body.get("prompt_stream_id", ""))
+        streamed = self._streams.get(request.headers.get(STREAM_HEADER, ""))
         self.sent.append(Sent(render(body["messages"], body.get("tools")), streamed))
         answer = self._answer(body)
         if body.get("stream"):
@@ -95,9 +109,21 @@ class FakeEngine:
                 200, headers={"content-type": "text/event-stream"}, stream=_Words(answer.split())
             )
         text, tool_calls = (answer, None) if isinstance(answer, str) else (None, answer)
+        if text is not None and CALL_HEADER in request.headers:
+            await self._tell(request.headers[CALL_HEADER].replace("-", ""), text.split())
         message = {"role": "assistant", "content": text, "tool_calls": tool_calls}
         reason = "tool_calls" if tool_calls else "stop"
         return httpx.Response(200, json=_completion(reason, message=message))
+
+    async def _tell(self, call: str, words: Sequence[str]) -> None:
+        """Tell a channel of words that are written one after the other."""
+        await until(lambda: call[:16] in self._channels)
+        at = 0
+        for word in words:
+            await anyio.sleep(0.03)
+            content = f" {word}" if at else word
+            await self._channels[call[:16]].send({"call": call, "content": content, "at": at})
+            at += len(content)
 
 
 class _Transport(httpx.AsyncBaseTransport):

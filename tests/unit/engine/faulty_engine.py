@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
@@ -19,8 +20,8 @@ Fate = Literal[
 WORDS = ["The ", "quick ", "brown\u2028", "fox ", "jumps."]
 TEXT = "".join(WORDS)
 OTHER = ["A ", "lazy ", "dog."]
-# Settings of an SGLang engine without a reasoning parser (`/model_info`).
-PARSES_NOTHING = {"reasoning_parser": None, "disaggregation_mode": "null"}
+# The path of a channel, on which an engine with the plugin tells what calls write.
+CHANNEL = "/flashmoa/calls"
 BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 _USAGE = {
     "prompt_tokens": 7,
@@ -35,24 +36,26 @@ class FaultyEngine:
     """A server with a fate for each request, in order; all further requests are answered.
 
     Attributes:
-        bodies: the bodies of the requests so far.
+        bodies: the bodies of the requests so far, and `contents` the same as bytes.
     """
 
     def __init__(self, url: str, fates: Sequence[Fate]) -> None:
         self.url = url
         self.bodies: list[dict[str, Any]] = []
+        self.contents: list[bytes] = []
         self._fates = list(fates)
 
     async def serve(self, client: SocketStream) -> None:
         async with client:
             with suppress(*BROKEN):
-                _, path, request = await receive(client)
-                if path == "/model_info":  # It has no fate.
-                    await send(client, 200, PARSES_NOTHING)
+                request = await receive(client)
+                if request.method == "GET":  # It has no fate, and the engine no plugin.
+                    await send(client, 404, {"detail": "Not Found"})
                     return
-                self.bodies.append(request)
+                self.bodies.append(request.body)
+                self.contents.append(request.content)
                 fate: Fate = self._fates.pop(0) if self._fates else "fine"
-                await self._answer(client, fate, bool(request.get("stream")))
+                await self._answer(client, fate, bool(request.body.get("stream")))
 
     async def _answer(self, client: SocketStream, fate: Fate, is_streamed: bool) -> None:
         if isinstance(fate, int):
@@ -86,15 +89,30 @@ def _head(status: int, kind: bytes, more: bytes) -> bytes:
     return line + fields + more + b"\r\n"
 
 
-async def receive(client: SocketStream) -> tuple[str, str, dict[str, Any]]:
-    """Receive a request; return its method, path and JSON."""
+@dataclass(frozen=True)
+class Received:
+    """A request; the names of its headers have lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.content or b"{}")
+
+
+async def receive(client: SocketStream) -> Received:
+    """Receive a request."""
     head, _, body = (await client.receive()).partition(b"\r\n\r\n")
-    first, *fields = head.decode().split("\r\n")
-    lengths = [int(field[15:]) for field in fields if field.lower().startswith("content-length:")]
-    while len(body) < sum(lengths):
+    first, *lines = head.decode().split("\r\n")
+    fields = (line.partition(":") for line in lines)
+    headers = {name.lower(): value.strip() for name, _, value in fields}
+    while len(body) < int(headers.get("content-length", "0")):
         body += await client.receive()
     method, path, _ = first.split(" ")
-    return method, path, json.loads(body or b"{}")
+    return Received(method, path, headers, body)
 
 
 async def send(client: SocketStream, status: int, body: Any, more: bytes = b"") -> None:
@@ -117,6 +135,17 @@ _BASE = {"id": "c1", "created": 1, "model": "m", "metadata": {"weight_version": 
 async def start_events(client: SocketStream) -> None:
     """Begin an answer that consists of events."""
     await client.send(_head(200, b"text/event-stream", b"Transfer-Encoding: chunked\r\n"))
+
+
+async def start_lines(client: SocketStream) -> None:
+    """Begin an answer that consists of lines of JSON."""
+    await client.send(_head(200, b"application/x-ndjson", b"Transfer-Encoding: chunked\r\n"))
+
+
+async def send_line(client: SocketStream, told: Any) -> None:
+    """Send a line of JSON."""
+    line = f"{json.dumps(told, ensure_ascii=False)}\n".encode()
+    await client.send(b"%x\r\n%s\r\n" % (len(line), line))
 
 
 async def stream(client: SocketStream, fate: Fate) -> None:

@@ -100,9 +100,8 @@ def exceptions() -> set[type[BaseException]]:
     return found
 
 
-# They end a dry run once its request is captured, or have a request sent again without a tap. They
-# reach no user.
-INTERNAL = {"RequestCaptured", "UnusableStream", "RefusedForm"}
+# It ends a dry run once its request is captured. It reaches no user.
+INTERNAL = {"RequestCaptured"}
 
 
 def test_every_exception_is_a_flashmoa_error() -> None:

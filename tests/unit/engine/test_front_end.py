@@ -13,9 +13,9 @@ import pytest
 
 from flashmoa._concurrency import run_cancelled
 from flashmoa.engine import EngineClient, EngineInfo, front_end
-from flashmoa.engine.client import SOON_SECONDS
 from flashmoa.engine.front_end import FrontEnd
 from flashmoa.engine.plain import Models, PlainServer
+from flashmoa.engine.soon import SOON_SECONDS
 from flashmoa.errors import (
     BadAnswer,
     EngineDraining,
@@ -375,8 +375,6 @@ async def test_a_link_through_a_front_end_sends_the_whole_prompt_to_the_worker()
         assert worker.routes().count("delete") == 1
         (found,) = [event for event in events if isinstance(event, StreamFound)]
         assert (found.stream_id, found.figures) == (link.stream_id, None)
-        # The front end's requests have no field that it does not know.
-        assert client.has_plugin is None
 
 
 async def test_a_stream_that_its_request_cannot_find_is_released() -> None:
@@ -501,7 +499,6 @@ async def test_nothing_is_remembered_of_a_front_end_without_workers_yet(
                 await client.open_stream(text="a prompt")
             assert await client.context_length("served") is None
             assert await client.plain.model() == "default"
-        assert client.has_plugin is None
         instances.append(first)
         models = listed
         assert await client.render([{"role": "user", "content": "x"}]) == "x"

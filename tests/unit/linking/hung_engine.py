@@ -9,12 +9,18 @@ from typing import Any, Literal
 
 from anyio.abc import SocketStream
 
+from flashmoa.engine.wire import CALL_HEADER
 from tests.unit.engine.faulty_engine import (
     BROKEN,
-    PARSES_NOTHING,
+    CHANNEL,
+    WORDS,
+    Received,
+    completion,
     listening,
     receive,
     send,
+    send_line,
+    start_lines,
     stream,
 )
 from tests.waiting import until
@@ -31,7 +37,9 @@ class HungEngine:
         gone: ids of streams that have expired.
         answers: the answers of other paths, which it does not have otherwise.
         ttl_seconds: how long its streams live, whatever they ask for.
-        requests: every request so far, as (route, body), without questions for its settings.
+        requests: every request so far, as (route, body), without channels; `chats` are those for
+            answers.
+        channels: the open channels, by id.
     """
 
     def __init__(self, url: str, hangs: tuple[Route, ...]) -> None:
@@ -39,9 +47,11 @@ class HungEngine:
         self.hangs = set(hangs)
         self.lacks: set[Route] = set()
         self.gone: set[str] = set()
-        self.answers: dict[str, Any] = {"/model_info": PARSES_NOTHING}
+        self.answers: dict[str, Any] = {}
         self.ttl_seconds = 30.0
         self.requests: list[tuple[Route, dict[str, Any]]] = []
+        self.chats: list[Received] = []
+        self.channels: dict[str, SocketStream] = {}
         self._ids = (f"s{number}" for number in itertools.count())
 
     def routes(self) -> list[Route]:
@@ -54,10 +64,14 @@ class HungEngine:
     async def serve(self, client: SocketStream) -> None:
         async with client:
             with suppress(*BROKEN):
-                method, path, body = await receive(client)
-                route = _route(method, path)
-                if path != "/model_info":
-                    self.requests.append((route, body))
+                request = await receive(client)
+                path, route = request.path, _route(request.method, request.path)
+                if path == CHANNEL:
+                    await self._keep_channel(client, request)
+                    return
+                self.requests.append((route, request.body))
+                if route == "chat":
+                    self.chats.append(request)
                 if route in self.hangs:
                     await client.receive()  # This returns when the client disconnects.
                 elif path in self.answers:
@@ -68,16 +82,37 @@ class HungEngine:
                     error = {"message": "it has expired", "code": "stream_gone"}
                     await send(client, 410, {"error": error})
                 else:
-                    await self._answer(client, route, body)
+                    await self._answer(client, route, request)
 
-    async def _answer(self, client: SocketStream, route: Route, body: dict[str, Any]) -> None:
+    async def tell(self, call: Received, *words: str) -> None:
+        """Tell the words of a call on its channel, which its client may open later."""
+        name = call.headers[CALL_HEADER.lower()].replace("-", "")
+        await until(lambda: name[:16] in self.channels)
+        at = 0
+        for word in words:
+            line = {"call": name, "content": word, "at": at}
+            await send_line(self.channels[name[:16]], line)
+            at += len(word)
+
+    async def _keep_channel(self, client: SocketStream, request: Received) -> None:
+        await start_lines(client)
+        await send_line(client, {"listening": True})
+        channel = request.headers["x-flashmoa-channel"]
+        self.channels[channel] = client
+        try:
+            await client.receive()  # This returns when the client disconnects.
+        finally:
+            del self.channels[channel]
+
+    async def _answer(self, client: SocketStream, route: Route, request: Received) -> None:
+        body = request.body
         if route == "chat":
             if body.get("max_tokens") == -1:
                 await send(client, 400, {"error": {"message": "no", "code": "bad"}})
             elif body.get("stream"):
                 await stream(client, "fine")
             else:
-                raise AssertionError("clients of this engine ask for streams only")
+                await send(client, 200, completion(WORDS))
         elif route == "prefill":
             tokens = {"prompt_tokens": 9, "cached_tokens": 7, "prefilled_tokens": 2}
             await send(client, 200, {**tokens, "seconds": 0.1})

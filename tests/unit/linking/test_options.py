@@ -21,6 +21,7 @@ import flashmoa.agent_framework
 import flashmoa.autogen
 import flashmoa.openai
 from flashmoa import Answer, EngineClient, LinkOptions, Workflow
+from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.linking.link import Ahead
 from flashmoa.linking.options import LinkSettings, SessionOf
 from flashmoa.linking.reasons import NO_LINKS
@@ -28,6 +29,7 @@ from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, Upstr
 from flashmoa.observe.events import FIRST, WHOLE
 from flashmoa.observe.trace import read
 from tests.unit.engine.faulty_engine import (
+    Received,
     chunk,
     completion,
     listening,
@@ -59,17 +61,19 @@ class Scribe(HungEngine):
         bodies = (body for route, body in self.requests if route in ("open", "append"))
         return "".join(body.get("text") or "" for body in bodies)
 
-    async def _answer(self, client: SocketStream, route: Route, body: dict[str, Any]) -> None:
+    async def _answer(self, client: SocketStream, route: Route, request: Received) -> None:
         if route != "chat":
-            await super()._answer(client, route, body)
+            await super()._answer(client, route, request)
             return
-        is_stream = body.get("stream")
-        assert is_stream or self.ahead != "text"
+        is_stream, words = request.body.get("stream"), ["is high."]
         if is_stream:
             await start_events(client)
-        if "reader" not in str(body["messages"]):
+        if "reader" not in str(request.body["messages"]):
+            words = [WORD, *words]
             if is_stream:
                 await send_event(client, chunk({"content": WORD}))
+            elif self.ahead == "text":
+                await self.tell(request, WORD)
             if self.ahead == "text":
                 await until(lambda: WORD.strip() in self.streamed)
             elif self.ahead == "known":
@@ -77,7 +81,7 @@ class Scribe(HungEngine):
             if self.fails:
                 return
         if not is_stream:
-            await send(client, 200, completion([WORD, "is high."]))
+            await send(client, 200, completion(words))
             return
         await send_event(client, chunk({"content": "is high."}))
         await send_event(client, chunk({}, "stop"))
@@ -166,9 +170,11 @@ async def test_ahead_says_how_much_is_prefilled(
     assert ("open" in scribe.routes()) == (ahead != "nothing")
     if ahead in ("nothing", "known"):
         assert WORD.strip() not in scribe.streamed
-    # Nobody gets the text while it is written, so that whole answers are asked for as they were.
-    are_streams = {bool(body.get("stream")) for route, body in scribe.requests if route == "chat"}
-    assert are_streams == {play is play_workflow or ahead in ("text", None)}
+    # Calls ask for whole answers, as they do unlinked, and carry a name only if they are heard.
+    chats = scribe.chats[-2:]
+    assert {bool(chat.body.get("stream")) for chat in chats} == {play is play_workflow}
+    are_heard = ahead in ("text", None) and play is not play_workflow
+    assert [CALL_HEADER.lower() in chat.headers for chat in chats] == [are_heard] * 2
     # Each call says why it has no link, if it has none.
     first, second = [event.unlinked for event in events if isinstance(event, CallStarted)]
     assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, WHOLE)

@@ -12,6 +12,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineSettings, PromptUsage, StreamState
 from flashmoa.engine.plain import PlainServer
 from flashmoa.errors import EngineUnreachable, PluginMissing
+from flashmoa.linking.learned_texts import common_prefix
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkAdvanced, LinkClosed, LinkOpened
@@ -32,6 +33,8 @@ class FakeServer(PlainServer):
         self.prompts: list[str] = []
         self.namespaces: list[Mapping[str, str]] = []
         self.hangs = False
+        self.may_answer = anyio.Event()
+        self.may_answer.set()
         self.cancelled = 0
         self.error: Exception | None = None
         self._forgets = forgets
@@ -40,12 +43,13 @@ class FakeServer(PlainServer):
     async def prefill(
         self, prompt: str, namespace: Mapping[str, str]
     ) -> tuple[PromptUsage, float | None]:
-        cached = len(self.prompts[-1]) // 4 if self.prompts and not self._forgets else 0
+        known = max((common_prefix(prompt, each) for each in self.prompts), default=0)
+        cached = 0 if self._forgets else known // 4
         self.prompts.append(prompt)
         self.namespaces.append(namespace)
         self._sent.set()
         try:
-            await (anyio.sleep_forever() if self.hangs else anyio.lowlevel.checkpoint())
+            await (anyio.sleep_forever() if self.hangs else self.may_answer.wait())
         except anyio.get_cancelled_exc_class():
             self.cancelled += 1
             raise
@@ -235,6 +239,40 @@ async def test_a_prompt_that_becomes_another_is_sent_as_that() -> None:
         assert link.become(Prompt([HEAD, HEAD, Slot("C")]))
         await server.wait_for(2)
     assert server.prompts == [HEAD, HEAD * 2]
+
+
+async def test_text_that_was_taken_back_is_sent_as_what_took_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = FakeServer()
+    async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:
+        await server.wait_for(1)
+        link.feed("A", "draft " * 200)
+        await server.wait_for(2)
+        link.replace("A", "")
+        await settle()
+        assert len(server.prompts) == 2
+        link.feed("A", "final " * 200)
+        await server.wait_for(3)
+        link.replace("A", "final " * 190 + "other " * 200)
+        await server.wait_for(4)
+        assert link.claim() is None
+    texts = ["", "draft " * 200, "final " * 200, "final " * 190 + "other " * 200]
+    assert server.prompts == [HEAD + text for text in texts]
+    # The part of the prompt that is right was in the cache.
+    assert "has not kept" not in caplog.text
+
+
+async def test_text_that_is_taken_back_while_its_step_is_under_way_is_sent_again() -> None:
+    server = FakeServer()
+    server.may_answer = anyio.Event()
+    async with running(make_link(server, [], Prompt([HEAD, Slot("A")]))) as link:
+        link.feed("A", "draft " * 200)
+        await server.wait_for(1)
+        link.replace("A", "final " * 200)
+        server.may_answer.set()
+        await server.wait_for(2)
+    assert server.prompts == [f"{HEAD}{'draft ' * 200}", f"{HEAD}{'final ' * 200}"]
 
 
 @pytest.mark.parametrize("given", [None, {"cache_salt": "of the request"}])

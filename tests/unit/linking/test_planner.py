@@ -10,7 +10,8 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
-from flashmoa.engine import EngineInfo, EngineSettings, PromptUsage, client
+from flashmoa.engine import EngineInfo, PromptUsage, soon
+from flashmoa.engine.wire import TOKENS_HEADER
 from flashmoa.errors import (
     EngineError,
     EngineUnreachable,
@@ -21,11 +22,12 @@ from flashmoa.errors import (
 from flashmoa.linking.calls import CallRequest, CallResult, ObservedCall, OutputLengths
 from flashmoa.linking.forecasts import Forecast, RequestAfterTools, Turn
 from flashmoa.linking.link import Link
+from flashmoa.linking.linked_call import LinkedCall
 from flashmoa.linking.options import LinkSettings
-from flashmoa.linking.planner import LinkedCall, LinkPlanner
+from flashmoa.linking.planner import LinkPlanner
 from flashmoa.linking.prompt import NotForecastable, Placeholders, Prompt, Slot
 from flashmoa.linking.reasons import NO_LINKS, NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
-from flashmoa.observe import CallStarted, Event, LinkDeclined
+from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
 from flashmoa.observe.events import FIRST, LATE, ignore
 from tests.unit.linking.hung_engine import hung_engine
 from tests.waiting import until
@@ -265,7 +267,7 @@ async def test_a_call_whose_engine_refused_its_link_says_why_once(
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("abort", "its link was closed, as a text that it reads failed or became a tool call"),
+        ("abort", "its link was closed, as a text that it reads failed"),
         ("unused", "its link had ended, as no request came in time"),
         ("OSError: no", "its link failed: OSError: no"),
     ],
@@ -341,7 +343,7 @@ class WithoutSize(EngineClient):
 async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_next_are_linked(
     kind: type[EngineClient], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SOON_SECONDS", 0.05)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.05)
     async with kind(f"http://{kind.__name__}:9") as engine:
         planner = Pair(engine)
         planner.turn = Turn("reader", TURN.after, sure=False)
@@ -376,48 +378,99 @@ async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: 
     assert started.late and started.stream_id is None
 
 
-async def test_an_answer_that_differs_from_its_streamed_text_ends_the_links_to_it(
+async def test_an_answer_that_differs_from_its_streamed_text_costs_the_differing_end(
     planner: Pair,
 ) -> None:
     """Its request broke off, was sent again, and got a different answer."""
     writer = planner.begin("writer", REQUEST)
     link = await planner.link()
-    writer.on_text("The quick")
-    assert not link.is_over
-    writer.on_finish(CallResult("A dog.", None, "stop", is_forwarded=True))
-    assert link.is_over and link.claim() is None
-    assert not writer.text.is_complete
+    writer.on_text("The quick fox")
+    assert link.prompt.take() == "Read: The quick fox"
+    writer.on_finish(CallResult("The quick dog.", None, "stop", is_forwarded=True))
+    assert not link.is_over and link.prompt.is_complete
+    assert link.prompt.take_back() == len("Read: The quick ")
+    assert link.prompt.take() == "dog."
+    assert planner.take_link("reader", ENGINE) is link
+    assert await writer.text == "The quick dog."
+
+
+async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_next_text(
+    planner: Pair,
+) -> None:
+    writer = planner.begin("writer", REQUEST)
+    link = await planner.link()
+    writer.on_text("I look.")
+    assert link.prompt.take() == "Read: I look."
+    writer.on_finish(CallResult("I look.", None, "tool_calls", is_forwarded=False))
+    assert not link.is_over and link.waits_for("writer")
+    assert link.prompt.take_back() == len("Read: ") and link.prompt.take() == ""
+    writer = planner.begin("writer", REQUEST)
+    await planner.planned()
+    assert planner.links == [link]
+    writer.on_text("Done.")
+    writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
+    assert link.prompt.take() == "Done." and link.prompt.is_complete
+    assert planner.take_link("reader", ENGINE) is link
+
+
+async def test_a_text_that_could_not_be_heard_is_read_when_it_is_complete_with_the_reason(
+    planner: Pair,
+) -> None:
+    async with EngineClient(ENGINE) as engine:
+        writer = planner.begin("writer", CallRequest(ENGINE, "m", client=engine))
+        link = await planner.link()
+        channel = writer.channel
+        assert channel is not None
+        await until(lambda: channel.problem)
+        writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
+        (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+        assert (waits.agent, waits.upstream) == ("reader", "writer")
+        assert "cannot be reached" in waits.reason
+        assert link.prompt.stable() == "Read: Done." and link.prompt.is_complete
+
+
+async def test_calls_of_a_run_share_a_channel_that_ends_with_the_run() -> None:
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+        planner, found = Pair(engine), set[str]()
+        request = CallRequest(server.url, "m", client=engine)
+        for _ in range(2):
+            for agent in ("writer", "reader"):
+                planner.begin(agent, request)
+                await until(lambda: server.channels)
+                found |= server.channels.keys()
+            assert len(server.channels) == 1
+            planner.end_all("unused")
+            await until(lambda: not server.channels)
+        assert len(found) == 2
+        planner.begin("writer", request)
+        await until(lambda: server.channels)
+        await planner.host.close()
+        await until(lambda: not server.channels)
+
+
+async def test_a_text_that_is_rewritten_is_not_heard(planner: Pair) -> None:
+    async with EngineClient(ENGINE) as engine:
+        request = CallRequest(ENGINE, "m", "it is structured", engine)
+        calls = [planner.begin("writer", request), planner.begin("writer", REQUEST, "it is cut")]
+        calls.append(planner.begin("writer", CallRequest(ENGINE, "m")))
+        assert [call.channel for call in calls] == [None] * 3
+        for call in calls[:2]:
+            call.on_text("Draft")
+            assert not call.text.written
 
 
 async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pair) -> None:
-    """Only to engines that have opened a prompt stream: others may refuse the field."""
-    planner.begin("writer", REQUEST)
-    engine = (await planner.link()).engine
+    """In a header, since servers may refuse fields that they do not know."""
 
-    def call(agent: str, answered: int) -> int | None:
+    def call(agent: str, answered: int) -> str | None:
         linked = LinkedCall(planner, agent, REQUEST)
-        expected = ObservedCall([linked], None).attempt(None, {}).expected_output_tokens
+        expected = ObservedCall([linked]).attempt(None, {}).headers.get(TOKENS_HEADER)
         usage = PromptUsage(prompt_tokens=9, completion_tokens=answered)
         linked.on_finish(CallResult("text", usage, "stop", is_forwarded=False))
         return expected
 
-    assert [call("a", 10), call("a", 30)] == [None, None]
-    engine.has_plugin = True
-    assert [call("a", 900), call("a", 30), call("b", 5)] == [20, 30, None]
-
-
-async def test_an_engine_whose_plugin_is_missing_is_known_to_have_none_any_more() -> None:
-    """Another server has come up at its URL. Of one that cannot be reached, nothing is known."""
-    off = EngineSettings(without_plugin="off")
-    async with hung_engine() as server, EngineClient(server.url, engine_settings=off) as engine:
-        known = [await run_link(engine)]
-        server.lacks.add("open")
-        known.append(await run_link(engine))
-        server.lacks.remove("open")
-        known.append(await run_link(engine))
-    async with EngineClient(ENGINE) as dead:
-        known.append(await run_link(dead))
-    assert known == [True, False, True, None]
+    assert [call("a", 10), call("a", 30), call("a", 900)] == [None, "10", "20"]
+    assert [call("a", 30), call("b", 5)] == ["30", None]
 
 
 async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_takes_long() -> (
@@ -435,14 +488,6 @@ async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_
         with anyio.fail_after(10):
             await Link(engine, Prompt(["x"]), agent="a", listener=ignore).start(host)
         await host.close()
-
-
-async def run_link(engine: EngineClient) -> bool | None:
-    """Run a link to a prompt. Return whether the engine is then known to have the plugin."""
-    link = Link(engine, Prompt(["a"]), agent="b", unused_seconds=0.0, listener=ignore)
-    with anyio.fail_after(10):
-        await link.run()
-    return engine.has_plugin
 
 
 def test_only_the_last_answers_of_an_agent_count() -> None:

@@ -44,7 +44,7 @@ def user(content: object) -> list[dict[str, object]]:
 
 async def test_a_workflow_keeps_nothing_of_its_requests(flow: Workflow, server: FakeServer) -> None:
     async def ask(number: int) -> None:
-        server.requests.clear()
+        server.forget()
         draft = flow.ask(user(f"Write {number}"), name=f"draft {number}")
         version = flow.version(draft)
         review = flow.ask(user(f"Review {draft} {flow.text()!r:.0}"), name="review")
@@ -54,7 +54,7 @@ async def test_a_workflow_keeps_nothing_of_its_requests(flow: Workflow, server: 
         await reader
 
     async def expect(number: int) -> None:
-        server.requests.clear()
+        server.forget()
         with flow.text() as draft:
             expected = flow.expect(user(f"Read {draft} {number}"))
         await expected.messages()
@@ -72,7 +72,7 @@ async def test_failures_that_nobody_awaits_are_logged_and_not_kept(
     server.chat = lambda _: httpx.Response(503, text="no room")
 
     async def fail(number: int) -> None:
-        server.requests.clear()
+        server.forget()
         flow.ask(user(f"Ask {number}"), name="lost")
         awaited = flow.ask(user(f"Ask again {number}"), name="awaited")
         with pytest.raises(EngineError):
@@ -148,7 +148,7 @@ async def test_threads_and_loops_that_share_a_client_get_equal_answers_and_leave
         async with anyio.create_task_group() as group:
             for _ in range(3):
                 group.start_soon(anyio.to_thread.run_sync, asyncio.run, work())
-        server.requests.clear()
+        server.forget()
 
     assert await kept_by(step, 30) < 1
     assert answers == {"The quick brown fox."}

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from flashmoa import EngineClient, errors
-from flashmoa.engine import client
+from flashmoa.engine import soon
 from flashmoa.linking.calls import CallRequest, CallResult
 from flashmoa.linking.forecasts import Forecast, Turn
 from flashmoa.linking.options import LinkSettings
@@ -69,7 +69,7 @@ async def engines() -> AsyncGenerator[tuple[list[HungEngine], list[EngineClient]
 @pytest.fixture
 def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing end the wait for an engine that hangs."""
-    monkeypatch.setattr(client, "SOON_SECONDS", 600.0)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 600.0)
 
 
 @pytest.mark.usefixtures("for_ever")
@@ -97,7 +97,7 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
 async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "SOON_SECONDS", 0.5)
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.5)
     async with engines() as ((hung, *_), clients):
         planner = Candidates(clients)
         for times in (1, 2, 3):
@@ -109,7 +109,7 @@ async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_wh
         warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert len([one for one in warnings if hung.url in one.getMessage()]) == 1
         # It is asked again later.
-        clients[0]._silent_until = 0.0
+        clients[0]._answering_soon._silent_until = 0.0
         hung.hangs.clear()
         assert await clients[0].render([{"role": "user", "content": "?"}]) == "?"
 
@@ -125,11 +125,11 @@ async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time(
 
     async def ask() -> None:
         nonlocal inside, most, asked
-        async with engine._answering_soon():
+        async with engine._answering_soon.limit():
             inside, asked = inside + 1, asked + 1
             most = max(most, inside)
             if goes_on.is_set():
-                assert anyio.current_effective_deadline() >= released + client.SOON_SECONDS
+                assert anyio.current_effective_deadline() >= released + soon.SOON_SECONDS
             await goes_on.wait()
             await anyio.lowlevel.checkpoint()
             inside -= 1
@@ -140,7 +140,7 @@ async def test_an_engine_is_asked_a_few_times_at_once_and_each_has_its_own_time(
         await anyio.wait_all_tasks_blocked()
         released = anyio.current_time()
         goes_on.set()
-    assert most == client.MOST_AT_ONCE and asked == 100
+    assert most == soon.MOST_AT_ONCE and asked == 100
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ async def test_an_engine_that_answers_others_meanwhile_is_not_left_out(
 ) -> None:
     engine = EngineClient("http://slow")
     with pytest.raises(errors.EngineTimeout):
-        async with engine._answering_soon():
+        async with engine._answering_soon.limit():
             with nullcontext() if refusal is None else pytest.raises(type(refusal)):
-                async with engine._answering_soon():
+                async with engine._answering_soon.limit():
                     if refusal is not None:
                         raise refusal
             raise errors.EngineTimeout("no answer")
-    async with engine._answering_soon():
-        monkeypatch.setattr(client, "SOON_SECONDS", 0.0)
+    async with engine._answering_soon.limit():
+        monkeypatch.setattr(soon, "SOON_SECONDS", 0.0)
         with pytest.raises(errors.EngineTimeout):
-            async with engine._answering_soon():
+            async with engine._answering_soon.limit():
                 await anyio.sleep_forever()
-        assert engine._silent_until
+        assert engine._answering_soon._silent_until
     # The first one has been answered since.
-    assert not engine._silent_until
+    assert not engine._answering_soon._silent_until

@@ -42,7 +42,8 @@ class ScriptedEngine:
         """Serve one request."""
         async with client:
             with suppress(*BROKEN):
-                _, path, body = await receive(client)
+                request = await receive(client)
+                path, body = request.path, request.body
                 if path == "/v1/models":
                     await send(client, 200, {"data": [{"id": name} for name in self._scripts]})
                     return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoa import openai_http, openai_whole
 from tests.unit.openai.fake_server import FakeServer, serve
 
 
@@ -19,10 +18,3 @@ def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> F
     server = serve(monkeypatch)
     server.is_blocking = getattr(request, "param", False)
     return server
-
-
-@pytest.fixture(autouse=True)
-def no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what the servers of other tests, which have the same URL, have refused or said."""
-    monkeypatch.setattr(openai_http, "_refused", {})
-    monkeypatch.setattr(openai_whole, "_servers", {})

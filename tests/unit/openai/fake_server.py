@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, Self
@@ -12,9 +21,12 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from flashmoa._concurrency import running_loop
+from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI
-from tests.unit.engine.faulty_engine import PARSES_NOTHING
+from tests.unit.engine.faulty_engine import CHANNEL
 from tests.unit.linking.hung_engine import STATE
+from tests.waiting import until
 
 URL = "http://engine:30000"
 WORDS = ["The ", "quick ", "brown ", "fox."]
@@ -28,13 +40,55 @@ both_clients = pytest.mark.parametrize(
 )
 
 
+class Channel(httpx.AsyncByteStream):
+    """Tells a client what calls write, for as long as the client reads.
+
+    Attributes:
+        is_open: whether the client reads.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self._loop = asyncio.get_running_loop()
+        self._pieces = asyncio.Queue[bytes | None]()
+        self._told = self._read = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the client has taken all that was told."""
+        return self._read == self._told
+
+    def tell(self, *lines: Mapping[str, Any]) -> None:
+        """Send lines, from any thread."""
+        self.send(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+    def send(self, piece: bytes | None) -> None:
+        """Send bytes, from any thread; ``None`` breaks the channel off."""
+        self._told += 1
+        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b'{"listening":true}\n'
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+            # The client asks for more.
+            self._read += 1
+        raise httpx.ReadError("broken off")
+
+    async def aclose(self) -> None:
+        self.is_open = False
+
+
 class FakeServer:
     """Serves chat completions, the Responses API and any number of prompt streams.
 
     Attributes:
-        requests: every request so far, as (path, body, headers), without the questions.
-        questions: requests for its settings.
-        settings: its answers to questions, by path; others get 404.
+        requests: every request so far, as (path, body, headers), without those for channels.
+        contents: the bodies of requests for answers so far, as they came.
+        told: returns the words of a whole answer that it tells on a channel before it gives the
+            answer. ``None`` if it has no channels.
+        awaits_channels: whether a call's channel is going to be opened, and waited for.
+        channels: those that clients have asked for so far, by the channels' ids.
         chat: answers chat completions.
         response: answers requests of the Responses API.
         is_blocking: whether its clients are synchronous.
@@ -42,9 +96,11 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.is_blocking = False
-        self.settings: dict[str, Any] = {"/model_info": PARSES_NOTHING}
-        self.questions: list[httpx.Request] = []
         self.requests: list[tuple[str, dict[str, Any], httpx.Headers]] = []
+        self.contents: list[bytes] = []
+        self.told: Callable[[dict[str, Any]], Iterable[str]] | None = None
+        self.awaits_channels = True
+        self.channels: list[tuple[str, Channel]] = []
         self.chat: Chat = lambda body: stream(chunks()) if body.get("stream") else whole()
         self.response: Chat = self.chat
         self._ids = itertools.count()
@@ -62,15 +118,20 @@ class FakeServer:
         """Return the bodies of the chat completions so far."""
         return [body for path, body, _ in self.requests if path.endswith("/chat/completions")]
 
+    def forget(self) -> None:
+        """Forget the requests so far, and the channels that are closed."""
+        self.requests.clear()
+        self.contents.clear()
+        self.channels = [each for each in self.channels if each[1].is_open]
+
     def answer(self, request: httpx.Request) -> httpx.Response:
         body: dict[str, Any] = json.loads(request.content or b"{}")
         path = request.url.path
-        if path in ("/model_info", "/server_info"):
-            self.questions.append(request)
-            return httpx.Response(
-                200 if path in self.settings else 404, json=self.settings.get(path)
-            )
+        if request.method == "GET":  # It says nothing of itself.
+            return httpx.Response(404)
         self.requests.append((path, body, request.headers))
+        if path.endswith(("/chat/completions", "/responses")):
+            self.contents.append(request.content)
         if path.endswith("/chat/completions"):
             return self.chat(body)
         if path.endswith("/responses"):
@@ -81,6 +142,36 @@ class FakeServer:
             text = "\n".join(message.get("content") or "" for message in body["messages"])
             return httpx.Response(200, json={"text": text})
         return httpx.Response(200, json={**STATE, "next_seq": 0, "id": f"s{next(self._ids)}"})
+
+    def open_channel(self, request: httpx.Request) -> httpx.Response:
+        channel = Channel()
+        self.channels.append((request.headers["X-FlashMoA-Channel"], channel))
+        if self.told is None:
+            channel.is_open = False
+            return httpx.Response(404)
+        return httpx.Response(200, stream=channel)
+
+    def channel(self, call: str) -> Channel | None:
+        """Return the open channel of a call."""
+        found = [each for name, each in self.channels if call.startswith(name) and each.is_open]
+        return found[-1] if found else None
+
+    def tell(self, request: httpx.Request) -> Iterator[None]:
+        """Tell the text of a whole answer on its channel; yield until its client has read it."""
+        call = request.headers.get(CALL_HEADER, "").replace("-", "")
+        body = json.loads(request.content) if call else {}
+        if self.told is None or not call or body.get("stream"):
+            return
+        while (channel := self.channel(call)) is None:
+            if not self.awaits_channels or any(each.is_open for _, each in self.channels):
+                return  # The call is named, but its client does not hear it.
+            yield
+        at = 0
+        for word in self.told(body):
+            channel.tell({"call": call, "content": word, "at": at})
+            at += len(word)
+        while not channel.is_read:
+            yield
 
 
 class Blocking:
@@ -123,10 +214,17 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
     async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         await request.aread()
+        if request.url.path == CHANNEL:
+            return server.open_channel(request)
+        steps = server.tell(request)
+        await until(lambda: next(steps, steps) is steps)
         return server.answer(request)
 
     def handle_blocking(_: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
         request.read()
+        # A channel cannot be read while its event loop is blocked.
+        for _step in server.tell(request) if running_loop() is None else ():
+            time.sleep(0.002)
         return server.answer(request)
 
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)

@@ -6,12 +6,9 @@ import json
 from itertools import pairwise
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa import openai_answers
-from flashmoa.engine.generation import parse_event
 from flashmoa.openai_answers import AnswerReader
 
 
@@ -188,32 +185,6 @@ def test_a_stream_is_read_as_its_chunks_add_up(
         arguments = "".join(call["function"]["arguments"] for call in calls)
         assert [call["function"]["arguments"] for call in reply["tool_calls"]] == [arguments]
         assert reply.get("reasoning", "") == "".join(reasoning)
-
-
-@pytest.mark.parametrize("is_strict", [False, True])
-@pytest.mark.parametrize("kind", ["content", "reasoning_content"])
-def test_events_that_differ_in_their_text_only_are_not_parsed(
-    kind: str, is_strict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[bytes] = []
-
-    def count(data: bytes) -> Any:
-        parsed.append(data)
-        return parse_event(data)
-
-    monkeypatch.setattr(openai_answers, "parse_event", count)
-    reader = AnswerReader(is_stream=True, is_strict=is_strict)
-    for place in range(100):
-        choice: dict[str, Any] = {"index": 0, "delta": {kind: f"{place} ", "role": None}}
-        if not is_strict:  # A body has them all.
-            choice["logprobs"] = {"content": [{"token": str(place), "logprob": -place}]}
-        event = {"id": "c", "choices": [{**choice, "finish_reason": None}], "usage": None}
-        # Pieces of one event, and of two.
-        text = "".join(
-            map(reader.feed, [f"data: {json.dumps(event)}\n\n".encode() * (1 + place % 2)])
-        )
-        assert text == (f"{place} " * (1 + place % 2) if kind == "content" else "")
-    assert len(parsed) == 2
 
 
 def test_an_event_within_a_comment_or_after_the_end_is_none() -> None:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.linking.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
 from flashmoa.openai import OpenAI, _runs, agent, instrument, run
-from flashmoa.openai_io import BlockingIO, TimedRead
 from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
 from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
     TEXT,
     URL,
     FakeServer,
-    chunk,
     chunks,
     in_pieces,
     stream,
@@ -38,7 +35,7 @@ from tests.unit.openai.fake_server import (
 
 MESSAGES: Any = [{"role": "user", "content": "Go."}]
 # A timeout long enough for an answer without pauses, and short enough to wait for.
-BRIEF = 0.5
+BRIEF = httpx.Timeout(5.0, read=0.5)
 # So many of these are enough to be streamed.
 DAY, DAYS = "A day in Patan. ", 60
 
@@ -74,15 +71,15 @@ def play(server: FakeServer, client: openai.OpenAI, *, is_linked: bool) -> list[
         if isinstance(event, LinkOpened):
             opened.set()
 
-    def written() -> Generator[bytes]:
-        events = [*(chunk({"content": DAY}) for _ in range(DAYS)), chunk({}, "stop")]
-        for part in (events[:1], events[1:]):
-            yield b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in part)
-            assert not is_linked or opened.wait(10)
-        yield b"data: [DONE]\n\n"
+    def told(body: Mapping[str, Any]) -> Generator[str]:
+        is_writer = "Write." in str(body["messages"])
+        yield DAY if is_writer else TEXT
+        assert not is_linked or opened.wait(10)
+        yield from [DAY] * (DAYS - 1) if is_writer else ()
 
-    server.chat = lambda body: (
-        stream(chunks()) if "Read: " in str(body["messages"]) else in_pieces(written())
+    server.told, server.awaits_channels = told, is_linked
+    server.chat = lambda body: whole(
+        message={"role": "assistant", "content": "".join(server.told(body))}
     )
     with run("twice", listener=listener):
         with agent("writer"):
@@ -110,8 +107,12 @@ def test_a_second_run_is_linked(
         first, second = (play(server, client, is_linked=each) for each in (False, True))
     assert not [event for event in first if isinstance(event, LinkOpened)]
     assert {event.agent for event in second if isinstance(event, LinkOpened)} == {"reader"}
-    streams = [body.get("prompt_stream_id") for body in server.chats()]
+    sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
+    streams = [headers.get(STREAM_HEADER) for headers in sent]
     assert streams[:3] == [None] * 3 and streams[3] is not None
+    assert len({headers[CALL_HEADER] for headers in sent}) == 4
+    # Of a run with links one channel, which the run closes.
+    assert [channel.is_open for _, channel in server.channels] == [False]
     assert [event.text for event in second if isinstance(event, CallFinished)] == [DAY * DAYS, TEXT]
     assert not caplog.records
 
@@ -338,8 +339,7 @@ Call = Callable[[openai.OpenAI], Any]
 
 
 def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
-    """Return the text or the error of a call, and how many requests it took."""
-    before = len(engine.bodies)
+    """Return the text or the error of a call, and the bodies of its requests."""
     kind: Any = openai.OpenAI if how == "stock" else OpenAI
     with kind(base_url=f"{engine.url}/v1", api_key="x", **options) as client:
         try:
@@ -348,9 +348,9 @@ def outcome(engine: FaultyEngine, how: str, **options: Any) -> Any:
             else:
                 with run("faults"):
                     text = ask(client, "Go.")
-            return text, len(engine.bodies) - before
+            return text, engine.contents
         except openai.OpenAIError as error:
-            return type(error), type(error.__cause__), len(engine.bodies) - before
+            return type(error), type(error.__cause__), engine.contents
 
 
 @pytest.mark.anyio
@@ -377,58 +377,3 @@ def test_a_blocking_http_client_may_be_observed_by_itself(server: FakeServer) ->
         with run("shared"):
             assert ask(client, "Go.") == TEXT
         assert ask(client, "Go.") == TEXT
-
-
-def test_nothing_is_read_after_the_end_where_no_limit_holds(server: FakeServer) -> None:
-    """As on a connection of HTTP/2: what comes may come after the whole read timeout."""
-    has_read_on: list[bool] = []
-
-    def pieces() -> Generator[bytes]:
-        for event in [*map(json.dumps, chunks()), "[DONE]"]:
-            yield f"data: {event}\n\n".encode()
-        has_read_on.append(True)
-
-    server.chat = lambda _: in_pieces(pieces())
-    with OpenAI(base_url=URL) as client, run("endless"):
-        assert ask(client, "Go.") == TEXT
-    assert not has_read_on
-
-
-@pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/2"])
-def test_only_connections_of_one_request_at_a_time_are_limited(version: str) -> None:
-    network = SimpleNamespace(read=len)
-    response = SimpleNamespace(
-        http_version=version, extensions={"network_stream": network}, request=None
-    )
-    with httpx.Client() as http, BlockingIO(http).time_limit(response, None) as timed:
-        assert (timed is not None) == isinstance(network.read, TimedRead) == (version != "HTTP/2")
-
-
-def test_a_limit_holds_though_a_thread_that_had_the_connection_before_ends_its_own() -> None:
-    timeouts: list[float | None] = []
-
-    def read(_: int, timeout: float | None = None) -> bytes:
-        timeouts.append(timeout)
-        return b""
-
-    timed, response = TimedRead(read), SimpleNamespace(request=None)
-    has_ended = threading.Event()
-
-    def read_after_the_first() -> None:
-        with timed.limit(time.monotonic() + 100, httpx.ReadTimeout, response):
-            has_begun.set()
-            has_ended.wait(10)
-            timed(1)
-
-    has_begun = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        with timed.limit(time.monotonic() - 1, httpx.ReadTimeout, response):
-            second = pool.submit(read_after_the_first)
-            assert has_begun.wait(10)
-            with pytest.raises(httpx.ReadTimeout):
-                timed(1)
-        has_ended.set()
-        second.result()
-    timed(1, 5.0)
-    limited, unlimited = timeouts
-    assert limited is not None and limited > 50 and unlimited == 5.0

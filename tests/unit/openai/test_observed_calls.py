@@ -14,9 +14,18 @@ from autogen_core.models import CreateResult, ModelFamily, ModelInfo, UserMessag
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import APIStatusError, AsyncOpenAI
 
+from flashmoa import EngineClient
+from flashmoa._concurrency import TaskHost
 from flashmoa.agent_framework import FlashMoAChatClient, _client
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.linking.calls import CallObserver, CallRequest, ObservedCall, current_attempts
+from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.linking.calls import (
+    CallObserver,
+    CallRequest,
+    ObservedCall,
+    current_attempts,
+)
+from flashmoa.linking.hearing import CallChannel
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import ignore
 from flashmoa.openai_http import observe_completions
@@ -29,6 +38,8 @@ from tests.unit.engine.faulty_engine import (
     chunk,
     faulty_engine,
 )
+from tests.unit.openai.fake_server import URL, serve
+from tests.unit.openai.fake_server import whole as whole_answer
 
 pytestmark = pytest.mark.anyio
 ASK = [UserMessage(content="Go.", source="user")]
@@ -42,7 +53,7 @@ INFO = ModelInfo(
 How = Literal["stock", "unlinked", "listener"]
 HOWS: tuple[How, ...] = get_args(How)
 # A timeout long enough for an answer without pauses, and short enough to wait for.
-BRIEF = 0.5
+BRIEF = httpx.Timeout(5.0, read=0.5)
 
 
 @pytest.fixture
@@ -94,35 +105,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_a_tapped_call_has_the_same_outcome_as_an_untapped_one(
+async def test_an_observed_call_has_the_same_outcome_as_an_unobserved_one(
     fates: tuple[Fate, ...], retries: int
 ) -> None:
     """The outcome is the text or the exception, and the number of requests."""
     outcomes: dict[How, Any] = {}
+    sent: dict[How, list[bytes]] = {}
     for how in HOWS:
         async with faulty_engine(*fates) as engine:
             # A slow answer takes longer than the timeout, but none of its words does.
             timeout = BRIEF if fates[0] in ("hang", "slow") else 5.0
             async with client_of(engine, how, timeout=timeout, max_retries=retries) as client:
                 outcomes[how] = await outcome_of(client, engine)
-            assert all(bool(body.get("stream")) == (how == "listener") for body in engine.bodies)
+            sent[how] = engine.contents
     assert outcomes == dict.fromkeys(HOWS, outcomes["stock"])
+    assert sent == dict.fromkeys(HOWS, sent["stock"])
     if fates[0] in ("fine", "no done"):
         assert outcomes["stock"] == (TEXT, 1)
     elif len(fates) <= retries and fates[0] != 404:
         assert outcomes["stock"] == (TEXT, len(fates) + 1)
     else:
         assert not isinstance(outcomes["stock"][0], str)
-
-
-@pytest.mark.parametrize("fate", ["ends", "html"])
-async def test_a_tapped_call_whose_stream_is_no_answer_is_sent_as_it_was(fate: Fate) -> None:
-    async with (
-        faulty_engine(fate) as engine,
-        client_of(engine, "listener", max_retries=0) as client,
-    ):
-        assert await outcome_of(client, engine) == (TEXT, 2)
-    assert [bool(body.get("stream")) for body in engine.bodies] == [True, False]
 
 
 @pytest.mark.parametrize("fate", ["cut", "error", "hang", 500, 429, 404, "html", "fine"])
@@ -152,6 +155,7 @@ class Linked(CallObserver):
     prompt_stream_id = "s"
 
     def __init__(self) -> None:
+        super().__init__()
         self.pieces: list[str] = []
 
     def on_text(self, text: str) -> None:
@@ -167,7 +171,7 @@ async def ask_observed(client: AsyncOpenAI, observer: CallObserver, **more: Any)
     """Ask for an answer; return it, or its text if it is a stream."""
     observe_completions(client._client, current_attempts)
     create: Any = client.chat.completions.create
-    with ObservedCall([observer], None) as call, call.making():
+    with ObservedCall([observer]) as call, call.making():
         answer = await create(model="m", messages=[], **more)
     if not more:
         return answer
@@ -179,29 +183,46 @@ async def test_an_observed_answer_equals_an_unobserved_one() -> None:
         plain: Any = await stock.chat.completions.create(model="m", messages=[])
         observer = Linked()
         whole = await ask_observed(ours, observer)
-    assert observer.pieces == WORDS
     assert whole.to_dict() == plain.to_dict()
     assert whole._request_id == plain._request_id == "r1"
-    assert engine.bodies[1]["prompt_stream_id"] == "s"
+    assert engine.contents[0] == engine.contents[1]
 
 
 @pytest.mark.parametrize(
-    ("fates", "passed_on", "text"),
+    ("told", "passed_on"),
     [
-        (("cut", "cut", "fine"), WORDS, TEXT),
+        ([WORDS[:3], WORDS[:2], WORDS], WORDS),
         # The text of an attempt that differs from the first one is not passed on.
-        (("cut", "other"), WORDS[:3], "".join(OTHER)),
-        (("cut", "other", "fine"), WORDS[:3], "".join(OTHER)),
+        ([WORDS[:3], OTHER], WORDS[:3]),
+        ([WORDS[:3], OTHER, WORDS], WORDS),
+        (
+            [["The", " q"], ["The quick"], ["T", "he quick ", "fox"]],
+            ["The", " q", "uick", " ", "fox"],
+        ),
     ],
 )
 async def test_text_of_a_retried_request_is_passed_on_once(
-    fates: tuple[Fate, ...], passed_on: list[str], text: str
+    told: list[list[str]], passed_on: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observer = Linked()
-    async with faulty_engine(*fates) as engine, openai_of(engine) as client:
-        answer = await ask_observed(client, observer)
-    assert answer.choices[0].message.content == text
+    """Each attempt is told under an id of its own."""
+    server, observer, host = serve(monkeypatch), Linked(), TaskHost("Listening failed")
+    attempts = iter(told)
+    server.told = lambda _: next(attempts)
+    server.chat = lambda _: whole_answer() if len(server.chats()) == len(told) else broken()
+    stock = AsyncOpenAI(base_url=f"{URL}/v1", api_key="x")
+    async with EngineClient(URL) as engine, stock as client:
+        observer.channel = CallChannel(engine, host)
+        observer.channel.open()
+        await ask_observed(client, observer)
+        await host.close()
     assert observer.pieces == passed_on
+    calls = [headers[CALL_HEADER] for path, _, headers in server.requests if "chat" in path]
+    assert len(set(calls)) == len(calls) == len(told)
+    assert len(set(server.contents)) == 1
+
+
+def broken() -> httpx.Response:
+    raise httpx.ReadError("")
 
 
 async def test_a_shared_http_client_is_observed_once() -> None:
@@ -209,11 +230,13 @@ async def test_a_shared_http_client_is_observed_once() -> None:
         one, other = (openai_of(engine, http_client=http) for _ in range(2))
         for client in (one, other, one):
             observer = Linked()
-            await ask_observed(client, observer)
+            assert await ask_observed(client, observer, stream=True) == TEXT
             assert observer.pieces == WORDS
-        await one.chat.completions.create(model="m", messages=[])
-        await one.with_options(max_retries=1).chat.completions.create(model="m", messages=[])
-    assert [body.get("stream") for body in engine.bodies] == [True] * 3 + [None] * 2
+        for client in (one, one.with_options(max_retries=1)):
+            create: Any = client.chat.completions.create
+            async for _ in await create(model="m", messages=[], stream=True):
+                pass
+            assert observer.pieces == WORDS
 
 
 async def test_a_patch_of_the_http_clients_send_method_still_works(
@@ -234,14 +257,29 @@ async def test_a_patch_of_the_http_clients_send_method_still_works(
     assert seen == ["/v1/chat/completions"]
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=str)
-async def test_an_observer_that_fails_neither_fails_nor_repeats_a_request(
-    more: dict[str, Any], caplog: pytest.LogCaptureFixture
+async def test_an_observer_that_fails_neither_fails_nor_repeats_a_stream(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with faulty_engine() as engine, openai_of(engine) as client:
-        answer = await ask_observed(client, Failing(), **more)
-    assert (answer if more else answer.choices[0].message.content) == TEXT
+        assert await ask_observed(client, Failing(), stream=True) == TEXT
     assert [body.get("stream") for body in engine.bodies] == [True]
+    assert caplog.text.count("An observer of a call failed") == 1
+
+
+async def test_an_observer_that_fails_neither_fails_a_heard_call_nor_the_hearing_of_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, host = serve(monkeypatch), TaskHost("Listening failed")
+    server.told = lambda _: WORDS
+    failing, linked = Failing(), Linked()
+    stock = AsyncOpenAI(base_url=f"{URL}/v1", api_key="x")
+    async with EngineClient(URL) as engine, stock as client:
+        failing.channel = linked.channel = CallChannel(engine, host)
+        failing.channel.open()
+        for observer in (failing, linked):
+            assert (await ask_observed(client, observer)).choices
+        await host.close()
+    assert linked.pieces == WORDS and len(server.channels) == 1 == 3 - len(server.chats())
     assert caplog.text.count("An observer of a call failed") == 1
 
 
@@ -286,26 +324,25 @@ async def ask_framework(client: FlashMoAChatClient, streams: bool) -> None:
 
 @pytest.mark.parametrize("retries", [0, 2])
 @pytest.mark.parametrize("fate", ["fine", "cut", "error", 500, 404, "hang"])
-async def test_a_tapped_agent_framework_call_has_the_same_outcome_as_an_untapped_one(
+async def test_an_observed_agent_framework_call_has_the_same_outcome_as_an_unobserved_one(
     fate: Fate, retries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_client, "find_calling_executor", object)
     outcomes: list[Any] = []
-    for is_tapped in (False, True):
+    for is_observed in (False, True):
         async with faulty_engine(fate) as engine:
             client = FlashMoAChatClient("m", base_url=engine.url)
             openai: Any = client.client
             openai.max_retries, openai.timeout = retries, BRIEF if fate == "hang" else 5.0
             workflow = WatchedWorkflow()
-            if is_tapped:
+            if is_observed:
                 client.linked_teams.add(workflow)  # type: ignore[arg-type]
             try:
                 outcome: Any = (await client.get_response([Message("user", ["Go."])])).text
             except Exception as error:
                 outcome = type(error), type(error.__cause__)
-            outcomes.append((outcome, len(engine.bodies)))
+            outcomes.append((outcome, engine.contents))
             await client.close()
-            assert all(bool(body.get("stream")) == is_tapped for body in engine.bodies)
     assert outcomes[0] == outcomes[1]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -13,21 +14,20 @@ import httpx
 import openai
 import pytest
 
+from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.linking.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
 from flashmoa.openai_http import PassingAnswer, advising
-from flashmoa.openai_io import UntappedIO
+from flashmoa.openai_io import ObservedIO
 from tests.unit.openai.fake_server import (
     TEXT,
     WORDS,
     FakeServer,
     ask,
     both_clients,
-    chunk,
     chunks,
     in_pieces,
-    stream,
     whole,
 )
 
@@ -44,27 +44,27 @@ def texts(events: list[Event]) -> list[str]:
 
 
 @both_clients
-async def test_several_answers_are_asked_for_once_and_not_as_a_stream(server: FakeServer) -> None:
-    def several(body: Mapping[str, Any]) -> httpx.Response:
-        if not body.get("stream"):
-            return whole()
-        second = {**chunk({"content": "B"})["choices"][0], "index": 1}
-        return stream([{**chunk({}), "choices": [second]}, *chunks()])
-
-    server.chat = several
+async def test_several_answers_are_asked_for_once_and_not_heard(server: FakeServer) -> None:
     events: list[Event] = []
     async with server.client() as client, run("several", listener=events.append):
         await ask(client, "Go.", n=2)
-    assert [body.get("stream") for body in server.chats()] == [None]
-    assert texts(events) == [TEXT]
+        await ask(client, "Go.", n=1)
+        await ask(client, "Go.", n=None)
+    sent = [headers for path, _, headers in server.requests if path.endswith("/completions")]
+    assert [CALL_HEADER in headers for headers in sent] == [False, True, True]
+    assert texts(events) == [TEXT] * 3
 
 
 @both_clients
-async def test_one_answer_is_asked_for_as_a_stream(server: FakeServer) -> None:
-    async with server.client() as client, run("one"):
-        await ask(client, "Go.", n=1)
-        await ask(client, "Go.", n=None)
-    assert [body.get("stream") for body in server.chats()] == [True, True]
+async def test_streams_are_read_as_they_pass_on_no_channel(server: FakeServer) -> None:
+    events: list[Event] = []
+    async with server.client() as client, run("streams", listener=events.append):
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        assert "".join([event.choices[0].delta.content or "" async for event in answer]) == TEXT
+    ((_, _, headers),) = server.requests
+    call = headers[CALL_HEADER].replace("-", "")
+    assert not any(call.startswith(channel) for channel, _ in server.channels)
+    assert texts(events) == [TEXT]
 
 
 @both_clients
@@ -78,28 +78,6 @@ async def test_a_prompt_that_cannot_be_reported_is_sent_all_the_same(
     assert choice.message.content == TEXT and texts(events) == [TEXT]
     reports = [record for record in caplog.records if record.name.startswith("flashmoa.openai")]
     assert len(reports) == 1 and "could not be reported" in reports[0].message
-
-
-@both_clients
-async def test_a_servers_own_fields_of_a_choice_are_the_same_in_a_run(server: FakeServer) -> None:
-    def answer(body: Mapping[str, Any]) -> httpx.Response:
-        if not body.get("stream"):
-            return whole(matched_stop=7, token_ids=[1, 2, 3], other=None, early="a")
-        return stream(
-            [
-                chunk({"content": TEXT}, matched_stop=None, token_ids=[1], other=None, early="a"),
-                chunk({}, matched_stop=None, token_ids=[2, 3]),
-                chunk({}, "stop", matched_stop=7, token_ids=None, early=None),
-            ]
-        )
-
-    server.chat = answer
-    async with server.client() as client:
-        outside = await ask(client, "Go.")
-        async with run("fields"):
-            inside = await ask(client, "Go.")
-    assert outside.model_extra["matched_stop"] == 7
-    assert inside.model_extra == outside.model_extra
 
 
 def compressed(body: bytes, coding: str, kind: str) -> httpx.Response:
@@ -229,26 +207,24 @@ async def test_a_document_that_is_nested_too_deeply_fails_as_outside_of_runs(
     assert found[0] is found[1] is (RecursionError if status == 200 else openai.BadRequestError)
 
 
-@pytest.mark.parametrize("end", ["ends", "hangs", "breaks"])
-async def test_a_stream_is_read_to_its_end_but_its_answer_does_not_depend_on_that(
-    server: FakeServer, end: str
-) -> None:
-    """A connection whose response was not read to its end is not used again."""
-    data, ended = stream(chunks()), list[bool]()
+@both_clients
+async def test_an_answer_is_complete_when_its_last_event_has_passed(server: FakeServer) -> None:
+    """Whatever its connection does then."""
+    events: list[Event] = []
 
-    class WithEnd(httpx.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            yield await data.aread()
-            if end == "hangs":
-                await anyio.sleep_forever()
-            if end == "breaks":
-                raise httpx.ReadError("")
-            ended.append(True)
+    def breaking() -> Iterator[bytes]:
+        yield b"".join(f"data: {json.dumps(event)}\n\n".encode() for event in chunks())
+        yield b"data: [DONE]\n\n"
+        assert texts(events) == [TEXT]
+        raise httpx.ReadError("")
 
-    server.chat = lambda _: httpx.Response(200, headers=EVENTS, stream=WithEnd())
-    async with server.client() as client, run("ends"):
-        assert (await ask(client, "Go.")).message.content == TEXT
-    assert ended == [True] * (end == "ends") and len(server.chats()) == 1
+    server.chat = lambda _: in_pieces(breaking())
+    async with server.client() as client, run("ends", listener=events.append):
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        with suppress(httpx.ReadError, openai.APIError):
+            async for _ in answer:
+                pass
+    assert texts(events) == [TEXT]
 
 
 async def test_a_stream_that_a_hook_has_read_is_observed(server: FakeServer) -> None:
@@ -267,7 +243,7 @@ async def test_a_stream_that_a_hook_has_read_is_observed(server: FakeServer) -> 
 async def test_no_first_token_is_reported_of_an_answer_that_comes_as_a_whole(
     server: FakeServer,
 ) -> None:
-    """Answers of agents with tools do."""
+    """Its server has no channel."""
     events: list[Event] = []
     async with server.client() as client, run("tools", listener=events.append):
         await ask(client, "Go.", tools=[TOOL])
@@ -291,7 +267,7 @@ class Recorder(CallObserver):
 
 def watch(response: Any, recorder: Recorder) -> Any:
     answer = PassingAnswer(response, recorder, recorder.on_text)
-    return UntappedIO(httpx.AsyncClient()).watch(response, answer)
+    return ObservedIO(httpx.AsyncClient()).watch(response, answer)
 
 
 class Unending(httpx.AsyncByteStream):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from flashmoa import openai_http
+from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.linking.calls import CallObserver
 from flashmoa.openai_http import observe_completions
-from tests.unit.openai.fake_server import FakeServer, chunks, in_pieces, stream, whole
+from tests.unit.openai.fake_server import FakeServer, stream, whole
 
 pytestmark = pytest.mark.anyio
 URL = "http://engine:30000/v1/chat/completions"
@@ -22,6 +21,7 @@ BODY: dict[str, Any] = {"model": "m", "messages": []}
 
 class Linked(CallObserver):
     prompt_stream_id = "s"
+    headers = {"X-Mine": "ours", "X-Ours": "ours"}  # noqa: RUF012
 
 
 @pytest.fixture
@@ -37,12 +37,13 @@ def send(server: FakeServer) -> Callable[..., Any]:
     return send
 
 
-async def test_a_request_with_an_idempotency_key_is_sent_once_as_it_is(
+async def test_a_request_with_an_idempotency_key_is_sent_once_with_it(
     server: FakeServer, send: Callable[..., Any]
 ) -> None:
     """A server may repeat its first answer to the key, or refuse another body with it."""
     await send(headers={"Idempotency-Key": "k"})
-    assert server.chats() == [BODY]
+    ((_, body, headers),) = server.requests
+    assert body == BODY and headers["Idempotency-Key"] == "k"
 
 
 async def test_a_client_whose_hooks_read_responses_gets_them_whole(
@@ -57,13 +58,32 @@ async def test_a_client_whose_hooks_read_responses_gets_them_whole(
     assert seen == ["chat.completion"]
 
 
-async def test_half_of_a_surrogate_pair_is_sent_as_an_escape(
-    server: FakeServer, send: Callable[..., Any]
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({**BODY, "user": "\ud83d"}).encode(),
+        b'{ "messages" : [ ],\r\n\t"model":"m", "model": "m", "temperature": 1.0e0}\n',
+        b'{"messages": [], "model": "\xc3\xa9", "seed": 123456789012345678901234567890}',
+        json.dumps(BODY).encode("utf-16"),
+        b"\xef\xbb\xbf" + json.dumps(BODY).encode(),
+        b"[1]",
+        b'{"messages": 7}',
+        b"not JSON",
+        b"",
+    ],
+)
+async def test_a_body_of_any_form_is_sent_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, send: Callable[..., Any], content: bytes
 ) -> None:
-    odd = {**BODY, "user": "\ud83d"}
-    await send(json=None, content=json.dumps(odd).encode())
-    (sent,) = server.chats()
-    assert sent["user"] == odd["user"] and sent["stream"]
+    sent: list[bytes] = []
+
+    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        sent.append(await request.aread())
+        return whole()
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    assert (await send(json=None, content=content)).json() == whole().json()
+    assert sent == [content]
 
 
 async def test_a_body_that_is_read_as_it_is_sent_passes_as_it_is(
@@ -76,64 +96,26 @@ async def test_a_body_that_is_read_as_it_is_sent_passes_as_it_is(
     assert server.chats() == [BODY]
 
 
-@pytest.mark.parametrize("status", [400, 200])
-async def test_the_forms_of_a_request_have_one_timeout_in_all(
-    status: int, monkeypatch: pytest.MonkeyPatch, send: Callable[..., Any]
-) -> None:
-    left: list[float] = []
-
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        left.append(request.extensions["timeout"]["read"])
-        if len(left) > 1:
-            return whole()
-        return stream([]) if status == 200 else httpx.Response(status)
-
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    response = await send()
-    assert response.json()["choices"]
-    assert 0 < left[1] < left[0] == 9.0
-
-
-async def test_a_stream_that_took_all_the_time_is_not_tried_again(
+async def test_a_request_is_sent_once_with_its_own_timeout(
     monkeypatch: pytest.MonkeyPatch, send: Callable[..., Any]
 ) -> None:
-    asked: list[tuple[bool, float]] = []
-
-    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        is_stream = "stream" in json.loads(request.content)
-        asked.append((is_stream, request.extensions["timeout"]["read"]))
-        if len(asked) == 2:
-            raise httpx.ReadTimeout("too late")
-        return in_pieces(slowly()) if is_stream else whole()
-
-    def slowly() -> Iterator[bytes]:
-        nonlocal now
-        now = 8.5
-        yield b"data: [DONE]\n\n"
-
-    now = 0.0
-    monkeypatch.setattr(openai_http, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    with pytest.raises(httpx.ReadTimeout):
-        await send()
-    assert (await send()).json()["choices"]
-    # Some time is always left: none would fail for certain.
-    assert asked == [(True, 9.0), (False, 1.0), (False, 9.0)]
-
-
-async def test_a_stream_that_the_caller_reads_keeps_its_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It holds for each piece."""
+    """Also if it is refused, or answered by nothing."""
+    answers = [httpx.Response(400), stream([]), whole()]
     left: list[float] = []
 
     async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         left.append(request.extensions["timeout"]["read"])
-        return httpx.Response(400) if len(left) == 1 else stream(chunks())
+        return answers[len(left) - 1]
 
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
-    async with httpx.AsyncClient(timeout=9.0) as http:
-        observe_completions(http, lambda: lambda _request, _body: Linked())
-        async with http.stream("POST", URL, json={**BODY, "stream": True}) as response:
-            await response.aread()
-    assert left == [9.0, 9.0]
+    assert [(await send()).status_code for _ in answers] == [400, 200, 200]
+    assert left == [9.0] * 3
+
+
+async def test_headers_that_a_program_sends_itself_stay(
+    server: FakeServer, send: Callable[..., Any]
+) -> None:
+    await send(headers={"X-Mine": "a", "X-Theirs": "b"})
+    ((_, _, headers),) = server.requests
+    assert [headers[name] for name in ("X-Mine", "X-Theirs", "X-Ours")] == ["a", "b", "ours"]
+    assert headers[STREAM_HEADER] == "s"

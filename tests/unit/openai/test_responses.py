@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.linking.calls import CallResult
 from flashmoa.observe import Event, LinkDeclined, LinkOpened, PromptSent
 from flashmoa.observe.calls import calls
@@ -168,8 +169,8 @@ async def test_calls_are_observed_and_expected_again(server: FakeServer, stream:
     # The prompt is rendered by what has the conversion, which is the server.
     rendered = [body for path, body, _ in server.requests if path == "/render_response"]
     assert rendered[-1]["instructions"] == "Check it." and rendered[-1]["model"] == "m"
-    sent = [body for path, body, _ in server.requests if path.endswith("/responses")]
-    claims = [body.get("prompt_stream_id") for body in sent]
+    sent = [headers for path, _, headers in server.requests if path.endswith("/responses")]
+    claims = [headers.get(STREAM_HEADER) for headers in sent]
     assert claims[:3] == [None] * 3 and made[1].started.stream_id == claims[3]
 
 
@@ -189,7 +190,7 @@ async def test_a_prompt_that_is_stored_at_the_server_runs_unlinked_with_a_reason
     declined = [event.reason for event in found if isinstance(event, LinkDeclined)]
     assert declined == ["a part of its prompt is stored at the server (previous_response_id)"]
     assert all(call.finished for call in calls(found)) and len(calls(found)) == 6
-    assert not any(body.get("prompt_stream_id") for _, body, _ in server.requests)
+    assert not any(STREAM_HEADER in headers for _, _, headers in server.requests)
     assert "Traceback" not in caplog.text
 
 

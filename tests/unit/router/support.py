@@ -109,10 +109,6 @@ class FakeEngine:
         self.requests: list[str] = []
         self.refuses: set[tuple[str, str]] = set()
 
-    def separate_reasoning(self) -> None:
-        """Tell that answers are parsed."""
-        self._settings["reasoning_parser"] = "qwen3"
-
     def advertise(self, address: str) -> None:
         """Tell routers where KV events are published."""
         self._settings["kv_events_config"] = json.dumps({"publisher": "zmq", "endpoint": address})
@@ -129,9 +125,11 @@ class FakeEngine:
         if self._needs_key and request.headers.get("authorization") != KEY["authorization"]:
             return JSONResponse({"error": "Unauthorized"}, 401)
         if path in ("/server_info", "/model_info"):
-            return JSONResponse({"reasoning_parser": None, **self._settings})
+            return JSONResponse(self._settings)
         if path not in ("/health/ready", "/flashmoa/info"):
             self.requests.append(f"{request.method} {path}")
+        if path == "/flashmoa/info":
+            return JSONResponse({"capabilities": ["calls", "follow"]})
         if path == STREAMS:
             count, opened = {"open": len(self._streams)}, {"id": self._streams[0]}
             return JSONResponse(count if request.method == "GET" else opened)

@@ -117,22 +117,11 @@ async def test_a_refusal_is_passed_on_if_no_engine_drains() -> None:
         assert (await client("POST", GENERATE, b'{"text": "x"}', KEY))[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/model_info", "/server_info"])
-async def test_if_one_of_several_engines_separates_reasoning_the_router_says_so(path: str) -> None:
-    """Clients take the answer for all engines."""
-    engines = [FakeEngine() for _ in range(3)]
-
-    async def told(client: RouterClient) -> set[str | None]:
-        answers = [await client("GET", path, headers=KEY) for _ in range(4)]
-        assert {status for status, _ in answers} == {200}
-        return {json.loads(content)["reasoning_parser"] for _, content in answers}
-
-    async with routing(*engines) as client:
-        assert await told(client) == {None}
-        engines[1].separate_reasoning()
-        assert await told(client) == {"qwen3"}
-        engines[0].refuses = {("GET", path)}
-        assert (await client("GET", path, headers=KEY))[0] == 503
+async def test_no_stream_follows_a_call_through_a_router() -> None:
+    """The call may be on another engine."""
+    async with routing(FakeEngine(), FakeEngine()) as client:
+        _, content = await client("GET", "/flashmoa/info", headers=KEY)
+        assert json.loads(content)["capabilities"] == ["calls"]
 
 
 REFUSED = [

@@ -1,0 +1,181 @@
+"""Test reading what an engine tells on a channel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa import EngineClient
+from flashmoa.engine.generation import read_lines
+from flashmoa.errors import (
+    BadAnswer,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    PluginMissing,
+    RequestRefused,
+)
+
+pytestmark = pytest.mark.anyio
+URL, CHANNEL = "http://engine:30000", "0123456789abcdef"
+
+
+class Pieces(httpx.AsyncByteStream):
+    """Is an answer in pieces; an exception among them ends it."""
+
+    def __init__(self, pieces: Sequence[bytes | Exception]) -> None:
+        self.pieces = pieces
+        self.is_closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, response: httpx.Response) -> list[httpx.Request]:
+    """Have all requests answered so; return them."""
+    seen: list[httpx.Request] = []
+
+    async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return response
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", handle)
+    return seen
+
+
+async def hear(**more: Any) -> list[dict[str, Any]]:
+    async with EngineClient(URL, **more) as engine, engine.hear(CHANNEL) as lines:
+        return [line async for line in lines]
+
+
+# U+2028 and others end a line for Python, but not in JSON.
+TEXTS = st.text(st.sampled_from("a\u00e9\u2028\u2029\u0085\x0b\x0c\r\n\U0001f98a"), max_size=5)
+LINES = st.lists(st.dictionaries(TEXTS, TEXTS | st.integers(), max_size=3), max_size=4)
+
+
+@given(
+    told=LINES,
+    end=st.sampled_from(["\n", "\r\n", "\n\n\n", "\n \n"]),
+    is_ascii=st.booleans(),
+    data=st.data(),
+)
+def test_lines_are_read_however_they_are_cut(
+    told: list[dict[str, Any]], end: str, is_ascii: bool, data: st.DataObject
+) -> None:
+    sent = "".join(json.dumps(each, ensure_ascii=is_ascii) + end for each in told).encode()
+    cuts = data.draw(st.lists(st.integers(0, len(sent)), max_size=9))
+    pieces = [sent[a:b] for a, b in pairwise(sorted([0, *cuts, len(sent)]))]
+
+    async def read() -> list[dict[str, Any]]:
+        return [line async for line in read_lines(httpx.Response(200, stream=Pieces(pieces)))]
+
+    assert anyio.run(read) == told
+
+
+async def test_each_line_is_told_when_it_has_ended() -> None:
+    sent = [b'{"a": 1}\n{"b"', b": 2}", b"\n", b'{"cut": ']
+    passed: list[dict[str, Any]] = []
+    known: list[int] = []
+
+    class Counted(Pieces):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for piece in sent:
+                known.append(len(passed))
+                yield piece
+
+    async for line in read_lines(httpx.Response(200, stream=Counted([]))):
+        passed += [line]
+    assert passed == [{"a": 1}, {"b": 2}] and known == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("odd", [b"[1]", b"null", b"7", b"{", b"<html>", b"[" * 100_000])
+async def test_a_line_that_is_no_object_is_no_engines(
+    odd: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Pieces([b'{"listening": true}\n' + odd + b"\n", b'{"more": 1}\n'])
+    answer(monkeypatch, httpx.Response(200, stream=stream))
+    async with EngineClient(URL) as engine:
+        with pytest.raises(BadAnswer, match=f"{URL}/flashmoa/calls is not an engine's"):
+            async with engine.hear(CHANNEL) as lines:
+                assert await anext(lines) == {"listening": True}
+                await anext(lines)
+        assert stream.is_closed
+
+
+async def test_a_channel_is_asked_for_by_its_id_with_the_clients_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = answer(monkeypatch, httpx.Response(200, stream=Pieces([b'{"a": 1}\n'])))
+    assert await hear(headers={"authorization": "Bearer key"}) == [{"a": 1}]
+    (request,) = seen
+    assert (request.method, request.url.path) == ("GET", "/flashmoa/calls")
+    assert request.headers["X-FlashMoA-Channel"] == CHANNEL
+    assert request.headers["authorization"] == "Bearer key"
+    # An engine tells at least every 5 s that the channel is open.
+    assert 5.0 < request.extensions["timeout"]["read"] < 60.0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (404, {"detail": "Not Found"}, PluginMissing),
+        (405, {"detail": "Method Not Allowed"}, PluginMissing),
+        (401, {"error": "Unauthorized"}, RequestRefused),
+        (400, {"error": {"message": "no id", "code": "malformed"}}, RequestRefused),
+        (500, {"error": {"message": "no", "code": "engine_failed"}}, RequestRefused),
+    ],
+)
+async def test_a_channel_that_is_refused_says_why(
+    status: int, body: Any, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, httpx.Response(status, json=body))
+    with pytest.raises(kind):
+        await hear()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(httpx.ReadError("reset"), EngineUnreachable), (httpx.ReadTimeout("silent"), EngineTimeout)],
+)
+async def test_a_channel_that_breaks_off_or_falls_silent_says_so(
+    error: Exception, kind: type[EngineError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Pieces([b'{"a": 1}\n', error])
+    answer(monkeypatch, httpx.Response(200, stream=stream))
+    with pytest.raises(kind):
+        await hear()
+    assert stream.is_closed
+
+
+async def test_leaving_a_channel_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Pieces([b'{"a": 1}\n'] * 3)
+    answer(monkeypatch, httpx.Response(200, stream=stream))
+    async with EngineClient(URL) as engine:
+        async with engine.hear(CHANNEL) as lines:
+            await anext(lines)
+        assert stream.is_closed
+
+
+async def test_what_a_reader_raises_is_not_blamed_on_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer(monkeypatch, httpx.Response(200, stream=Pieces([b"{}\n"])))
+    async with EngineClient(URL) as engine:
+        with pytest.raises(httpx.ConnectError, match="its own"):
+            async with engine.hear(CHANNEL) as lines:
+                async for _ in lines:
+                    raise httpx.ConnectError("its own")

@@ -1,0 +1,251 @@
+"""Test that what a program sends and reads is the same within runs, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER
+from flashmoa.openai import AsyncOpenAI, OpenAI, agent, run
+from flashmoa.openai_io import finish
+from tests.unit.openai.fake_server import TEXT, URL, WORDS, FakeServer, in_pieces
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+Ahead = Literal["nothing", "known", "text"]
+Api = Literal["chat", "responses"]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look", "parameters": {}}}
+SCHEMA = {"name": "a", "schema": {"type": "object"}}
+CHATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tools": {"tools": [TOOL], "tool_choice": "auto"},
+    "several": {"n": 2},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "format": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    "stop": {"stop": ["\n", "\u2028"], "max_tokens": 7, "temperature": 0.0},
+    "usage": {"stream_options": {"include_usage": True}},
+    "own": {"extra_body": {"top_k": 3, "chat_template_kwargs": {"a": None}}, "seed": 2**60},
+    "salt": {"extra_body": {"cache_salt": "a", "prompt_stream_id": "mine"}, "user": "\U0001f98a"},
+}
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "instructions": {"instructions": "Be brief.", "temperature": 0.0},
+    "tools": {"tools": [{"type": "function", "name": "look", "parameters": {}, "strict": None}]},
+    "format": {"text": {"format": {"type": "json_object"}}},
+    "stored": {"previous_response_id": "resp_0", "store": False},
+    "own": {"extra_body": {"top_k": 3}, "max_output_tokens": 7, "include": []},
+}
+# Bodies that OpenAI's client would not write.
+GO = b'{"role":"user" ,"content":"\\u0047o."}'
+CONTENTS = {
+    "spaces": b'{ "model":"m",\r\n\t"messages" : [%s] , "input":"Go."}\n' % GO,
+    "escapes": b'{"messages":[%s],"user":"\\ud83d","input":"\\u0047","model":"m"}' % GO,
+    "twice": b'{"model":"x","model":"m","messages":[],"input":"","temperature":1.0e0}',
+}
+OURS = {CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER}
+SESSION = {"x-smg-routing-key", "x-dynamo-session-id", "x-dynamo-parent-session-id"}
+
+
+def answer_chat(body: dict[str, Any]) -> httpx.Response:
+    """Answer in a form that no JSON library would write in this way."""
+    if not body.get("stream"):
+        message = b'{"content":"%s" ,"role":"assistant","own":\t1.0e0}' % TEXT.encode()
+        choice = b'{"finish_reason":"stop","message":%s,"index":0}' % message
+        content = b'{ "choices":[%s],\r\n"object":"chat.completion","model":"m" }\n' % choice
+        return httpx.Response(200, content=content, headers={"content-type": "application/json"})
+    choices = [b'[{"delta":{"content":"%s"} ,"index":0}]' % word.encode() for word in WORDS]
+    choices += [b"null", b'[{"finish_reason":"stop","delta":null}]']
+    events = [b'data:{"choices": %s,"own":1.0e0}\r\n\r\n' % each for each in choices]
+    return in_pieces([b": hello\n\n", *events[:2], b"".join(events[2:]), b"data: [DONE]\n\n"])
+
+
+def answer_response(body: dict[str, Any]) -> httpx.Response:
+    part = b'{"text":"%s","type" :"output_text","annotations":[]}' % TEXT.encode()
+    item = b'{"type":"message","role":"assistant","id":"1","content":[%s]}' % part
+    whole = b'{"status":"completed", "output":[%s],"object":"response"}\n' % item
+    if not body.get("stream"):
+        return httpx.Response(200, content=whole, headers={"content-type": "application/json"})
+    words = [b'{"type":"response.output_text.delta", "delta":"%s"}' % x.encode() for x in WORDS]
+    last = b'{"response":%s,"type":"response.completed"}' % whole.strip()
+    return in_pieces([b"event: x\ndata: %s\n\n" % each for each in [*words, last]])
+
+
+# Makes a call within a context, and returns what the program gets.
+Call = Callable[[], Awaitable[bytes]]
+
+
+def calls_of(client: Any, api: Api, *, is_stream: bool) -> dict[str, Call]:
+    """Return calls that take the answer's bytes, by name, of either kind of clients."""
+    create = client.chat.completions if api == "chat" else client.responses
+    path = f"{URL}/v1/{'chat/completions' if api == 'chat' else 'responses'}"
+    prompt: dict[str, Any] = {"input": "Go."}
+    if api == "chat":
+        prompt = {"messages": [{"role": "user", "content": "Go.\u2028"}]}
+    is_blocking = isinstance(client, OpenAI)
+
+    async def typed(asked: Mapping[str, Any]) -> bytes:
+        made = create.with_streaming_response.create(
+            model="m", **prompt, **asked, **({"stream": True} if is_stream else {})
+        )
+        if is_blocking:
+            with made as response:
+                return b"".join(response.iter_bytes())
+        async with made as response:
+            return b"".join([piece async for piece in response.iter_bytes()])
+
+    async def parsed(asked: Mapping[str, Any]) -> bytes:
+        made = create.with_raw_response.create(model="m", **prompt, **asked)
+        response: Any = made if is_blocking else await made
+        return response.http_response.content
+
+    async def raw(content: bytes) -> bytes:
+        if is_stream:
+            content = content[:1] + b'"stream" :true,' + content[1:]
+        request = client._client.build_request("POST", path, content=content)
+        if is_blocking:
+            return client._client.send(request).content
+        return (await client._client.send(request)).content
+
+    options = CHATS if api == "chat" else RESPONSES
+    return {
+        **{name: lambda asked=asked: typed(asked) for name, asked in options.items()},
+        **{
+            f"{name} parsed": lambda asked=asked: parsed(asked)
+            for name, asked in options.items()
+            if not is_stream
+        },
+        **{name: lambda content=content: raw(content) for name, content in CONTENTS.items()},
+    }
+
+
+async def play(client: Any, calls: dict[str, Call], pause: Callable[[], Any]) -> dict[str, bytes]:
+    """Make each call as an agent of its own, after a pause."""
+    got: dict[str, bytes] = {}
+    for name, call in calls.items():
+        if got:
+            pausing = pause()
+            if not isinstance(client, OpenAI):
+                await pausing
+        with agent(name):
+            got[name] = await call()
+    return got
+
+
+@pytest.fixture
+def answering(server: FakeServer) -> FakeServer:
+    server.chat, server.response, server.told = answer_chat, answer_response, lambda _: WORDS
+    server.awaits_channels = False
+    return server
+
+
+def take(server: FakeServer) -> tuple[list[bytes], list[httpx.Headers]]:
+    """Return the bodies and headers of the requests for answers, and forget all requests."""
+    ends = "/chat/completions", "/responses"
+    headers = [headers for path, _, headers in server.requests if path.endswith(ends)]
+    contents = server.contents.copy()
+    server.forget()
+    return contents, headers
+
+
+def check_headers(outside: list[httpx.Headers], inside: list[httpx.Headers]) -> None:
+    """Check that headers were added, and no others changed."""
+    for before, now in zip(outside, inside, strict=True):
+        added = now.keys() - before.keys()
+        assert added <= {name.lower() for name in OURS} | SESSION
+        assert dict(before) == {name: now[name] for name in before}
+
+
+grid = [
+    pytest.mark.parametrize("api", ["chat", "responses"]),
+    pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"]),
+    pytest.mark.parametrize("ahead", ["nothing", "known", "text"]),
+]
+
+
+def over_the_grid(test: Any) -> Any:
+    for mark in grid:
+        test = mark(test)
+    return test
+
+
+def links_opened(server: FakeServer) -> bool:
+    return any(path == "/prompt_streams" for path, _, _ in server.requests)
+
+
+@over_the_grid
+async def test_an_asynchronous_client_sends_and_gets_the_same_bytes(
+    answering: FakeServer, api: Api, is_stream: bool, ahead: Ahead
+) -> None:
+    is_linked = False
+
+    async def pause() -> None:
+        await until(lambda: not is_linked or links_opened(answering), 20)
+
+    async with AsyncOpenAI(base_url=URL, max_retries=0) as client:
+        calls = calls_of(client, api, is_stream=is_stream)
+        got = await play(client, calls, pause)
+        sent, headers = take(answering)
+        assert len(sent) == len(calls)
+        for each in range(2):
+            is_linked = each == 1 and ahead != "nothing"
+            async with run(f"bytes {api} {is_stream} {ahead}", ahead=ahead):
+                assert await play(client, calls, pause) == got
+            assert not is_linked or links_opened(answering)
+            now, headers_now = take(answering)
+            assert now == sent
+            check_headers(headers, headers_now)
+            check_marks(headers_now, ahead, calls, is_stream=is_stream, is_linked=is_linked)
+
+
+@over_the_grid
+def test_a_blocking_client_sends_and_gets_the_same_bytes(
+    answering: FakeServer, api: Api, is_stream: bool, ahead: Ahead
+) -> None:
+    is_linked = False
+
+    def pause() -> None:
+        deadline = time.monotonic() + 20
+        while is_linked and not links_opened(answering):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    with OpenAI(base_url=URL, max_retries=0) as client:
+        calls = calls_of(client, api, is_stream=is_stream)
+        got = finish(play(client, calls, pause))
+        sent, headers = take(answering)
+        for each in range(2):
+            is_linked = each == 1 and ahead != "nothing"
+            with run(f"blocking {api} {is_stream} {ahead}", ahead=ahead):
+                assert finish(play(client, calls, pause)) == got
+            assert not is_linked or links_opened(answering)
+            now, headers_now = take(answering)
+            assert now == sent
+            check_headers(headers, headers_now)
+            check_marks(headers_now, ahead, calls, is_stream=is_stream, is_linked=is_linked)
+
+
+def check_marks(
+    headers: list[httpx.Headers],
+    ahead: Ahead,
+    calls: Mapping[str, Call],
+    *,
+    is_stream: bool,
+    is_linked: bool,
+) -> None:
+    """Check which calls are marked, so that the test is about calls that are linked and heard."""
+    heard = [name for name, each in zip(calls, headers, strict=True) if CALL_HEADER in each]
+    wanted = list(calls) if ahead == "text" else []
+    assert heard == [name for name in wanted if not name.startswith("several")]
+    assert any(STREAM_HEADER in each for each in headers) == is_linked
+
+
+def test_the_answers_of_this_test_are_in_no_usual_form() -> None:
+    """A client that wrote one again would change it."""
+    for answer in (answer_chat({}), answer_response({})):
+        content = answer.read()
+        assert json.dumps(json.loads(content)).encode() != content

@@ -23,7 +23,7 @@ from flashmoa.engine.generation import is_event_stream
 from flashmoa.engine.refusals import make_refusal
 from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.linking.calls import CallObserver
-from flashmoa.linking.hearing import call_headers, unheard_id
+from flashmoa.linking.hearing import unheard_id
 from flashmoa.linking.response_items import as_chat
 from flashmoa.openai_answers import AnswerReader, ResponseReader
 from flashmoa.openai_io import (
@@ -81,7 +81,7 @@ def observe_completions(http: Any, current: Callable[[], FindObserver | None]) -
         try:
             return await _send_observed(client, request, body, options, observer)
         except BaseException as error:
-            observer.on_failure(error)
+            _tell(observer.on_failure, error)
             raise
 
     def send_blocking(request: Request, **options: Any) -> Response:
@@ -108,18 +108,18 @@ async def _send_observed(
     except Exception:
         # The server decides what is wrong with a request.
         logger.exception("A prompt could not be reported; the request is sent all the same")
-    for name, value in observer.headers.items():
-        request.headers.setdefault(name, value)
+    headers = dict(observer.headers)
     if observer.prompt_stream_id is not None:
-        request.headers[STREAM_HEADER] = observer.prompt_stream_id
+        headers[STREAM_HEADER] = observer.prompt_stream_id
     on_text = _contained(observer.on_text)
     with ExitStack() as stack:
-        if observer.channel is not None:
+        if (channel := observer.channel) is not None:
             # The text of a stream is read as it passes.
-            hearing = observer.channel.hearing(on_text)
+            hearing = channel.hearing(on_text)
             call_id = unheard_id() if options.get("stream") else stack.enter_context(hearing)
-            request.headers.update(call_headers(call_id))
-            observer.on_named(call_id)
+            headers |= channel.headers(call_id)
+            _tell(observer.on_named, call_id)
+        stack.enter_context(_adding(headers, request))
         response = await client.send(request, **options)
     # A hook of the HTTP client may have read a stream already.
     if options.get("stream") and not response.is_closed:
@@ -129,6 +129,29 @@ async def _send_observed(
         reader = kind(is_stream=is_event_stream(response))
         report_whole(response, response.content, observer, reader)
     return response
+
+
+@contextmanager
+def _adding(headers: Mapping[str, str], request: Request) -> Generator[None]:
+    """Give a request more headers while it is sent. Those that it has itself stay as they are.
+
+    The program may send the same object again.
+    """
+    added = {name: value for name, value in headers.items() if name not in request.headers}
+    request.headers.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            request.headers.pop(name, None)
+
+
+def _tell(observe: Callable[[Any], None], news: object) -> None:
+    """Tell an observer; whatever is wrong with it, the program gets its answer or its error."""
+    try:
+        observe(news)
+    except Exception:
+        logger.exception("An observer of a call failed; the call goes on")
 
 
 def _contained(on_text: OnText) -> OnText:
@@ -231,9 +254,9 @@ def report_end(
     """
     result = reader.result()
     if result is not None:
-        observer.on_finish(result)
+        _tell(observer.on_finish, result)
     else:
-        observer.on_failure(error or RuntimeError(reader.problem))
+        _tell(observer.on_failure, error or RuntimeError(reader.problem))
 
 
 def report_whole(
@@ -249,7 +272,7 @@ def report_whole(
         reader: reads it.
     """
     if response.is_error:
-        observer.on_failure(_make_refusal(response, content))
+        _tell(observer.on_failure, _make_refusal(response, content))
         return
     reader.feed(content)
     report_end(reader, observer)

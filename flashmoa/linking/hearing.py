@@ -36,12 +36,6 @@ def unheard_id() -> str:
     return secrets.token_hex(2 * _ID_BYTES)
 
 
-def call_headers(call_id: str) -> dict[str, str]:
-    """Return the headers by which an engine knows a call."""
-    name = str(uuid.UUID(hex=call_id))
-    return {CALL_HEADER: name, DYNAMO_HEADER: name}
-
-
 class CallChannel:
     """Hears one engine's answers to a planner's calls.
 
@@ -53,13 +47,14 @@ class CallChannel:
         host: runs what listens.
 
     Attributes:
+        engine: the client that listens; another one of the same engine may take its place.
         problem: why the engine does not tell what it writes; ``None`` if it does, or has not been
             asked.
     """
 
     def __init__(self, engine: EngineClient, host: TaskHost) -> None:
         self.problem: str | None = None
-        self._engine = engine
+        self.engine = engine
         self._id = secrets.token_hex(_ID_BYTES)
         self._calls: dict[str, _HeardCall] = {}
         self._listening = SingleFlight(host, self._listen)
@@ -75,7 +70,8 @@ class CallChannel:
     def close(self) -> None:
         """Listen no more."""
         self._is_closed = True
-        self._scope.cancel()
+        with suppress(RuntimeError):  # The event loop was closed with its tasks.
+            self._scope.cancel()
 
     @contextmanager
     def hearing(self, on_text: Callable[[str], None]) -> Generator[str]:
@@ -86,7 +82,7 @@ class CallChannel:
         Args:
             on_text: is called in the event loop with each piece of the answer's text.
 
-        Yields: the id of the call, for :func:`call_headers`.
+        Yields: the id of the call, for :meth:`headers`.
         """
         call_id = self._id + secrets.token_hex(_ID_BYTES)
         self._calls[call_id] = _HeardCall(on_text)
@@ -95,16 +91,23 @@ class CallChannel:
         finally:
             del self._calls[call_id]
 
+    def headers(self, call_id: str) -> dict[str, str]:
+        """Return the headers by which the engine knows a call."""
+        name = str(uuid.UUID(hex=call_id))
+        return {DYNAMO_HEADER: name} if self.engine.is_front_end else {CALL_HEADER: name}
+
     async def _listen(self) -> None:
         with anyio.CancelScope() as self._scope:
             try:
                 while not self._is_closed:
-                    await self._hear(self._engine)
+                    await self._hear(self.engine)
                     await anyio.sleep(_RETRY_SECONDS)
             except PluginMissing:
                 await self._hear_workers()
                 self.problem = reasons.UNHEARD
                 self._retry_at = time.monotonic() + _MISSING_SECONDS
+            except RuntimeError as error:  # The client was closed; the next call brings its own.
+                logger.debug("A channel ends: %s", error)
 
     async def _hear_workers(self) -> None:
         """Listen to the engines behind a front end, as long as there are any."""
@@ -118,7 +121,7 @@ class CallChannel:
                 heard.remove(worker.url)
 
         async with anyio.create_task_group() as group:
-            while workers := await self._engine.workers():
+            while (workers := await self.engine.workers()) or self.engine.is_front_end:
                 for worker in workers:
                     if worker.url not in heard:
                         heard.add(worker.url)

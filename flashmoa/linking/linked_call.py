@@ -56,6 +56,7 @@ class LinkedCall(CallObserver):
         }
         self._planner = planner
         self._engine_url = request.engine
+        self._is_over = False
         self._own_link = own_link
         if own_link is None:
             report.started(None, unlinked)
@@ -74,17 +75,21 @@ class LinkedCall(CallObserver):
             self.text.name_call(self._engine_url, call_id)
 
     def on_text(self, text: str) -> None:
+        if self._is_over:
+            return  # Another thread was about to tell it.
         super().on_text(text)
         if self.takes_text:
             self.text.write(text)
 
     def on_finish(self, result: CallResult) -> None:
+        self._is_over = True
         super().on_finish(result)
         self._planner.call_answered(self, result)
         if self._own_link is not None and self._own_link.is_unnamed:
             self.release_stream()
 
     def on_failure(self, error: BaseException) -> None:
+        self._is_over = True
         super().on_failure(error)
         self._planner.call_failed(self)
         self.text.fail(error)

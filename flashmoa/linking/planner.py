@@ -98,6 +98,7 @@ class LinkPlanner(ABC):
         self._making_links: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
         # By URL and key, what brings the text of whole answers.
         self._channels: dict[tuple[str, str | None], CallChannel] = {}
+        self._hears = False  # Whether there was a link in this run.
         self._planning = SingleFlight(self.host, self._plan)
         self._watching = SingleFlight(self.host, self._watch_end)
 
@@ -148,7 +149,8 @@ class LinkPlanner(ABC):
         channel = self._channels.get(key)
         if channel is None:
             channel = self._channels[key] = CallChannel(engine, self.host)
-        if self._kept:
+        channel.engine = engine  # Earlier ones may be closed.
+        if self._hears:
             channel.open()
         return channel
 
@@ -184,9 +186,9 @@ class LinkPlanner(ABC):
         for agent in list(self.held):
             self.held.let_come(agent)
         self.running.clear()
-        for channel in self._channels.values():
+        channels, self._channels, self._hears = [*self._channels.values()], {}, False
+        for channel in channels:
             channel.close()
-        self._channels.clear()
         unlinked = self._unlinked.items()
         self._unlinked = {name: why for name, why in unlinked if why.until == "forecast"}
         self._has_begun = False
@@ -246,11 +248,9 @@ class LinkPlanner(ABC):
             if not is_early and (reason := call.why_unheard) is not None:
                 self._report_held_back(call, reason)
             call.text.finish(result.text)
-        elif is_early:
+        else:
             # Other agents get something else: the result of a tool call, or a rewritten text.
             call.text.withdraw()
-            self.drop_call(call)
-        else:
             self.call_held_back(call, call.hold_reason or "it calls tools")
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
@@ -431,6 +431,7 @@ class LinkPlanner(ABC):
             listener=self.listener,
         )
         self._kept[turn.agent] = link, forecast
+        self._hears = True
         for channel in self._channels.values():
             channel.open()
         self._end_attempt(turn.agent)

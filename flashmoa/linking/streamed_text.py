@@ -249,7 +249,7 @@ class StreamedText:
             link.follow(self.name, engine_url, call_id)
 
     def _withdraw(self) -> None:
-        """Take the text back from links, which wait for another one in its place.
+        """Take what was written back from links, which wait for another text in its place.
 
         Nobody reads this text. Do nothing if it has ended.
         """
@@ -257,7 +257,6 @@ class StreamedText:
             for link in self._links:
                 link.replace(self.name, "")
             self._parts = []
-            self._end()
 
     def _fail(self, error: BaseException) -> None:
         """End the text with a failure; each link that waits for it acts by its policy.
@@ -283,8 +282,8 @@ class StreamedText:
         """
         if not self._done and link not in self._links:
             self._links.append(link)
-            if self._call is not None:
-                link.follow(self.name, *self._call)
+        if not self._done and self._call is not None:
+            link.follow(self.name, *self._call)
         if self._parts:
             link.feed(self.name, self.written)
         if self.is_complete:

@@ -39,8 +39,10 @@ Client = FlashMoAChatCompletionClient
 
 
 def make_team(writing: Client, reading: Client, task: str) -> RoundRobinGroupChat:
-    writer = AssistantAgent("writer", model_client=writing, system_message="Write.")
-    reviewer = AssistantAgent("reviewer", model_client=reading, system_message=task)
+    # The relay fails after some events of an answer.
+    streamed = {"model_client_stream": True}
+    writer = AssistantAgent("writer", writing, system_message="Write.", **streamed)
+    reviewer = AssistantAgent("reviewer", reading, system_message=task, **streamed)
     return RoundRobinGroupChat([writer, reviewer], max_turns=2)
 
 

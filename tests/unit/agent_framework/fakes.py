@@ -18,7 +18,6 @@ from anyio.streams.memory import MemoryObjectSendStream
 from flashmoa.agent_framework import FlashMoAChatClient, link
 from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
 from flashmoa.observe import Event, LinkDeclined
-from tests.waiting import until
 
 ANSWER = "one two three four"
 Answer = Callable[[Mapping[str, Any]], "str | list[dict[str, Any]]"]
@@ -116,14 +115,15 @@ class FakeEngine:
         return httpx.Response(200, json=_completion(reason, message=message))
 
     async def _tell(self, call: str, words: Sequence[str]) -> None:
-        """Tell a channel of words that are written one after the other."""
-        await until(lambda: call[:16] in self._channels)
-        at = 0
+        """Tell of words that are written one after the other, once a channel is open."""
+        at, untold = 0, list[dict[str, Any]]()
         for word in words:
             await anyio.sleep(0.03)
             content = f" {word}" if at else word
-            await self._channels[call[:16]].send({"call": call, "content": content, "at": at})
+            untold.append({"call": call, "content": content, "at": at})
             at += len(content)
+            while untold and call[:16] in self._channels:
+                await self._channels[call[:16]].send(untold.pop(0))
 
 
 class _Transport(httpx.AsyncBaseTransport):

@@ -15,9 +15,9 @@ import pytest
 
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
-from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER
+from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.linking import hearing, reasons
-from flashmoa.linking.hearing import CallChannel, call_headers
+from flashmoa.linking.hearing import CallChannel
 from tests.unit.openai.fake_server import URL, Channel, FakeServer, serve
 from tests.waiting import until
 
@@ -207,15 +207,15 @@ async def test_each_attempt_has_an_id_of_its_own_that_begins_with_the_channels(
     ids: list[str] = []
     for _ in range(3):
         with listener.channel.hearing(lambda _: None) as call:
-            headers = call_headers(call)
+            headers = listener.channel.headers(call)
             name = headers[CALL_HEADER]
-            assert headers == {CALL_HEADER: name, DYNAMO_HEADER: name}
+            assert headers == {CALL_HEADER: name}
             assert str(uuid.UUID(name)) == name
             ids.append(name.replace("-", ""))
     ((channel, _),) = listener.server.channels
     assert len(channel) == 16 and {each[:16] for each in ids} == {channel}
     assert len(set(ids)) == 3
-    assert CallChannel(listener.channel._engine, listener.host)._id != channel
+    assert CallChannel(listener.channel.engine, listener.host)._id != channel
 
 
 async def test_text_that_comes_after_the_end_of_its_call_is_not_passed_on(

@@ -65,9 +65,6 @@ async def test_a_text_that_is_withdrawn_is_replaced_by_nothing_and_then_by_the_n
         draft.withdraw()
         await engine.until("append", 2)
         assert not link.is_over and link.waits_for("writer")
-        # The first text is not the writer's any more.
-        draft.write("more")
-        draft.finish("more")
         final._follow(link)
         final.write("Done")
         await engine.until("append", 3)
@@ -105,12 +102,11 @@ async def test_text_that_is_taken_back_while_its_stream_is_opened_is_replaced() 
     assert appended(engine) == [{"text": "final", "start": 0, "end": True}]
 
 
-async def test_a_withdrawn_text_is_no_ones() -> None:
+async def test_a_text_that_has_ended_is_not_withdrawn() -> None:
     text = Text("writer")
     text.write("draft")
     text.withdraw()
-    assert text.is_over and text.written == ""
-    text.write("more")
+    assert text.written == "" and not text.is_over
+    text.finish("whole")
     text.withdraw()
-    text.fail(ValueError("too late"))
-    assert text.written == "" and text.unread_error is None
+    assert text.written == "whole"

@@ -129,7 +129,7 @@ class FakeServer:
         path = request.url.path
         if request.method == "GET":  # It says nothing of itself.
             return httpx.Response(404)
-        self.requests.append((path, body, request.headers))
+        self.requests.append((path, body, httpx.Headers(request.headers)))
         if path.endswith(("/chat/completions", "/responses")):
             self.contents.append(request.content)
         if path.endswith("/chat/completions"):

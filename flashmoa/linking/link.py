@@ -348,7 +348,8 @@ class Link:
         stall_seconds = self._policy.stall_seconds
         while True:
             now = anyio.current_time()
-            begun = {name: at for name, at in self._last_text_at.items() if self.waits_for(name)}
+            # Of a text that the engine itself adds, less may be heard here.
+            begun = {name: at for name, at in self._last_text_at.items() if self._may_stall(name)}
             for name, at in begun.items():
                 if now - at >= stall_seconds:
                     self.fail_slot(name, "stall")
@@ -419,6 +420,9 @@ class Link:
                 figures=self._feed.figures,
             )
         )
+
+    def _may_stall(self, name: str) -> bool:
+        return any(slot.call is None for slot in self._open_slots(name))
 
     def _open_slots(self, name: str) -> list[Slot]:
         return [slot for slot in self.prompt.slots if slot.name == name and slot.is_open]

@@ -402,6 +402,11 @@ async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_
     writer.on_text("I look.")
     assert link.prompt.take() == "Read: I look."
     writer.on_finish(CallResult("I look.", None, "tool_calls", is_forwarded=False))
+    # Adapters are told as of an answer without text.
+    assert [event.reason for event in planner.events if isinstance(event, LinkWaits)] == [
+        "it calls tools"
+    ]
+    writer.on_text(" Another thread told this too late.")
     assert not link.is_over and link.waits_for("writer")
     assert link.prompt.take_back() == len("Read: ") and link.prompt.take() == ""
     writer = planner.begin("writer", REQUEST)

@@ -9,8 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from flashmoa import EngineClient
+from flashmoa._concurrency import TaskHost
 from flashmoa.engine.wire import STREAM_HEADER
-from flashmoa.linking.calls import CallObserver
+from flashmoa.linking.calls import CallObserver, CallResult
+from flashmoa.linking.hearing import CallChannel
 from flashmoa.openai_http import observe_completions
 from tests.unit.openai.fake_server import FakeServer, stream, whole
 
@@ -119,3 +122,46 @@ async def test_headers_that_a_program_sends_itself_stay(
     ((_, _, headers),) = server.requests
     assert [headers[name] for name in ("X-Mine", "X-Theirs", "X-Ours")] == ["a", "b", "ours"]
     assert headers[STREAM_HEADER] == "s"
+
+
+async def test_a_request_that_is_sent_again_has_no_headers_of_the_link_before(
+    server: FakeServer,
+) -> None:
+    observers: list[CallObserver | None] = [Linked(), None]
+    async with httpx.AsyncClient() as http:
+        observe_completions(http, lambda: lambda _request, _body: observers.pop(0))
+        request = http.build_request("POST", URL, json=BODY, headers={"X-Mine": "mine"})
+        for _ in range(2):
+            await http.send(request)
+    first, second = (headers for _, _, headers in server.requests)
+    assert (first[STREAM_HEADER], first["X-Mine"], first["X-Ours"]) == ("s", "mine", "ours")
+    assert second["X-Mine"] == "mine"
+    assert not {STREAM_HEADER.lower(), "x-ours"} & second.keys()
+
+
+class Broken(CallObserver):
+    """Fails whatever it is told, but the request and the text."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        super().__init__()
+        self.channel = CallChannel(engine, TaskHost("Listening failed"))
+
+    def on_named(self, call_id: str) -> None:
+        raise ZeroDivisionError
+
+    def on_finish(self, result: CallResult) -> None:
+        raise ZeroDivisionError
+
+    def on_failure(self, error: BaseException) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_an_observer_that_fails_leaves_the_program_its_answer(
+    server: FakeServer, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.chat = lambda _: whole() if status == 200 else httpx.Response(status, json={})
+    async with httpx.AsyncClient() as http, EngineClient(URL) as engine:
+        observe_completions(http, lambda: lambda _request, _body: Broken(engine))
+        assert (await http.post(URL, json=BODY)).status_code == status
+    assert caplog.text.count("An observer of a call failed") == 2

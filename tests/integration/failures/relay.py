@@ -31,9 +31,10 @@ class Relay:
         self._released = anyio.Event()
         self._fault: Fault | None = None
         self._left = 0
+        self._calls: list[SocketStream] = []  # The connections of calls.
 
     def arm(self, fault: Fault, events: int = 12) -> None:
-        """Make the next streamed answer go wrong after ``events`` events."""
+        """Make the next answer go wrong after ``events`` events, its own or those heard of it."""
         self._fault, self._left = fault, events
 
     def release(self) -> None:
@@ -49,7 +50,7 @@ class Relay:
                     await anyio.connect_tcp(parts.hostname, parts.port) as engine,
                     anyio.create_task_group() as group,
                 ):
-                    group.start_soon(_pass_on, client, engine, group.cancel_scope)
+                    group.start_soon(self._pass_on, client, engine, group.cancel_scope)
                     await self._pass_back(engine, client)
                     group.cancel_scope.cancel()
 
@@ -58,22 +59,31 @@ class Relay:
             while True:
                 piece = await engine.receive()
                 if self._fault is not None:
-                    self._left -= piece.count(b"data: ")
+                    self._left -= piece.count(b"data: ") + piece.count(b'{"call":')
                     if self._left < 0:
                         fault, self._fault = self._fault, None
                         self.has_struck = True
-                        if fault == "reset":
+                        if fault == "reset" and client in self._calls:
                             _make_reset(client)
                             return
+                        if fault == "reset":  # A whole answer is heard on another connection.
+                            _make_reset(self._calls[-1])
+                            await self._calls[-1].aclose()
+                            await client.send(piece)
+                            continue
                         await self._released.wait()
                 await client.send(piece)
 
-
-async def _pass_on(client: SocketStream, engine: SocketStream, both: anyio.CancelScope) -> None:
-    with suppress(*_BROKEN):
-        while True:
-            await engine.send(await client.receive())
-    both.cancel()
+    async def _pass_on(
+        self, client: SocketStream, engine: SocketStream, both: anyio.CancelScope
+    ) -> None:
+        with suppress(*_BROKEN):
+            while True:
+                piece = await client.receive()
+                if piece.startswith(b"POST /v1/chat/completions"):
+                    self._calls.append(client)
+                await engine.send(piece)
+        both.cancel()
 
 
 def _make_reset(stream: SocketStream) -> None:

@@ -38,9 +38,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Client = FlashMoAChatCompletionClient
 
 
-def make_team(writing: Client, reading: Client, task: str) -> RoundRobinGroupChat:
-    # The relay fails after some events of an answer.
-    streamed = {"model_client_stream": True}
+def make_team(
+    writing: Client, reading: Client, task: str, *, stream: bool = True
+) -> RoundRobinGroupChat:
+    streamed = {"model_client_stream": stream}
     writer = AssistantAgent("writer", writing, system_message="Write.", **streamed)
     reviewer = AssistantAgent("reviewer", reading, system_message=task, **streamed)
     return RoundRobinGroupChat([writer, reviewer], max_turns=2)
@@ -49,10 +50,12 @@ def make_team(writing: Client, reading: Client, task: str) -> RoundRobinGroupCha
 class Pair:
     """Runs a task with a writer and a reviewer, linked."""
 
-    def __init__(self, writing: Client, reading: Client, task: str, **linking: Any) -> None:
+    def __init__(
+        self, writing: Client, reading: Client, task: str, *, stream: bool = True, **linking: Any
+    ) -> None:
         self.events: list[Event] = []
         self.clients = writing, reading
-        self.team = make_team(writing, reading, task)
+        self.team = make_team(writing, reading, task, stream=stream)
         self.linked: TeamLink = link(self.team, listener=self.events.append, **linking)
         self.token = CancellationToken()
         self.run: asyncio.Task[TaskResult] = asyncio.ensure_future(
@@ -144,7 +147,8 @@ async def test_a_retried_writer_keeps_its_links(
     async with check_nothing_is_left(*baselines):
         upstream_relay.arm("reset")
         writing = make(upstream_relay.url, 150, max_retries=2)
-        pair = Pair(writing, make(downstream.url), task)
+        # OpenAI's client repeats no stream that has begun.
+        pair = Pair(writing, make(downstream.url), task, stream=False)
         outcome = await pair.outcome()
         assert upstream_relay.has_struck
         assert [message.to_text() for message in pair.run.result().messages] == plain

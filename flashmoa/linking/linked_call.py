@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from flashmoa.linking.calls import CallObserver, CallRequest, CallResult
+from flashmoa._concurrency import TaskHost
+from flashmoa.engine import EngineClient
+from flashmoa.linking.calls import CallObserver, CallRequest, CallResult, OutputLengths
+from flashmoa.linking.hearing import CallChannel
 from flashmoa.linking.link import Link
+from flashmoa.linking.options import Session
 from flashmoa.linking.streamed_text import Text
+from flashmoa.observe import Listener
 from flashmoa.observe.calls import CallReporter
 
-if TYPE_CHECKING:
-    from flashmoa.linking.planner import LinkPlanner
+
+class Planner(Protocol):
+    """What a call needs of its team's :class:`~flashmoa.linking.planner.LinkPlanner`."""
+
+    listener: Listener
+    streams: bool
+    session: Session
+    output_lengths: OutputLengths
+    host: TaskHost
+
+    def session_of(self, agent: str) -> str: ...
+    def channel_to(self, engine: EngineClient) -> CallChannel: ...
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None: ...
+    def call_failed(self, call: LinkedCall) -> None: ...
 
 
 class LinkedCall(CallObserver):
@@ -30,7 +47,7 @@ class LinkedCall(CallObserver):
 
     def __init__(
         self,
-        planner: LinkPlanner,
+        planner: Planner,
         agent: str,
         request: CallRequest,
         own_link: Link | None = None,

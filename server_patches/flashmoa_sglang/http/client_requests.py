@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import HTTPException
 
 from flashmoa_sglang.http import guard, metrics
+from flashmoa_sglang.http.asked import decodes, has_one_answer, is_list, list_params
 from flashmoa_sglang.http.engine import NO_GRAMMAR
 from flashmoa_sglang.http.errors import ApiError, shown
 from flashmoa_sglang.http.hints import read_hints
@@ -48,7 +49,7 @@ def refuse_reserved(obj: Any) -> None:
 
     Raises: ValueError if it does (SGLang answers 400).
     """
-    for params in _list_params(getattr(obj, "sampling_params", None)):
+    for params in list_params(getattr(obj, "sampling_params", None)):
         custom = params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
             raise ValueError(f"custom_params must be an object, not {shown(custom)}.")
@@ -83,18 +84,8 @@ def put_mark(obj: Any, mark: RequestMark) -> None:
 
 def has_stream(obj: Any) -> bool:
     """Return whether a request has a prompt stream, as its scheduler knows it."""
-    marks = (RequestMark.read(p.get("custom_params")) for p in _list_params(obj.sampling_params))
+    marks = (RequestMark.read(p.get("custom_params")) for p in list_params(obj.sampling_params))
     return any(mark is not None and mark.final for mark in marks)
-
-
-def decodes(obj: Any) -> bool:
-    sampling_params = _list_params(obj.sampling_params or {})
-    return any(params.get("max_new_tokens") != 0 for params in sampling_params)
-
-
-def _list_params(sampling_params: Any) -> list[dict[str, Any]]:
-    all_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-    return [params for params in all_params if isinstance(params, dict)]
 
 
 def _with_mark(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
@@ -361,17 +352,8 @@ def has_one_prompt(obj: Any) -> bool:
     return not (obj.image_data or obj.video_data or obj.audio_data)
 
 
-def is_list(obj: Any) -> bool:
-    """Return whether a request has a list of prompts, which may have only one."""
-    return isinstance(obj.text, list) or bool(obj.input_ids and isinstance(obj.input_ids[0], list))
-
-
 def _is_batch(obj: Any) -> bool:
     return is_list(obj) and len(obj.input_ids if obj.text is None else obj.text) != 1
-
-
-def has_one_answer(obj: Any) -> bool:
-    return all(params.get("n") in (None, 1) for params in _list_params(obj.sampling_params or {}))
 
 
 def generate_request(

@@ -27,7 +27,7 @@ from flashmoa_sglang.http.errors import (
     shown,
 )
 from flashmoa_sglang.http.handover import Handover
-from flashmoa_sglang.http.hearing.following import Follower
+from flashmoa_sglang.http.hearing.following import FollowedCalls, Follower
 from flashmoa_sglang.http.stream import (
     CallText,
     Ending,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flashmoa_sglang.http.engine import Engine
-    from flashmoa_sglang.http.hearing.calls import HeardCalls
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class StreamTable:
 
     def __init__(self, engine: Engine) -> None:
         self.limits = Limits()
-        self.calls: HeardCalls | None = None
+        self.calls: FollowedCalls | None = None
         self._engine = engine
         self.streamed = StreamedText()
         self._open: dict[str, PromptStream] = {}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.http import client_requests, metrics, rendering
+from flashmoa_sglang.http import asked, client_requests, metrics, rendering
 from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.http.token_buffer import TokenBuffer, common_length
 from flashmoa_sglang.options import Options
@@ -101,7 +101,7 @@ class ToolGaps:
     def _may_call(self, chat: Any, obj: Any) -> bool:
         """Return whether a request may be answered with calls, and the next prompt be known."""
         # Requests of a session find no streams by their prompts.
-        if not client_requests.has_one_prompt(obj) or not client_requests.has_one_answer(obj):
+        if not client_requests.has_one_prompt(obj) or not asked.has_one_answer(obj):
             return False
         return bool(chat.tools) if _is_chat(chat) else self._renderer.knows_calls
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.http import client_requests, rendering
+from flashmoa_sglang.http import asked, rendering
 from flashmoa_sglang.http.errors import MalformedRequest
 from flashmoa_sglang.http.hearing.call import HeardCall
 from flashmoa_sglang.http.hearing.channel import Channel, add_line
@@ -149,8 +149,8 @@ class HeardCalls:
     def watch(self, obj: Any, http_request: Any, outputs: AsyncGenerator[Any]) -> Any:
         """Return the outputs of a ``GenerateReqInput`` as they are, and let its channel hear it."""
         call_id = _id_of(obj, http_request)
-        is_one = call_id is not None and client_requests.has_one_answer(obj)
-        if not is_one or not client_requests.decodes(obj) or self._engine.role == "prefill":
+        is_one = call_id is not None and asked.has_one_answer(obj)
+        if not is_one or not asked.decodes(obj) or self._engine.role == "prefill":
             return outputs
         return self._watch(obj, str(call_id), outputs)
 
@@ -271,7 +271,7 @@ def _id_of(obj: Any, http_request: Any) -> str | None:
     A front end that calls the engine in its own process, as Dynamo, makes the call's id the id of
     SGLang's request.
     """
-    if not hasattr(obj, "stream") or client_requests.is_list(obj) or isinstance(obj.rid, list):
+    if not hasattr(obj, "stream") or asked.is_list(obj) or isinstance(obj.rid, list):
         return None
     return read_id(obj.rid if http_request is None else http_request.headers.get(CALL_HEADER))
 

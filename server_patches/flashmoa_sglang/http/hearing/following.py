@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashmoa_sglang.http.errors import PromptTooLarge, StreamGone
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from flashmoa_sglang.http.stream import PromptStream
+
+class FollowedCalls(Protocol):
+    """The calls that streams may follow, as ``HeardCalls``."""
+
+    def follow(self, follower: Follower) -> None: ...
+    def unfollow(self, follower: Follower) -> None: ...
 
 
 class Follower:
@@ -20,6 +25,7 @@ class Follower:
     request may be refused, and the stream goes on then.
 
     Args:
+        stream: the ``PromptStream``, whose module imports this one.
         call_id: the id of the call.
         add: adds text to a stream that is not busy.
 
@@ -29,9 +35,9 @@ class Follower:
 
     def __init__(
         self,
-        stream: PromptStream,
+        stream: Any,
         call_id: str,
-        add: Callable[[PromptStream, str], Awaitable[None]],
+        add: Callable[[Any, str], Awaitable[None]],
     ) -> None:
         self.call_id = call_id
         self.written = 0

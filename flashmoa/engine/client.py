@@ -460,7 +460,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        """Listen to what calls of a channel write; see :class:`~flashmoa.linking.CallChannel`.
+        """Hear the calls of a channel; see :class:`~flashmoa.linking.hearing.CallChannel`.
 
         Args:
             channel: the channel's id, 16 hexadecimal digits.

@@ -22,6 +22,7 @@ from tests.integration.scoring.conftest import CHAT, EXACT, Logprobs
 from tests.integration.support import (
     generate,
     wait_until_idle,
+    wait_until_prefilled,
 )
 
 pytestmark = pytest.mark.anyio
@@ -144,6 +145,7 @@ async def test_context_is_prefilled_while_it_is_written(
         draft.close()
         messages = await expected.messages()
         stream = expected.claim()["prompt_stream_id"]
+        await wait_until_prefilled(client, stream, 200)
         found = await scorer.score(messages, ["Y", "N", "a lake"], prompt_stream_id=stream)
     assert found.usage.prompt_stream is not None
     assert found.usage.prompt_stream.status == "hit"

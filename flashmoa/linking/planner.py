@@ -416,6 +416,7 @@ class LinkPlanner(ABC):
             self._unlinked[turn.agent] = reasons.Unlinked(reason)
             self.listener(LinkDeclined(agent=turn.agent, engine=engine.url, reason=reason))
             return
+        follows = await engine.follows_calls()
         if not self._is_current(turn, changes):
             return
         link = Link(
@@ -426,6 +427,7 @@ class LinkPlanner(ABC):
             namespace=forecast.namespace,
             expected_output_tokens=self.output_lengths.expect(turn.agent),
             expect=self.output_lengths.expect,
+            follows=follows,
             listener=self.listener,
         )
         self._kept[turn.agent] = link, forecast

@@ -94,8 +94,8 @@ class Prompt:
         # How many characters were taken, and how many of these are still right.
         self._taken = 0
         self._right = 0
-        # Whether the engine has added text after what was taken.
-        self._is_followed = False
+        # The call whose text the engine adds after what was taken.
+        self._followed: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -133,9 +133,15 @@ class Prompt:
         first = next((slot for slot in self.slots if slot.is_open), None)
         return first.call if first is not None else None
 
-    def note_followed(self) -> None:
-        """Note that the engine adds text from now on, which :meth:`take_back` counts as taken."""
-        self._is_followed = True
+    def note_followed(self, call_id: str) -> None:
+        """Note that the engine adds a call's text from now on, right after what was taken."""
+        self._followed = call_id
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the engine is adding by itself all the text that is to come next."""
+        follows = self._followed is not None and self._followed == self.followed()
+        return follows and len(self.stable()) == self._right
 
     def become(self, other: Prompt) -> None:
         """Replace the segments by those of ``other``, in which more text is certain.
@@ -163,20 +169,21 @@ class Prompt:
         text = self.stable()
         new = text[self._right :]
         self._taken = self._right = len(text)
-        self._is_followed = False
+        self._followed = None
         return new
 
     def take_back(self) -> int | None:
         """Return after how many characters the text that was taken may have been replaced.
 
-        :meth:`take` then goes on from there. ``None`` if all of it is still right.
+        Text that the engine added by itself counts as replaced. :meth:`take` then goes on from
+        there. ``None`` if all of it is still right.
         """
-        return self._right if self._right < self._taken or self._is_followed else None
+        return self._right if self._right < self._taken or self._followed else None
 
     def restart(self) -> None:
         """Let the next :meth:`take` return all of the text again."""
         self._taken = self._right = 0
-        self._is_followed = False
+        self._followed = None
         for slot in self.slots:
             slot.call = None
 

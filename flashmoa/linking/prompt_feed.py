@@ -97,8 +97,13 @@ class PromptSource(Protocol):
         """Return the id of the call whose text the engine is to add now; ``None`` if it is none."""
         ...
 
-    def note_followed(self) -> None:
-        """Note that the engine adds text from now on."""
+    def note_followed(self, call_id: str) -> None:
+        """Note that the engine adds a call's text from now on, right after what was taken."""
+        ...
+
+    @property
+    def is_followed(self) -> bool:
+        """Return whether the engine is adding by itself all the text that is to come next."""
         ...
 
 
@@ -210,8 +215,6 @@ class PromptFeed(Feed):
         self._keep_alive_at = float("inf")
         self._release_deadline = float("inf")
         self._prompt = prompt
-        # The id of the call whose text the engine adds to the stream by itself.
-        self._followed: str | None = None
 
     @property
     def is_named(self) -> bool:
@@ -312,11 +315,10 @@ class PromptFeed(Feed):
                 with anyio.move_on_after(_GRACE_SECONDS):
                     await self._stopping.wait()
                     return
-            followed = self._prompt.followed()
-            if followed is not None and followed == self._followed:
+            if self._prompt.is_followed:
                 await self._keep_alive_during(self._wait_for_change)
                 continue
-            start = self._prompt.take_back()
+            start, followed = self._prompt.take_back(), self._prompt.followed()
             piece, end = self._prompt.take(), self._prompt.is_complete
             if piece or end or start is not None:
                 state = await self._append(state, seq, piece, start, end=end)
@@ -325,14 +327,12 @@ class PromptFeed(Feed):
                 self._on_state(state)
                 if end:
                     return
-                self._followed = None
                 with anyio.move_on_after(0 if followed else state.pace_seconds):
                     await self._wait_until_complete()
             elif followed is not None:
                 state = await self._engine.follow_call(state.id, seq, followed)
                 seq += 1
-                self._followed = followed
-                self._prompt.note_followed()
+                self._prompt.note_followed(followed)
                 self._postpone_keep_alive()
             else:
                 await self._keep_alive_during(self._wait_for_change)

@@ -132,6 +132,7 @@ class _GrowingPrompt:
     """
 
     is_complete = False
+    is_followed = False
 
     def __init__(self, known: Sequence[int], source: Callable[[], Sequence[int]]) -> None:
         self._known = known
@@ -153,7 +154,7 @@ class _GrowingPrompt:
     def followed(self) -> None:
         """Return that the client sends all tokens itself."""
 
-    def note_followed(self) -> None:
+    def note_followed(self, call_id: str) -> None:
         """Do nothing."""
 
 

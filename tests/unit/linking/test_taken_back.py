@@ -12,21 +12,22 @@ import pytest
 from flashmoa import EngineClient, Text
 from flashmoa.linking.link import Link
 from flashmoa.linking.prompt import Prompt, Slot
-from flashmoa.observe.events import ignore
 from tests.unit.linking.hung_engine import HungEngine, hung_engine
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def linked(text: Text, *segments: str | Slot) -> AsyncGenerator[tuple[HungEngine, Link]]:
+async def linked(
+    text: Text, *segments: str | Slot, follows: bool = False
+) -> AsyncGenerator[tuple[HungEngine, Link]]:
     """Yield an engine, and a link to a prompt there that follows a text."""
     async with (
         hung_engine() as engine,
         EngineClient(engine.url) as client,
         anyio.create_task_group() as group,
     ):
-        link = Link(client, Prompt(segments), agent="reader", listener=ignore)
+        link = Link(client, Prompt(segments), agent="reader", follows=follows)
         group.start_soon(link.run)
         text._follow(link)
         yield engine, link
@@ -110,3 +111,23 @@ async def test_a_text_that_has_ended_is_not_withdrawn() -> None:
     text.finish("whole")
     text.withdraw()
     assert text.written == "whole"
+
+
+async def test_a_followed_text_is_sent_with_what_a_new_prompt_has_before_it() -> None:
+    """A call of the next run is followed by the link of the run before, until the next plan."""
+    text = Text("writer")
+    async with linked(text, "One. ", Slot("writer"), "!", follows=True) as (engine, link):
+        text.name_call(engine.url, "a-call")
+        await engine.until("append")
+        assert link.become(Prompt(["One. Two. ", Slot("writer"), "!"]))
+        text._follow(link)
+        await engine.until("append", 3)
+        text.finish("Three")
+        await engine.until("append", 4)
+    start = len("One. ")
+    assert appended(engine) == [
+        {"call": "a-call"},
+        {"text": "Two. ", "start": start, "end": False},
+        {"call": "a-call"},
+        {"text": "Three!", "start": start + len("Two. "), "end": True},
+    ]

@@ -1,148 +1,167 @@
-"""Measure the event loop's time that links cost an OpenAI client, in microseconds for each token.
+"""Measure what it costs to hear answers while they are written, in CPU time for each token.
 
-A scripted transport answers in this process, so that no engine, socket or waiting counts. Each way
-asks for an answer as a whole, as a stream, and as a stream with log-probabilities, with the stock
-client and with one whose calls are observed in a run. Times are CPU seconds, the least of several
-rounds, since whatever else the machine does only adds to them.
+An OpenAI client asks an engine for the same answers as whole answers, with the header that names
+a call (*marked*), named with a channel that brings the text (*heard*), and as streams. The client's
+own CPU time is measured, and for an engine that was started here the CPU time of its HTTP process
+and of its detokenizer.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from statistics import median
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
-import httpx
+import anyio
 from openai import AsyncOpenAI
 
-from flashmoa.openai import instrument, run
+from flashmoa._concurrency import TaskHost
+from flashmoa.engine import EngineClient
+from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.errors import EngineError
+from flashmoa.linking.hearing import CallChannel
 from flashmoa_bench.harness.command_line import Option, command, positive
+from flashmoa_bench.harness.engines import Role
 from flashmoa_bench.harness.report import Column, Report
+from flashmoa_bench.harness.rounds import RoundPlayer, run_concurrently
 
+Way = Literal["whole", "marked", "heard", "streamed"]
+WAYS: tuple[Way, ...] = get_args(Way)
+ROLES = (Role("flashmoa", plugin=True),)
+# Until the channel is open.
+_OPENING_SECONDS = 0.3
 _US = 1e6
-_KINDS = ("whole", "streamed", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Answers of one way: seconds of CPU time in all, pieces of text, and what was written."""
+
+    client: float
+    engine: float
+    pieces: int
+    texts: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of CPU for each token of an answer: of the stock client, and what a run adds."""
+    """Seconds of CPU time for each token in one way; medians."""
 
-    tokens: Annotated[int, Column("tokens of the answer")]
-    whole: Annotated[float, Column("whole: alone", "{:.1f}", _US)]
-    whole_added: Annotated[float, Column("in a run, more", "{:.1f}", _US)]
-    streamed: Annotated[float, Column("streamed: alone", "{:.1f}", _US)]
-    streamed_added: Annotated[float, Column("in a run, more", "{:.1f}", _US)]
-    logprobs: Annotated[float, Column("with logprobs: alone", "{:.1f}", _US)]
-    logprobs_added: Annotated[float, Column("in a run, more", "{:.1f}", _US)]
-
-
-class ScriptedTransport(httpx.AsyncBaseTransport):
-    """Answers chat completions with as many tokens, as SGLang does: an event for each token."""
-
-    def __init__(self, tokens: int) -> None:
-        logprob = {"token": " word", "logprob": -0.5, "bytes": [1, 2, 3]}
-        tops = {"content": [{**logprob, "top_logprobs": [logprob] * 3}]}
-        begin = _event({"role": "assistant", "content": ""})
-        end = _event({}, "stop"), b"data: [DONE]\n\n"
-        word = {"content": " word", "reasoning_content": None, "tool_calls": None}
-        self._events = {
-            kind: [begin, *([_event(word, None, more)] * tokens), *end]
-            for kind, more in (("streamed", None), ("logprobs", tops))
-        }
-        message = {"role": "assistant", "content": " word" * tokens}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        self._whole = json.dumps(
-            {**_TOP, "object": "chat.completion", "choices": [choice]}
-        ).encode()
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        body: dict[str, Any] = json.loads(request.content or b"{}")
-        if not request.url.path.endswith("/chat/completions"):
-            return httpx.Response(404, request=request)
-        if not body.get("stream"):
-            headers = {"content-type": "application/json"}
-            return httpx.Response(200, headers=headers, content=self._whole, request=request)
-        stream = _Events(self._events["logprobs" if body.get("logprobs") else "streamed"])
-        headers = {"content-type": "text/event-stream"}
-        return httpx.Response(200, headers=headers, stream=stream, request=request)
-
-
-class _Events(httpx.AsyncByteStream):
-    def __init__(self, events: list[bytes]) -> None:
-        self._events = events
-
-    async def __aiter__(self) -> AsyncGenerator[bytes]:
-        for event in self._events:
-            yield event
-
-
-_TOP = {"id": "1" * 32, "created": 1, "model": "m"}
-
-
-def _event(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-    chunk = {**_TOP, "object": "chat.completion.chunk", "choices": [choice], "usage": None}
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    calls: Annotated[int, Column("calls at once")]
+    way: Annotated[Way, Column("way")]
+    client: Annotated[float, Column("client", "{:.0f} us", _US)]
+    engine: Annotated[float, Column("HTTP and detokenizer", "{:.0f} us", _US)]
+    pieces: Annotated[float, Column("pieces of a text", "{:.0f}")]
 
 
 async def _measure(report: Report) -> None:
-    costs = [await _measure_length(tokens, report) for tokens in report.options.tokens]
-    report.show("CPU time for each token, in microseconds", costs)
+    async with report.connect(ROLES, 65536) as engines:
+        costs = await _play_all(engines["flashmoa"], report)
+    report.show("CPU time for each token", costs)
     report.save({"costs": costs})
 
 
-async def _measure_length(tokens: int, report: Report) -> Cost:
-    http = httpx.AsyncClient(transport=ScriptedTransport(tokens))
-    client = AsyncOpenAI(base_url="http://engine/v1", api_key="EMPTY", http_client=http)
-    instrument(client)
+async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
+    options, costs = report.options, list[Cost]()
+    client = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="EMPTY", timeout=600)
+    host = TaskHost("The benchmark's channel has failed")
+    with RoundPlayer(report.console, options.repeats, len(WAYS) * len(options.calls)) as player:
+        for calls in options.calls:
+            play = partial(_play, client, engine, host, calls, options.tokens)
+            rounds = await player.play(WAYS, play, f"{calls} calls:")
+            if len({tuple(each.texts) for way in WAYS for each in rounds[way]}) > 1:
+                raise EngineError("the engine has answered the same question in several ways")
+            costs += [_summarise(way, calls, options.tokens, rounds[way]) for way in WAYS]
+    await host.close()
+    await client.close()
+    return costs
 
-    async def ask(kind: str) -> None:
-        options: dict[str, Any] = {
-            "stream": kind != "whole",
-            "logprobs": kind == "logprobs" or None,
+
+async def _play(
+    client: AsyncOpenAI, engine: EngineClient, host: TaskHost, calls: int, tokens: int, way: Way
+) -> Round:
+    """Ask for answers at once, all in one way."""
+    pieces: list[str] = []
+
+    async def ask(number: int) -> str:
+        request: dict[str, Any] = {
+            "model": "default",
+            "messages": [{"role": "user", "content": f"Go on from {number}."}],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
         }
         create: Any = client.chat.completions.create  # Its overloads take no such dictionary.
-        answer = await create(
-            model="m", messages=[{"role": "user", "content": "Go on."}], **options
-        )
-        if kind != "whole":
-            async for _ in answer:
-                pass
+        if way == "streamed":
+            chunks = await create(**request, stream=True)
+            found = [each.choices[0].delta.content async for each in chunks if each.choices]
+            own = [text for text in found if text]
+            pieces.extend(own)
+            return "".join(own)
+        if way == "heard":
+            with channel.hearing(pieces.append) as call:
+                answer = await create(**request, extra_headers=channel.headers(call))
+        else:
+            headers = {CALL_HEADER: str(uuid.uuid4())} if way == "marked" else {}
+            answer = await create(**request, extra_headers=headers)
+        return answer.choices[0].message.content
 
-    async def ask_in_run(kind: str) -> None:
-        async with run("client"):
-            await ask(kind)
-
-    found: dict[str, float] = {}
-    for kind in _KINDS:
-        alone, observed = await _least_seconds((ask, ask_in_run), kind, report.options.repeats)
-        found |= {kind: alone / tokens, f"{kind}_added": (observed - alone) / tokens}
-    await client.close()
-    return Cost(tokens, **found)
+    async with _channel(engine, host, is_open=way == "heard") as channel:
+        before, engine_before = time.process_time(), _engine_seconds(engine.url)
+        texts = await run_concurrently(ask, range(calls))
+        seconds = time.process_time() - before
+        return Round(seconds, _engine_seconds(engine.url) - engine_before, len(pieces), texts)
 
 
-async def _least_seconds(
-    ways: Sequence[Callable[[str], Awaitable[None]]], kind: str, repeats: int
-) -> list[float]:
-    """Return the least CPU seconds of each way, which take turns."""
-    seconds: list[list[float]] = [[] for _ in ways]
-    for _ in range(1 + repeats):
-        for way, found in zip(ways, seconds, strict=True):
-            start = time.process_time()
-            await way(kind)
-            found.append(time.process_time() - start)
-    return [min(found[1:]) for found in seconds]  # The first round warms up.
+@asynccontextmanager
+async def _channel(
+    engine: EngineClient, host: TaskHost, *, is_open: bool
+) -> AsyncGenerator[CallChannel]:
+    channel = CallChannel(engine, host)
+    if is_open:
+        channel.open()
+        await anyio.sleep(_OPENING_SECONDS)
+    yield channel
+    channel.close()
+
+
+def _engine_seconds(url: str) -> float:
+    """Return the CPU time of an engine's HTTP process and detokenizer; 0 if it is not here."""
+    import psutil  # SGLang has it.
+
+    own, port = psutil.Process(os.getpid()), urlsplit(url).port
+    for process in own.children(recursive=True):
+        if any(each.laddr.port == port for each in process.net_connections("tcp")):
+            detokenizers = [each for each in process.children() if "detoken" in each.name()]
+            times = [each.cpu_times() for each in (process, *detokenizers)]
+            return sum(each.user + each.system for each in times)
+    return 0.0
+
+
+def _summarise(way: Way, calls: int, tokens: int, rounds: list[Round]) -> Cost:
+    return Cost(
+        calls=calls,
+        way=way,
+        client=median(each.client for each in rounds) / (calls * tokens),
+        engine=median(each.engine for each in rounds) / (calls * tokens),
+        pieces=median(each.pieces for each in rounds) / calls,
+    )
 
 
 main = command(
     "client",
     __doc__,
     _measure,
-    (),
+    ROLES,
     (
-        Option("--tokens", positive, [500, 2000, 8000], "of an answer"),
-        Option("--repeats", positive, 7, "rounds, of which the least time counts"),
+        Option("--tokens", positive, 400, "of an answer"),
+        Option("--calls", positive, [1, 8], "at once"),
     ),
 )

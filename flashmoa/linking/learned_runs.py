@@ -349,7 +349,14 @@ class LearnedRun:
         Args:
             texts: by key, what stands for the text of each call of the example.
         """
-        return self._known.predict(self._earlier[key].request.messages, texts, self._call_ids)
+        reader = self._earlier[key]
+
+        def is_readable(writer: str) -> bool:
+            # A text that was not complete when the request was sent is in it by chance.
+            completed = self._earlier[writer].completed
+            return completed is not None and completed < reader.after
+
+        return self._known.predict(reader.request.messages, texts, self._call_ids, is_readable)
 
     def texts(self, others: Mapping[str, str] | None = None) -> Mapping[str, str]:
         """Return the answers of this run that are complete now, by key.

@@ -175,13 +175,18 @@ class KnownTexts:
         self._finder.add(changes)
 
     def predict(
-        self, value: Any, texts: Mapping[str, str], find_ids: Callable[[str], Sequence[str]]
+        self,
+        value: Any,
+        texts: Mapping[str, str],
+        find_ids: Callable[[str], Sequence[str]],
+        is_readable: Callable[[str], bool] = lambda _: True,
     ) -> Any:
         """Return a JSON value of the earlier run as it is likely to be in this one.
 
         Args:
             texts: by key, what stands for the answers of the earlier run.
             find_ids: returns the ids of the calls of tools in the answer to the call with a key.
+            is_readable: whether the value may have the answer of the call with a key.
         """
 
         def stands_for(text: str) -> str | None:
@@ -190,7 +195,7 @@ class KnownTexts:
             for key, place in reversed(self._places.get(text, ())):
                 if isinstance(place, int):
                     found.update(find_ids(key)[place : place + 1])
-                elif key in texts:
+                elif is_readable(key) and key in texts:
                     return place(texts[key])
             if found:
                 # Some models number the calls of each answer anew, so that several calls have had

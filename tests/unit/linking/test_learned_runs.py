@@ -101,6 +101,21 @@ def test_answers_in_messages_are_found(
     assert contents(LearnedRun(program).predict("check", texts)) == expected
 
 
+def test_a_prompt_has_no_answer_that_came_after_it() -> None:
+    """A word of the instructions may be the whole answer, or another agent's."""
+    program = Program()
+    run = LearnedRun(program)
+    play(run, "plan", make_request("A trip to Nepal"), PLAN)
+    request = make_request(f"Say fine or poor.\n{PLAN}")
+    judge, other = run.begin("judge", request), run.begin("other", make_request("Poor?"))
+    run.complete(other, "poor")
+    run.complete(judge, "fine")
+    run.finish()
+    texts = {"plan": "<plan>", "judge": "<judge>", "other": "<other>"}
+    predicted = LearnedRun(program).predict("judge", texts)
+    assert contents(predicted) == ["Say fine or poor.\n<plan>"]
+
+
 def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
     program = learn(
         ("plan", make_request("A trip"), PLAN),

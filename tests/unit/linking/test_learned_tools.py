@@ -149,7 +149,7 @@ def test_a_result_that_is_an_agents_text_is_expected_whatever_its_call() -> None
     run = LearnedRun(program)
     answer = make_answer(("id 1", "lake"))
     ask(run, ASKED, answer)
-    run.begin("inner", request([{"role": "user", "content": "Look!"}])).answer = "A lake."
+    run.complete(run.begin("inner", request([{"role": "user", "content": "Look!"}])), "A lake.")
     ask(run, [*ASKED, answer, *results(answer, "It says: A lake.")], "There.")
     run.finish()
     run, answer = LearnedRun(program), make_answer(("id 2", "the lake"))

@@ -378,7 +378,7 @@ def _check_capacity(info: EngineInfo) -> list[Finding]:
         room = note("room", text, "raise --mem-fraction-static or --max-total-tokens")
     streams = f"{info.prompt_streams} prompt streams open"
     if info.costs is None:
-        busy = "the engine is still learning what forwards cost, which takes some seconds"
+        busy = "the engine measures what forwards cost when no request runs for some seconds"
         text = f"{streams}; {busy}"
         return [room, note("costs", text)]
     step = f"a decode step takes {1000 * info.costs.decode_step:.1f} ms"

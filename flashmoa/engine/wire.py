@@ -161,7 +161,7 @@ class Saturation(_EngineAnswer):
 
 
 class EngineInfo(_EngineAnswer):
-    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until they are learned.
+    """The answer of ``GET /flashmoa/info``; ``costs`` is ``None`` until they are measured.
 
     ``saturation`` is measured with ``--flashmoa-asyncep``. ``prefills_wait_for`` is the size of the
     forward, in tokens, until which prefills are held back; ``None`` if they are not.

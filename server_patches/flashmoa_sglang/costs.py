@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -92,9 +92,9 @@ class Costs:
     def added(self, decodes: int, tokens: int, context: float = 0) -> float:
         """Return by how many seconds a prefill of ``tokens`` tokens lengthens a decode step.
 
-        It is as much as in the measured steps with as many tokens in all, since that is what the
-        kernels' times depend on, and with the next smaller number of decodes. More tokens than in
-        any measured step take as long as they add to a prefill.
+        The total of tokens decides how long kernels take. So the mixed step takes as long as
+        the measured step with the same total and the next smaller number of decodes. Tokens beyond
+        the largest measured step take the time that they add to a prefill.
 
         Args:
             decodes: number of requests that decode in the step.
@@ -110,7 +110,8 @@ class Costs:
         line, total = lines[count], max(count, decodes) + tokens
         most = min(total, line[-1][0])
         more = self.prefill(total) - self.prefill(most)
-        return max(0.0, _interpolate(line, most) - line[0][1] + more) + read
+        alone = max(line[0][1], self.decode(decodes)) if decodes > count else line[0][1]
+        return max(0.0, _interpolate(line, most) - alone + more) + read
 
     @cached_property
     def _decodes(self) -> list[tuple[int, float]]:
@@ -125,19 +126,6 @@ class Costs:
         for count, prefill, seconds in sorted(self.mixed):
             steps.setdefault(count, []).append((count + prefill, seconds))
         return {count: line for count, line in steps.items() if len(line) > 1}
-
-    def behind(self, kv: int, context: int) -> Costs:
-        """Return the costs of forwards behind a context, in which they are all the same.
-
-        It may be up to a thirty-second part longer than given, so that few such costs are made.
-
-        Args:
-            kv: number of tokens that all requests together have that decode.
-            context: how many tokens are cached before each token of a prefill.
-        """
-        if not (self.per_kv_token and kv) and not (self.per_pair and context):
-            return self
-        return _behind(self, _coarse(kv), _coarse(context))
 
     @property
     def per_token(self) -> float:
@@ -170,27 +158,6 @@ class Costs:
             else:
                 high = middle
         return low
-
-
-@lru_cache(maxsize=256)
-def _behind(costs: Costs, kv: int, context: int) -> Costs:
-    # As long as no mixed step is known, what rides is taken to add what a prefill takes longer than
-    # a decode step, and both are without context.
-    read = costs.per_kv_token * kv if costs._lines else 0.0
-    per_token = costs.per_pair * context
-    return Costs(
-        tuple((tokens, seconds + per_token * tokens) for tokens, seconds in costs.points),
-        costs.decode_step + read,
-        tuple(
-            (n, tokens, seconds + read + per_token * tokens) for n, tokens, seconds in costs.mixed
-        ),
-    )
-
-
-def _coarse(tokens: int) -> int:
-    """Return the next larger number of six significant bits."""
-    unit = 1 << max(0, tokens.bit_length() - 6)
-    return -(-tokens // unit) * unit
 
 
 def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:

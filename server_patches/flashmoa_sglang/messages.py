@@ -118,10 +118,11 @@ class StreamProgress:
 class MeasuredCosts:
     """Tells every scheduler the costs of this engine's forwards.
 
+    ``costs``: ``None`` if they are not known (yet).
     ``waits_for``: the number of tokens in a forward for which prefills wait; ``None``: they do not.
     """
 
-    costs: Costs
+    costs: Costs | None
     waits_for: int | None = None
 
 

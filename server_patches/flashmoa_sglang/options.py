@@ -44,11 +44,10 @@ class Options:
         ("auto", "level", "off"),
     )
     itl_budget: float = _option(
-        1.25,
-        "Beside requests that belong to no linked workflow: how long most decode steps may be with "
-        "tokens of prompt streams that ride along, as a multiple of the step without them. Where "
-        "nothing can ride, or riding would cost more, streams have as much time in forwards of "
-        "their own as decodes have. At most 1: streams wait until no request decodes.",
+        2.0,
+        "How long a decode step may be with prefill that is mixed with it while prompt streams are "
+        "open, as a multiple of the step without. At most 1: streams wait until no request "
+        "decodes.",
     )
     itl_ms: str = _option(
         "",

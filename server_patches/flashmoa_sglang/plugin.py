@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flashmoa_sglang import asyncep, internals, kv_free, options
 from flashmoa_sglang.http import client_requests, guard, metrics, rendering, sent_answers
-from flashmoa_sglang.http.calibration import learn_costs, read_costs
+from flashmoa_sglang.http.calibration import calibrate, read_costs
 from flashmoa_sglang.http.engine import Engine, is_ours
 from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tool_gaps import ToolGaps
 from flashmoa_sglang.releases import RELEASE, TESTED, installed, too_old
-from flashmoa_sglang.scheduler import admission, batches, logits, results, state
+from flashmoa_sglang.scheduler import admission, apply, logits, results, state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -92,7 +92,7 @@ def attach_api(_result: None, manager: Any) -> None:
         table.calls = HeardCalls(engine, decode, http_server.app.state)
         manager.flashmoa_calls = table.calls
     Api(engine, table, renderer, manager.flashmoa_calls).add_to(http_server.app)
-    _run_with(http_server.app, lambda: learn_costs(engine))
+    _run_with(http_server.app, lambda: calibrate(engine))
 
 
 def _run_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -212,7 +212,7 @@ SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "around", admission.allocatable_requests),
     Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
     *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", batches.next_prefill_batch),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", apply.next_prefill_batch),
     Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
     Hook(f"{_SCHEDULER}.run_batch", "around", state.run_batch),
     Hook(f"{_SCHEDULER}.process_batch_result", "around", state.process_result),

@@ -1,8 +1,7 @@
-"""Learns what a forward costs on this engine while it serves, or reads it from a file.
+"""Measure the costs of an engine's forwards when it starts, or read them from a file.
 
-Every scheduler tells the times of its forwards. Before the first request of a client comes, some
-of the sizes that matter most run, so that their costs are known from the start. Their KV stays in
-the cache until it is evicted: SGLang's own switch to cache nothing of a request loses the KV of
+Forwards of different sizes run three times each, while no client uses the engine. Their KV stays
+in the cache until it is evicted: SGLang's own switch to cache nothing of a request loses the KV of
 requests that are cut into chunks.
 """
 
@@ -11,44 +10,129 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import asynccontextmanager, suppress
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from flashmoa_sglang.cost_learner import DECODES, FEWEST, CostLearner, differ
-from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED, Costs
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, Costs, TimedForward
 from flashmoa_sglang.http.engine import new_rid
-from flashmoa_sglang.http.errors import EngineBusy
+from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.http.stream import Prefilled
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.messages import KvReport
 
 logger = logging.getLogger(__name__)
 
-_SIZES = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
-# Forwards that take longer than this do not warm up; their costs are extrapolated linearly.
-_LONG_SECONDS = 0.1
-_IDLE_POLL = 0.05
+# Sizes of prefills in tokens, and numbers of requests that decode in steps with a prefill.
+_SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+_DECODES = (1, 8, 32, 128)
+# Steps of 128 decodes are measured if a step of 32 takes at most this factor of a step of one.
+_LONG_STEP = 2.0
+# Each forward runs three times, because the first of its size may compile kernels.
+_TIMES = 3
+# Larger prefills are not measured if a token costs at least this part of a token of half the size.
+_FLAT = 0.95
+# A forward that fails, or runs with other requests, is repeated up to this number of runs in all.
+_MOST_RUNS = 6
+_IDLE_POLL_SECONDS, _PAUSE_SECONDS = 0.05, 1.0
 # How many decode steps are timed, and how many tokens the answers have that decode meanwhile.
 _STEPS, _ANSWER = 8, 64
-# Costs are learned from so many new forwards, and after the warm-up not more often than after so
-# many seconds.
-_LEARNED_TOGETHER, _LEARN_SECONDS = 64, 2.0
 
 
-class LearnedCosts:
-    """What an engine has learned from the times of its forwards.
+class Times:
+    """The times of forwards that ran.
+
+    Args: slowdown: how many times slower the engine is than its costs are to say.
+    """
+
+    def __init__(self, slowdown: float = 1.0) -> None:
+        self._slowdown = slowdown
+        # Keys: number of decodes, number of prefilled tokens, number of cached tokens before them.
+        self._forwards: dict[tuple[int, int, int], list[TimedForward]] = defaultdict(list)
+
+    def add(self, forwards: Iterable[TimedForward]) -> None:
+        for one in forwards:
+            if isfinite(one.seconds) and one.seconds > 0 and (one.decodes or one.tokens):
+                cached = one.pairs // one.tokens if one.tokens else 0
+                timed = one._replace(seconds=one.seconds / self._slowdown)
+                self._forwards[one.decodes, one.tokens, cached].append(timed)
+
+    def of(self, decodes: int, tokens: int) -> float | None:
+        """Return the seconds of a forward without context; ``None`` if no such forward ran."""
+        forwards = self._forwards.get((decodes, tokens, 0))
+        return None if forwards is None else _typical(forwards).seconds
+
+    def count(self, decodes: int, tokens: int) -> int:
+        """Return how often a forward without context ran."""
+        return len(self._forwards.get((decodes, tokens, 0), ()))
+
+    def costs(self) -> Costs:
+        """Return the costs.
+
+        Raises: ValueError if prefills of fewer than two sizes ran.
+        """
+        per_pair, per_kv_token = self._per_pair(), self._per_kv_token()
+        # A forward that ran once may have compiled its kernels.
+        typical = {
+            (decodes, tokens): _typical(forwards)
+            for (decodes, tokens, cached), forwards in self._forwards.items()
+            if not cached and len(forwards) >= _TIMES
+        }
+        points = sorted((n, one.seconds) for (decodes, n), one in typical.items() if not decodes)
+        # A mixed step is compared with the same step without prefill.
+        mixed = sorted(
+            (decodes, tokens, one.seconds - per_kv_token * one.kv)
+            for (decodes, tokens), one in typical.items()
+            if decodes and (decodes, 0) in typical
+        )
+        # A prefill engine of a PD pair decodes nothing.
+        decode_step = mixed[0][2] if mixed else points[0][1] if points else 0.0
+        return Costs(tuple(points), decode_step, tuple(mixed), per_kv_token, per_pair)
+
+    def _per_pair(self) -> float:
+        """Return the seconds of a prefilled token for each token that is cached before it."""
+        slopes = [
+            (one.pairs, (one.seconds - alone) / one.pairs)
+            for (decodes, tokens, cached), forwards in self._forwards.items()
+            if cached and not decodes and (alone := self.of(0, tokens)) is not None
+            for one in [_typical(forwards)]
+        ]
+        # The longer the context, the less do disturbances count.
+        return max(0.0, max(slopes, default=(0, 0.0))[1])
+
+    def _per_kv_token(self) -> float:
+        """Return the seconds of a decode step for each token whose KV it reads."""
+        slopes: list[tuple[int, float]] = []
+        for (decodes, tokens, _), forwards in self._forwards.items():
+            least, most = min(one.kv for one in forwards), max(one.kv for one in forwards)
+            if decodes and not tokens and most - least > _ANSWER * decodes:
+                near = _typical(one for one in forwards if one.kv <= (least + most) / 2)
+                far = _typical(one for one in forwards if one.kv > (least + most) / 2)
+                more = far.kv - near.kv
+                slopes.append((more, (far.seconds - near.seconds) / more))
+        return max(0.0, max(slopes, default=(0, 0.0))[1])
+
+
+def _typical(forwards: Iterable[TimedForward]) -> TimedForward:
+    """Return one of the quicker forwards of a kind: what disturbs a forward makes it longer."""
+    ordered = sorted(forwards, key=lambda one: one.seconds)
+    return ordered[max(0, len(ordered) // 2 - 1)]
+
+
+class Measurement:
+    """Runs forwards and answers on an engine, whose schedulers tell their times.
 
     Attributes:
         layers: the times of layers whose experts are copied to the device.
@@ -57,114 +141,77 @@ class LearnedCosts:
     def __init__(self, engine: Engine) -> None:
         self.layers: list[LayerTimes] = []
         self._engine = engine
-        self._learner = CostLearner(Options.from_environment().device_slowdown)
-        self._is_due = asyncio.Event()
+        self._times = Times(Options.from_environment().device_slowdown)
+        # A prompt that ran before would be found in the cache.
+        self._dice = random.Random(0)
+        self._failure: ApiError | None = None
         engine.handle(ForwardTimes, self._receive)
 
     def _receive(self, report: ForwardTimes) -> None:
-        if self._learner.add(report.forwards) >= _LEARNED_TOGETHER:
-            self._is_due.set()
+        self._times.add(report.forwards)
         if report.layers is not None:
             self.layers.append(report.layers)
 
-    async def go_on(self) -> None:
-        """Learn again and again, whenever some more forwards have run."""
-        while True:
-            await self._is_due.wait()
-            await self.learn()
-            await asyncio.sleep(_LEARN_SECONDS)
+    async def run(self, ranks: Sequence[KvReport]) -> Costs:
+        """Run each forward that matters a few times, while the engine is idle.
 
-    async def learn_if_due(self) -> None:
-        """Learn if enough forwards have run since; see :meth:`learn`."""
-        if self._is_due.is_set():
-            await self.learn()
-
-    async def learn(self) -> None:
-        """Learn from the forwards so far; tell the schedulers if decisions may change."""
-        self._is_due.clear()
-        before = self._engine.costs
-        # It takes some milliseconds, for which no request is to wait.
-        costs = await asyncio.to_thread(self._learner.learn)
-        if costs is None or (before is not UNMEASURED and not differ(before, costs)):
-            return
-        self._engine.use_costs(costs, self._engine.waits_for)
-        if before is UNMEASURED:
-            _log_costs("As measured", costs)
-
-
-class _ClientCame(Exception):
-    """A request of a client has come, so that the engine measures no more on its own."""
-
-
-class WarmUp:
-    """Runs forwards and answers on an engine, for the times that its schedulers tell.
-
-    Args: waits: whether it goes on when no other request runs; otherwise the first one ends it.
-    """
-
-    def __init__(self, engine: Engine, learned: LearnedCosts, *, waits: bool = False) -> None:
-        self._engine = engine
-        self._learned = learned
-        self._waits = waits
-        # A prompt that ran before would be found in the cache.
-        self._dice = random.Random(0)
-        self._longest = _LONG_SECONDS * Options.from_environment().device_slowdown
-
-    async def run(self, ranks: Sequence[KvReport]) -> None:
-        """Run each forward that matters a few times, unless a request of a client comes."""
-        try:
-            await self._run_all(ranks)
-        except* _ClientCame:
-            pass
-
-    async def _run_all(self, ranks: Sequence[KvReport]) -> None:
+        Forwards that keep failing are left out. Raises: ValueError if too few forwards ran.
+        """
         sizes = [size for size in _SIZES if size <= self._engine.max_unchunked_prompt]
-        for _ in range(FEWEST):
-            sizes = await self._prefill_all(sizes)
+        sizes = await self._prefill_all(sizes)
+        if len(sizes) < 2:
+            raise ValueError(f"prefills of fewer than two sizes ran; {self._failure}")
         # Every decode takes a place, and together at most half of the KV pool.
         bounds = (min(rank.max_running, rank.total // (2 * _ANSWER)) for rank in ranks)
         most = min(bounds, default=1)
         mixes = not any(rank.no_rides for rank in ranks)
-        steps = [size for size in STEP_SIZES if mixes and size <= sizes[-1]]
-        for decodes in (number for number in DECODES if number <= most):
-            riding = [size - decodes for size in steps if size - decodes >= FEWEST_RIDING]
-            for _ in range(FEWEST):
-                riding = await self._ride_all(decodes, riding)
-                # An answer alone has more steps than count.
-                if not riding:
-                    break
-        await self._read_context(sizes, min(most, DECODES[-1]))
+        for decodes in (number for number in _DECODES if number <= most):
+            await self._mix_all(decodes, sizes[-1] if mixes else 0)
+            one, step = self._times.of(1, 0), self._times.of(decodes, 0)
+            if decodes == _DECODES[-2] and one and step and step > _LONG_STEP * one:
+                break
+        await self._read_context(sizes, min(most, _DECODES[-2]))
+        return self._times.costs()
 
     async def _prefill_all(self, sizes: list[int]) -> list[int]:
-        """Prefill as many tokens as each of ``sizes`` says; return those that are not too long."""
-        for position, size in enumerate(sizes):
-            seconds = await self._forward(self._tokens(size))
-            layers = self._learned.layers
-            hides_transfers = not layers or layers[-1].hides_transfers
-            # Two sizes are needed at least.
-            is_long = position > 0 and hides_transfers and seconds > self._longest
-            if is_long and (size == sizes[-1] or await self._stays_long(size)):
-                return sizes[: position + 1]
-        return sizes
+        """Prefill as many tokens as each size says, until tokens get no cheaper.
 
-    async def _ride_all(self, decodes: int, sizes: list[int]) -> list[int]:
-        """Run decode steps, and some with so many tokens; return those that are not too long.
-
-        The first that is too long is among these, unless all are: then prefills say what they take.
+        Return the sizes that ran.
         """
-        async with self._decoding(decodes, [0]):
-            for position, size in enumerate(sizes):
-                is_long = await self._forward(self._tokens(size), rides=True) > self._longest
-                if is_long and await self._stays_long(size, rides=True):
-                    return sizes[: position + 1] if position else []
-        return sizes
+        token, ran = inf, list[int]()
+        for size in sizes:
+            for _ in self._missing(0, [size]):
+                await self._forward(self._tokens(size))
+            if (seconds := self._times.of(0, size)) is None:
+                continue
+            ran.append(size)
+            before, token = token, seconds / size
+            hides_transfers = not self.layers or self.layers[-1].hides_transfers
+            if token > _FLAT * before and size >= STEP_SIZES[1] and hides_transfers:
+                break
+        return ran
 
-    async def _stays_long(self, size: int, *, rides: bool = False) -> bool:
-        """Run a forward that was too long once more, because the first one of a size may compile.
+    def _missing(self, decodes: int, sizes: list[int]) -> Iterator[list[int]]:
+        """Yield the sizes of prefills that have not run often enough, until all have."""
+        for _ in range(_MOST_RUNS):
+            missing = [size for size in sizes if self._times.count(decodes, size) < _TIMES]
+            if not missing:
+                return
+            yield missing
 
-        Return whether it is too long again, so that larger ones are not to run.
-        """
-        return await self._forward(self._tokens(size), rides=rides) > self._longest
+    async def _mix_all(self, decodes: int, largest: int) -> None:
+        """Run decode steps, and some with a prefill, of at most ``largest`` tokens in all."""
+        sizes = [size - decodes for size in STEP_SIZES if size <= largest]
+        sizes = [size for size in sizes if size >= FEWEST_RIDING]
+        if not sizes:
+            async with self._decoding(decodes, [0]):
+                # The times of decode steps are told with a prefill's.
+                await self._forward([0])
+        # The answers would end if all sizes ran three times beside them.
+        for missing in self._missing(decodes, sizes):
+            async with self._decoding(decodes, [0]):
+                for size in missing:
+                    await self._forward(self._tokens(size), rides=True)
 
     async def _read_context(self, sizes: list[int], decodes: int) -> None:
         """Run prefills that have run without context behind a long one, and decodes."""
@@ -175,43 +222,37 @@ class WarmUp:
         while len(context) < length:
             context += self._tokens(min(sizes[-1], length - len(context)))
             await self._forward(context)
-        for size in sizes[-3:-1] * FEWEST:
+        for size in sizes[-3:-1] * _TIMES:
             await self._forward([*context, *self._tokens(size)])
         for number in (1, decodes):
             async with self._decoding(number, context):
-                # The times of decode steps are told with those of the prefill after them.
                 await self._forward([0])
 
     def _tokens(self, number: int) -> list[int]:
         return self._dice.choices(range(self._engine.vocabulary), k=number)
 
-    async def _wait_or_give_up(self) -> None:
-        # SGLang would wait for these requests before it shuts down, and has no event for its end.
-        while (starts := self._engine.warming_up) or self._is_in_use():
-            if not (starts or self._waits):
-                raise _ClientCame
-            # An engine that is never idle has the costs of what it serves meanwhile.
-            await self._learned.learn_if_due()
-            await asyncio.sleep(_IDLE_POLL)
+    async def _wait_until_idle(self) -> None:
+        # SGLang has no event for these states.
+        while self._engine.warming_up or self._engine.draining or self._engine.others_active():  # noqa: ASYNC110
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
 
-    def _is_in_use(self) -> bool:
-        return self._engine.draining or self._engine.others_active()
-
-    async def _forward(self, input_ids: list[int], *, rides: bool = False) -> float:
-        """Run a forward with these tokens; return about how many seconds it took.
+    async def _forward(self, input_ids: list[int], *, rides: bool = False) -> None:
+        """Prefill ``input_ids`` in one forward. If that fails, pause.
 
         Args: rides: whether the tokens ride along with a decode step, if one can be mixed with it.
         """
-        await self._wait_or_give_up()
-        started = time.perf_counter()
+        await self._wait_until_idle()
         mark = RequestMark(timed=True, rides=rides)
-        Prefilled.read(await self._engine.generate(input_ids, mark))
-        return time.perf_counter() - started
+        try:
+            Prefilled.read(await self._engine.generate(input_ids, mark))
+        except ApiError as error:
+            self._failure = error
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     @asynccontextmanager
     async def _decoding(self, requests: int, prompt: list[int]) -> AsyncGenerator[None]:
         """Let this many requests decode in the meantime, and a few steps before."""
-        await self._wait_or_give_up()
+        await self._wait_until_idle()
         decode = asyncio.Event()
         rids = [new_rid() for _ in range(requests)]
         async with asyncio.TaskGroup() as group:
@@ -231,7 +272,7 @@ class WarmUp:
             if decodes is not None and meta["completion_tokens"] > _STEPS:
                 decodes.set()
 
-        with suppress(EngineBusy):
+        with suppress(ApiError):
             await self._engine.generate(
                 prompt,
                 RequestMark(timed=True),
@@ -257,49 +298,44 @@ def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
         )
 
 
-async def learn_costs(engine: Engine) -> None:
-    """Calibrate an engine, and learn for as long as it serves, unless its costs are given."""
-    learned = await calibrate(engine)
-    if learned is None:
-        return
-    try:
-        await learned.go_on()
-    except Exception:
-        logger.exception("The costs of forwards are not learned any more, but used as they are.")
+async def calibrate(engine: Engine) -> None:
+    """Measure the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
-
-async def calibrate(engine: Engine) -> LearnedCosts | None:
-    """Learn the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
-
-    If that fails, it is logged, and the guess ``UNMEASURED`` stays in use until enough forwards of
-    clients have run.
-
-    Return what goes on learning; ``None`` if nothing does.
+    Prefills wait for forwards of a size that is given by hand from the start, and also if the
+    measurement fails. That is logged, and steps have fixed sizes then.
     """
     if engine.role == "decode":
-        return None  # Costs are for planning prefills, which a decode engine does not run.
-    options = Options.from_environment()
-    learned = None if options.costs else LearnedCosts(engine)
-    try:
-        ranks = await engine.kv()
-        _log_what_is_off(ranks)
-        most = engine.largest_forward(ranks)
-        if learned is None:
-            costs, engine.saturation = read_costs(options.costs)
-        else:
-            await WarmUp(engine, learned, waits=options.asyncep != "off").run(ranks)
-            costs, engine.saturation = engine.costs, find_saturation(learned.layers, most)
-    except Exception as error:
-        text = "The cost of a forward is a guess, until requests of clients have shown it: %s"
-        logger.warning(text, error)
-        return learned
-    waits_for = _waits_for(engine.saturation, most, together=engine.steps_together)
+        return  # Costs are for planning prefills, which a decode engine does not run.
+    is_given = Options.from_environment().saturation > 0
+    ranks = await engine.kv()
+    _log_what_is_off(ranks)
+    most, together = engine.largest_forward(ranks), engine.steps_together
+    waits_for = _waits_for(None, most, together=together) if is_given else None
+    if is_given:
+        engine.use_costs(None, waits_for)
+    costs = await _find_costs(engine, ranks, most)
+    if not is_given:
+        waits_for = _waits_for(engine.saturation, most, together=together)
     engine.use_costs(costs, waits_for)
-    if learned is None:
-        _log_costs(f"As {options.costs} says", costs)
-    else:
-        await learned.learn()
-    return learned
+
+
+async def _find_costs(engine: Engine, ranks: Sequence[KvReport], most: int) -> Costs | None:
+    """Measure or read the costs, and set the engine's ``saturation``."""
+    try:
+        if file := Options.from_environment().costs:
+            costs, engine.saturation = read_costs(file)
+            _log_costs(f"As {file} says", costs)
+            return costs
+        measurement = Measurement(engine)
+        try:
+            costs = await measurement.run(ranks)
+        finally:
+            engine.saturation = find_saturation(measurement.layers, most)
+        _log_costs("As measured", costs)
+        return costs
+    except Exception as error:
+        logger.warning("The cost of a forward is not known, and steps have fixed sizes: %s", error)
+        return None
 
 
 def _log_costs(found: str, costs: Costs) -> None:

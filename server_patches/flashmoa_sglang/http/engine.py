@@ -66,7 +66,7 @@ class Engine:
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
-        # A message without a handler would end SGLang's process. Costs are not always learned.
+        # A message without a handler would end SGLang's process. Costs may be read from a file.
         self.handle(ForwardTimes, lambda _: None)
 
     @cached_property
@@ -324,13 +324,15 @@ class Engine:
     def abort(self, rid: str) -> None:
         self._manager.abort_request(rid)
 
-    def use_costs(self, costs: Costs, waits_for: int | None) -> None:
+    def use_costs(self, costs: Costs | None, waits_for: int | None) -> None:
         """Use these costs for decisions from now on, here and in every scheduler.
 
-        Args: waits_for: number of tokens in a forward for which prefills wait; ``None``: they do
-            not wait.
+        Args:
+            costs: ``None`` if they are not known (yet).
+            waits_for: number of tokens in a forward for which prefills wait; ``None``: they do not
+                wait.
         """
-        self.costs, self.waits_for = costs, waits_for
+        self.costs, self.waits_for = costs or UNMEASURED, waits_for
         RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
 
     def release(self, stream: str) -> None:

@@ -217,7 +217,7 @@ def room_for_streams(scheduler: Any, running: Any) -> int:
     kept += state.streams.returning_tokens()
     if running.reqs or len(state.streams) > 1:
         kept += int(scheduler.max_total_num_tokens * _HEADROOM)
-    wanted = sum(state.streams.waiting_tokens(before=inf))
+    wanted, _ = state.streams.leading_tokens(inf)
     room = unpromised(scheduler, running) - kept
     while wanted > max(room, 0) and room + state.streams.overdue_tokens() > 0:
         if not state.pins.give_way(state.streams.is_overdue):

@@ -8,8 +8,6 @@ from typing import Any
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.releases import RELEASE
 
-# By so many tokens of an answer a prompt is known in which it is.
-SAMPLE = 16
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096
 
@@ -26,8 +24,6 @@ class RequestState:
         first_wait: length of its cached prefix when it first waited for another request to compute
             tokens that both need.
         last_wait: length of its cached prefix when it last waited so.
-        read_by: a stream that reads its answer, if one is known.
-        sought_at: from how many tokens of its answer on one is looked for.
     """
 
     mark: RequestMark | None = None
@@ -36,8 +32,6 @@ class RequestState:
     unshared: int | None = None
     first_wait: int | None = None
     last_wait: int | None = None
-    read_by: str | None = None
-    sought_at: int = 2 * SAMPLE
 
     @property
     def stream(self) -> str | None:
@@ -86,14 +80,6 @@ def output_left(req: Any) -> int:
     """Return for how many more output tokens SGLang reserves room."""
     left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
     return min(max(0, left), _RESERVED_OUTPUT)
-
-
-def expected_output_left(req: Any) -> int:
-    """Return how many more tokens a request is expected to decode, at least one."""
-    mark = state_of(req).mark
-    expected = mark.expected_output if mark is not None else None
-    most = req.sampling_params.max_new_tokens or 0
-    return max(1, (most if expected is None else expected) - len(req.output_ids))
 
 
 def uncached_tokens(tree_cache: Any, req: Any) -> int:

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Rows for requests that are added to SGLang's table, which is the most increments in a batch.
 SPARE_ROWS = 16
-# The most forwards that are launched and not processed, and how many times are told together.
-_MOST_LAUNCHED, _TOLD_TOGETHER = 64, 64
+# The most forwards that are launched and not processed, and the most times that are told together.
+_MOST_LAUNCHED, _MOST_TIMES = 64, 256
 
 
 class SchedulerState:
@@ -61,8 +61,7 @@ class SchedulerState:
         launched: requests of the last forward whose KV is put there when the next step begins.
         elsewhere: how many requests decode on another rank that steps together with this one, or in
             another batch of a pipeline.
-        earned: the seconds that decode steps have taken since streams made one longer, or had a
-            forward of their own.
+        steps_without_streams: the decode steps since streams had a forward of their own.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
     """
 
@@ -88,7 +87,7 @@ class SchedulerState:
         self.launched: list[Any] = []
         self.only_streams = self.needs_pages = self.increments_ended = False
         self.timer = ForwardTimer(scheduler)
-        self.work = self.earned = 0.0
+        self.work, self.steps_without_streams = 0.0, 0
         self.elsewhere = 0
         self.duplicates_avoided = 0
         self.rode_along = 0
@@ -150,7 +149,7 @@ class _Watched:
 
 
 class ForwardTimer:
-    """Times an engine's forwards, and tells the HTTP process, which learns what they cost.
+    """Times an engine's forwards. Tells the HTTP process the times until the costs are known.
 
     A device computes one forward after the other, and under the overlap schedule the next one is
     launched before a result is processed. So each takes from the result before it to its own. On a
@@ -173,12 +172,12 @@ class ForwardTimer:
         self._ending: tuple[Any, TimedForward, float, float] | None = None
         self._done: _Watched | None = None
         self._ended_at, self._was_late = 0.0, False
-        self._forwards: list[TimedForward] = []
+        self._forwards: deque[TimedForward] = deque(maxlen=_MOST_TIMES)
 
     def launch(self, original: Callable[[], Any], batch: Any) -> Any:
         """Let SGLang launch the forward of a batch; return what it returns."""
         forward, offloader = _describe(self._scheduler, batch), asyncep.own_offloader()
-        # What decodes measure is not how long a layer computes for so many tokens.
+        # A step that also decodes does not tell how long a layer takes to prefill N tokens.
         if offloader and not forward.decodes and _is_timed(forward, batch.reqs):
             offloader.time_next(forward.tokens)
         began = time.perf_counter()
@@ -213,13 +212,13 @@ class ForwardTimer:
         is_known = began >= before or not (self._has_stages or (was_late and not self._was_late))
         if done and done.is_on_cpu:
             self.seconds, is_known = launching, True
-        if is_known:
+        if is_known and self._scheduler.flashmoa.costs is UNMEASURED:
             self._forwards.append(forward._replace(seconds=self.seconds))
         is_timed, offloader = _is_timed(forward, reqs), asyncep.own_offloader()
         layers = None
         if offloader and is_timed and not forward.decodes:
             layers = offloader.take_times()
-        if is_timed or len(self._forwards) >= _TOLD_TOGETHER:
+        if is_timed:
             report = ForwardTimes(tuple(self._forwards), layers)
             self._forwards.clear()
             RELEASE.to_tokenizer(self._scheduler, report)
@@ -365,11 +364,11 @@ def flush_cache(original: Callable[..., bool], scheduler: Any, *args: Any, **kwa
 
 def _use_costs(scheduler: Any, message: MeasuredCosts) -> None:
     state: SchedulerState = scheduler.flashmoa
-    state.costs = message.costs
+    if message.costs is not None:
+        state.costs = message.costs
     # If ranks step together, no rank may hold back a step on its own.
     together = scheduler.require_mlp_sync or RELEASE.pipeline_stages(scheduler) > 1
-    # The same gate stays when other costs have been learned: it knows who has waited for how long.
-    if message.waits_for is not None and state.saturation_gate is None and not together:
+    if message.waits_for is not None and not together:
         state.saturation_gate = SaturationGate(message.waits_for, state.options.saturation_wait)
 
 

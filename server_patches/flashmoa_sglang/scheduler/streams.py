@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler.amounts import FILLS, Growth, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
-from flashmoa_sglang.scheduler.request import SAMPLE, state_of
+from flashmoa_sglang.scheduler.plan import FILLS, Growth, choose_increments, fewest_tokens
+from flashmoa_sglang.scheduler.request import state_of
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.pins import StreamPins
@@ -31,9 +31,6 @@ _REMEMBERED_ENDINGS = 4096
 # A stream that has grown by fewer tokens is not matched with the radix tree again: hardly any
 # other request can have computed just these.
 _WORTH_MATCHING = 64
-# In so many steps an idle engine waits for the request of a stream: it may never come. On a CPU,
-# such a step lasts until a message comes, for at most a second.
-_MOST_AWAITED = 4
 # While the engine does as much work as computing a prompt so many times takes, requests that have
 # lost their own prompts leave it pinned. To give way sooner costs more than it saves: most tools
 # end within a second, in which an engine computes a prompt once.
@@ -58,7 +55,6 @@ class SchedulerStream:
         grows: whether the agent before writes already, so that the stream's request may come soon.
         ended: whether no more tokens come.
         claimed: whether the final request has come, which computes the rest.
-        awaited: in how many steps the engine has only waited for it.
         increment: the increment that was made and is not in the radix tree yet.
         kept: how many of its tokens are still those of the stream.
         is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
@@ -76,7 +72,6 @@ class SchedulerStream:
     grows: bool = False
     ended: bool = False
     claimed: bool = False
-    awaited: int = 0
     increment: Any = None
     kept: int = 0
     is_pin_stale: bool = False
@@ -148,47 +143,23 @@ class SchedulerStreams:
     def can_prefill_more(self) -> bool:
         return bool(self._growths())
 
-    def waiting_tokens(self, *, before: float | None = None, next_only: bool = False) -> list[int]:
-        """Return how many tokens of each stream could be prefilled that has any, in their order.
+    def leading_tokens(self, before: float | None) -> tuple[int, bool]:
+        """Return how many tokens could be prefilled, and whether one of their streams has ended.
 
-        Args:
-            before: count only streams that grow, and are smaller jobs than this one.
-            next_only: whether to count only those whose request is due.
+        Args: before: if given, count only streams that grow, and are smaller jobs than this one.
         """
-        return [
-            new
+        leading = [
+            (stream, new)
             for stream, new in self._growths()
-            if (before is None or self._leads(stream, new, before))
-            and (stream.is_next or not next_only)
+            if before is None or self._leads(stream, new, before)
         ]
+        return sum(new for _, new in leading), any(stream.ended for stream, _ in leading)
 
     def context(self) -> int:
         """Return how many tokens come before one that waits, on average."""
         growths = self._growths()
         new = sum(new for _, new in growths)
         return sum(stream.prefilled * new for stream, new in growths) // new if new else 0
-
-    def is_stranger(self, req: Any) -> bool:
-        """Return whether a running request is of no linked workflow, as far as is known.
-
-        It is of one if its prompt has come as a stream, or a stream reads its answer. Such streams
-        get its tokens some steps later, so they are looked for whenever twice as many have come.
-        """
-        mine = state_of(req)
-        if mine.read_by is not None or (mine.mark is not None and mine.mark.final):
-            return False
-        written = len(req.output_ids)
-        if written < mine.sought_at:
-            return True
-        mine.sought_at = 2 * written
-        start = (written - SAMPLE) // 2
-        sample = array("q", req.output_ids[start : start + SAMPLE]).tobytes()
-        for stream in self._open.values():
-            # The answer is at the end of what has come, perhaps with a few words after it.
-            if stream.grows and sample in stream.tokens[-2 * written :].tobytes():
-                mine.read_by = stream.id
-                return False
-        return True
 
     def _leads(self, stream: SchedulerStream, new: int, before: float) -> bool:
         return stream.grows and (before == inf or self._job(stream, new) < before)
@@ -212,20 +183,6 @@ class SchedulerStreams:
             self._changed.clear()
             self._ordered = [self._grown[number] for number in sorted(self._grown)]
         return self._ordered
-
-    def await_request(self) -> bool:
-        """Wait in this step for the request of a stream that comes next.
-
-        Return whether there is one for which the engine has not waited long enough yet.
-        """
-        awaited = [
-            stream
-            for stream in self._open.values()
-            if stream.opener is not None and stream.is_next and stream.awaited < _MOST_AWAITED
-        ]
-        for stream in awaited:
-            stream.awaited += 1
-        return bool(awaited)
 
     def _growth(self, stream: SchedulerStream) -> int:
         return self._kept(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0
@@ -392,40 +349,27 @@ class SchedulerStreams:
 
     # Increments.
 
-    def has_increment(self, tokens: int, least: int) -> bool:
-        """Return whether a stream has tokens enough for an increment; see :meth:`make`.
-
-        While many streams are open, none has in most steps.
-        """
-        page = self._scheduler.page_size
-        fewest = min(fewest_tokens(len(self), least), tokens - tokens % page)
-        return any(new >= fewest or stream.ended for stream, new in self._growths())
-
-    def make(
-        self, tokens: int, least: int, room: int, most: int, *, before: float | None = None
-    ) -> list[Any]:
+    def make(self, tokens: int, room: int, most: int, *, before: float | None = None) -> list[Any]:
         """Make increments for the batch that is built next, and return them.
 
         Args:
             tokens: the most new tokens of all increments together, with those beyond the tree's.
-            least: the fewest new tokens of all streams for which increments are made.
             room: number of KV slots that streams may take.
             most: the most increments.
             before: streams that grow, and are smaller jobs than this one, come first.
         """
-        page, state = self._scheduler.page_size, self._scheduler.flashmoa
-        fewest = fewest_tokens(len(self), least)
+        page = self._scheduler.page_size
         tokens -= most * self.beyond
-        if not self.has_increment(tokens, least):
+        fewest = fewest_tokens(len(self), tokens, page)
+        # While many streams are open, none has enough tokens in most steps.
+        if not any(new >= fewest or stream.ended for stream, new in self._growths()):
             self._waiting = set()
             return []
-        weight = state.costs.decode_weight if state.options.schedule == "sjf" else 0.0
 
         def size(stream: SchedulerStream, new: int) -> Growth:
-            output = stream.output * weight
             leads = before is None or self._leads(stream, new, before)
             rank = FILLS if not leads else 0 if stream.is_next else 1
-            return Growth(stream.prefilled, new, stream.ended, output, rank)
+            return Growth(stream.prefilled, new, stream.ended, rank)
 
         growths = self._growths()
         streams = [stream for stream, _ in growths]
@@ -434,7 +378,7 @@ class SchedulerStreams:
         # that turn out to be computed already leave their place in the batch to others.
         matched: set[int] = set()
         while True:
-            chosen = choose_increments(sizes, min(tokens, room), least, fewest, page)[:most]
+            chosen = choose_increments(sizes, min(tokens, room), fewest, page)[:most]
             fresh = [position for position, _ in chosen if position not in matched]
             if not fresh:
                 break
@@ -442,9 +386,7 @@ class SchedulerStreams:
                 room -= self._match(streams[position], room)
                 sizes[position] = size(streams[position], self._growth(streams[position]))
             matched.update(fresh)
-        lack_room = (
-            room < tokens and not chosen and choose_increments(sizes, tokens, least, fewest, page)
-        )
+        lack_room = room < tokens and not chosen and choose_increments(sizes, tokens, fewest, page)
         self._waiting = {s.id for s, _ in growths if lack_room and self._growth(s)}
         made = (self._make_increment(streams[position], end) for position, end in chosen)
         return [req for req in made if req is not None]

@@ -36,10 +36,8 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
 ) -> None:
     """Of those that decode, SGLang knows all tokens then, because they were not in that prefill."""
     newcomers = [_ask_for(words(200, 71 + number), 3) for number in range(5)]
-    # Tokens may ride in each step then.
-    arguments = [*ARGUMENTS, "--flashmoa-itl-budget", "2"]
     async with (
-        start_special_engine(engines, model, *arguments, environment=RIDING) as modelled,
+        start_special_engine(engines, model, *ARGUMENTS, environment=RIDING) as modelled,
         EngineClient(modelled.url, timeout=60) as client,
         httpx.AsyncClient(base_url=modelled.url, timeout=60) as http,
     ):

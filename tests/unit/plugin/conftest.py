@@ -53,3 +53,9 @@ def scheduler() -> FakeScheduler:
 @pytest.fixture(name="streams")
 def streams_of_scheduler(scheduler: FakeScheduler) -> SchedulerStreams:
     return scheduler.flashmoa.streams
+
+
+@pytest.fixture
+def any_increment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let increments have any number of tokens."""
+    monkeypatch.setattr(streams, "fewest_tokens", lambda *_: 1)

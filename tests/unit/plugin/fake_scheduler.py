@@ -13,7 +13,7 @@ from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import RequestMark, StreamTokens
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler.admission import allocatable_requests
-from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.request import RequestState, is_increment, state_of
 from flashmoa_sglang.scheduler.state import SchedulerState
@@ -219,10 +219,10 @@ class FakeScheduler:
 
 
 def make_increments(
-    streams: SchedulerStreams, tokens: int = MANY, least: int = 1, room: int = MANY, most: int = 16
+    streams: SchedulerStreams, tokens: int = MANY, room: int = MANY, most: int = 16
 ) -> dict[str | None, Any]:
     """Make increments. Return them by their streams."""
-    made = streams.make(tokens, least, room, most)
+    made = streams.make(tokens, room, most)
     return {state_of(req).increment_of: req for req in made}
 
 
@@ -275,7 +275,7 @@ def engine(decoding: int = 0, *, full: bool = False, eagle: bool = False) -> Fak
     """Make a scheduler with so many requests that decode, and whose KV is published late."""
     made = FakeScheduler(running=[request(100, 50, 1) for _ in range(decoding)], eagle=eagle)
     made.flashmoa.costs = COSTS
-    made.flashmoa.options = Options(intra_turn="off", itl_budget=2.0)
+    made.flashmoa.options = Options(intra_turn="off")
     made.flashmoa.late_kv = "of the test"
     made.running.batch_is_full = full
     return made

@@ -12,15 +12,18 @@ from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE, TESTED, Release, Release0521, class_for
 from flashmoa_sglang.scheduler import admission, streams
 from flashmoa_sglang.scheduler.admission import Job, shortest_first
-from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin, Stage, StreamPins
+from flashmoa_sglang.scheduler.plan import StepView
+from flashmoa_sglang.scheduler.request import RequestState
 from flashmoa_sglang.scheduler.state import SchedulerState
+from flashmoa_sglang.scheduler.view import read
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plugin.fake_scheduler import FakeScheduler, Tree, request
 
-pytestmark = pytest.mark.usefixtures("fake_release")
+pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
 class Adder:
@@ -346,9 +349,9 @@ def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
     scheduler.tree_cache.cached = [[*range(100)]]
     scheduler.open_stream("a", 100)
     streams = scheduler.flashmoa.streams
-    assert streams.make(100, 1, 100, 16) == [] and not streams.can_prefill_more()
+    assert streams.make(100, 100, 16) == [] and not streams.can_prefill_more()
     scheduler.flashmoa.pins.make_room(1000)
-    assert sum(streams.waiting_tokens()) == 100
+    assert streams.leading_tokens(None)[0] == 100
     scheduler.flashmoa.report_counts(scheduler)
     assert [one.gave_way for one in scheduler.sent[1:] if not isinstance(one, StreamProgress)] == [
         1
@@ -451,8 +454,21 @@ def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> N
     state: Any = scheduler.flashmoa
     state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
     state.queued = SimpleNamespace(count=lambda *_: 10)
+    # The loop does not sleep while a request decodes.
+    assert read(scheduler, scheduler.running) == StepView(waits=True, decodes=1)
     assert next_prefill_batch(_never, scheduler) == (None, scheduler.running)
     assert scheduler.waiting_queue == [first, structured]
+
+
+def test_requests_that_measure_do_not_wait_for_saturation() -> None:
+    scheduler = FakeScheduler()
+    scheduler.waiting_queue = [timed] = [request(10, 5)]
+    state: Any = scheduler.flashmoa
+    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.queued = SimpleNamespace(count=lambda *_: 10)
+    assert read(scheduler, scheduler.running).waits
+    timed.flashmoa = RequestState(RequestMark(timed=True))
+    assert not read(scheduler, scheduler.running).waits
 
 
 def _never(*_: object, **__: object) -> None:

@@ -1,14 +1,12 @@
-"""How costs are learned while an engine starts and serves, or read from a file; without engines."""
+"""How costs are measured when an engine starts, or read from a file; without engines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import ceil
+from math import ceil, inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +21,9 @@ from flashmoa_sglang import plugin  # noqa: E402
 from flashmoa_sglang.costs import UNMEASURED, Costs, TimedForward  # noqa: E402
 from flashmoa_sglang.http import calibration  # noqa: E402
 from flashmoa_sglang.http.calibration import (  # noqa: E402
-    LearnedCosts,
-    WarmUp,
+    Measurement,
+    Times,
     calibrate,
-    learn_costs,
     read_costs,
 )
 from flashmoa_sglang.http.errors import EngineBusy, EngineFailed  # noqa: E402
@@ -38,7 +35,7 @@ SIZES = [1, 4, 16, 64, 128, 256, 512, 1024]
 
 
 def seconds(decodes: int, kv: int, tokens: int, pairs: int) -> float:
-    """Return how long a forward takes: 64 tokens each take 1 ms, and the first 5 ms."""
+    """Return how long a forward takes: 64 tokens each take 1 ms, and the first 5 ms more."""
     blocks = ceil((decodes + tokens) / 64) if tokens else 0
     return 0.005 + 0.001 * blocks + 3e-8 * kv + 1e-9 * pairs
 
@@ -47,7 +44,6 @@ class FakeEngine:
     """An engine that runs the requests that measure it, each in a forward of its own.
 
     Args:
-        after: how many of its forwards a client's request comes.
         refuses: how many answers it has no place for.
         replaced: in place of the class's own attributes.
     """
@@ -63,16 +59,17 @@ class FakeEngine:
     no_rides = ""
     max_running = (64, 32)
     finish_reason: Any = None
+    # How long a forward takes: see ``seconds``.
+    seconds: Callable[[int, int, int, int], float] = staticmethod(seconds)
     # The times of layers with their experts, by the tokens of a forward.
     layers: Callable[[int], LayerTimes | None] = staticmethod(lambda _: None)
 
-    def __init__(self, *, after: int = 1 << 30, refuses: int = 0, **replaced: Any) -> None:
+    def __init__(self, *, refuses: int = 0, **replaced: Any) -> None:
         self.__dict__.update(replaced)
         self.costs = UNMEASURED
         self.told: list[Costs] = []
         self.forwards: list[TimedForward] = []
         self.marks: list[RequestMark] = []
-        self._after = after
         self._refuses = refuses
         self._cached: set[tuple[int, ...]] = set()
         self._decoding: dict[str, int] = {}
@@ -82,7 +79,7 @@ class FakeEngine:
         self.report = handler
 
     def others_active(self) -> bool:
-        return len(self.forwards) >= self._after
+        return False
 
     def why_no_kv(self) -> str | None:
         return None
@@ -90,10 +87,10 @@ class FakeEngine:
     def largest_forward(self, _ranks: list[Any]) -> int:
         return self.max_unchunked_prompt
 
-    def use_costs(self, costs: Costs, waits_for: int | None) -> None:
-        if costs is not self.costs:
+    def use_costs(self, costs: Costs | None, waits_for: int | None) -> None:
+        if costs is not None:
             self.told.append(costs)
-        self.costs, self.waits_for = costs, waits_for
+        self.costs, self.waits_for = costs or UNMEASURED, waits_for
 
     async def kv(self) -> list[Any]:
         off = {"no_rides": self.no_rides, "late_kv": ""}
@@ -105,7 +102,7 @@ class FakeEngine:
     def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
         decodes = len(self._decoding) if rides else 0
         what = decodes, sum(self._decoding.values()), tokens, pairs
-        forward = TimedForward(*what, seconds(*what))
+        forward = TimedForward(*what, self.seconds(*what))
         self.forwards.append(forward)
         self.report(ForwardTimes((forward,), self.layers(tokens)))
 
@@ -148,7 +145,7 @@ class FakeEngine:
             if on_token is not None:
                 # The last answer has this; so all decode.
                 what = len(self._decoding), sum(self._decoding.values()), 0, 0
-                self.report(ForwardTimes((TimedForward(*what, seconds(*what)),)))
+                self.report(ForwardTimes((TimedForward(*what, self.seconds(*what)),)))
                 on_token({"completion_tokens": written})
             await asyncio.sleep(0)
 
@@ -158,20 +155,9 @@ def engine() -> Any:
     return FakeEngine()
 
 
-@asynccontextmanager
-async def learning(engine: Any) -> AsyncGenerator[None]:
-    """Let an engine learn its costs while it serves."""
-    async with anyio.create_task_group() as group:
-        group.start_soon(learn_costs, engine)
-        await anyio.wait_all_tasks_blocked()
-        yield
-        group.cancel_scope.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not condition():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 0.0)
 
 
 async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -> None:
@@ -207,12 +193,8 @@ async def test_steps_run_with_as_many_decodes_as_each_rank_has_places_for(
     assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
-@pytest.mark.parametrize("no_rides", ["it cannot", ""], ids=["cannot", "slow"])
-async def test_answers_run_once_if_nothing_can_ride_with_them(
-    no_rides: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_run_once_if_nothing_can_be_mixed_with_them() -> None:
     """Their steps are many, and slow where nothing rides: on a CPU core."""
-    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.08)
 
     class Counting(FakeEngine):
         answers = 0
@@ -221,112 +203,71 @@ async def test_answers_run_once_if_nothing_can_ride_with_them(
             self.answers += 1
             await super()._decode(*args)
 
-        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
-            if rides:
-                time.sleep(0.1)
-            super().run(tokens, pairs, rides=rides)
-
-    engine: Any = Counting(no_rides=no_rides)
+    engine: Any = Counting(no_rides="it cannot")
     await calibrate(engine)
     behind_a_context = 1 + 32
     assert engine.answers == 1 + 8 + 32 + behind_a_context
 
 
-async def test_a_slow_engine_runs_small_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.0)
-    engine: Any = FakeEngine()
+@pytest.mark.parametrize(("token", "largest"), [(0.001, 128), (0.0001, 1024), (0.00001, 2048)])
+async def test_an_engine_runs_no_larger_forwards_once_tokens_get_no_cheaper(
+    token: float, largest: int
+) -> None:
+    """A forward may take seconds there."""
+
+    class Slow(FakeEngine):
+        def seconds(self, _decodes: int, _kv: int, tokens: int, _pairs: int) -> float:
+            return 0.005 + token * tokens
+
+    engine: Any = Slow()
     await calibrate(engine)
-    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 4
-    assert len(engine.costs.points) >= 2
+    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == largest
+    assert engine.costs.prefill(10_000) == pytest.approx(0.005 + token * 10_000)
+    # No step has more tokens than a forward that ran.
+    mixed = {tokens + decodes for decodes, tokens, _ in engine.costs.mixed if tokens}
+    assert mixed == {size for size in (32, 64, 128, 256, 512) if size <= largest}
 
 
-async def test_first_forwards_that_compile_kernels_do_not_end_the_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.08)
+async def test_first_forwards_that_compile_kernels_change_nothing(engine: Any) -> None:
+    ran: set[tuple[int, int]] = set()
 
-    class Compiling(FakeEngine):
-        compiled: set[tuple[bool, int]]
+    def compiling(decodes: int, kv: int, tokens: int, pairs: int) -> float:
+        is_first = bool(tokens) and (decodes, tokens) not in ran
+        ran.add((decodes, tokens))
+        return seconds(decodes, kv, tokens, pairs) + 2.0 * is_first
 
-        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
-            if (rides, tokens) in self.compiled:
-                self.compiled.remove((rides, tokens))
-                time.sleep(0.1)
-            super().run(tokens, pairs, rides=rides)
-
-    first = {(False, 4), (False, 16), (True, 31), (True, 64 - 8), (True, 128 - 32)}
-    engine: Any = Compiling(compiled=set(first))
+    engine.seconds = compiling
     await calibrate(engine)
-    assert not engine.compiled
-    assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 1024
-    for decodes in (1, 8, 32):
-        ran = [forward.tokens for forward in engine.forwards if forward.decodes == decodes]
-        assert {ran.count(size - decodes) for size in (64, 128, 256, 512)} <= {3, 4}
+    undisturbed: Any = FakeEngine()
+    await calibrate(undisturbed)
+    assert engine.costs.points == undisturbed.costs.points
+    assert engine.costs.mixed == undisturbed.costs.mixed
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 40])
-async def test_the_first_request_of_a_client_ends_what_an_engine_measures_on_its_own(
-    after: int,
+def test_times_of_disturbed_forwards_do_not_count() -> None:
+    times = Times(slowdown=2.0)
+    for size in (64, 512):
+        for disturbed in (1.0, 9.0, 1.0, 1.3, 5.0):
+            times.add([TimedForward(0, 0, size, 0, 2 * disturbed * seconds(0, 0, size, 0))])
+        times.add([TimedForward(0, 0, size, 0, broken) for broken in (nan, inf, 0.0, -1.0)])
+    # A forward that ran once, and what tells nothing.
+    times.add([TimedForward(0, 0, 300, 0, 7.0), TimedForward(0, 0, 0, 0, 1.0)])
+    expected = [(size, seconds(0, 0, size, 0)) for size in (64, 512)]
+    assert [*times.costs().points] == [pytest.approx(point) for point in expected]
+
+
+def test_without_two_sizes_there_are_no_costs() -> None:
+    times = Times()
+    times.add([TimedForward(0, 0, 64, 0, 0.01)] * 3)
+    with pytest.raises(ValueError, match="two different sizes"):
+        times.costs()
+
+
+@pytest.mark.parametrize("asyncep", [False, True])
+async def test_an_engine_measures_while_no_client_uses_it(
+    monkeypatch: pytest.MonkeyPatch, *, asyncep: bool
 ) -> None:
-    engine: Any = FakeEngine(after=after)
-    learned = await calibrate(engine)
-    assert len(engine.forwards) == after and not engine._decoding
-    # It goes on with what ran before, and with the forwards of clients.
-    assert (engine.costs is not UNMEASURED) == (after == 40)
-    engine.report(ForwardTimes((TimedForward(0, 0, 300, 0, 0.01),) * 64))
-    engine.report(ForwardTimes((TimedForward(0, 0, 900, 0, 0.02),) * 64))
-    await learned.learn()
-    assert engine.costs is not UNMEASURED
-
-
-@pytest.mark.parametrize("asyncep", ["off", "h2d"])
-async def test_an_engine_that_is_never_idle_learns_from_what_it_serves(
-    monkeypatch: pytest.MonkeyPatch, asyncep: str
-) -> None:
-    """Also one that waits until it is idle, in order to measure what clients' forwards do not."""
-    monkeypatch.setenv("FLASHMOA_ASYNCEP", asyncep)
-    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 0.0)
-    engine: Any = FakeEngine(after=0)
-    async with learning(engine):
-        assert engine.costs is UNMEASURED
-        for tokens in (300, 1500) * 40:
-            engine.run(tokens, tokens * 1000)
-        await until(lambda: engine.costs is not UNMEASURED)
-    assert engine.costs.prefill(300, 1000) == pytest.approx(seconds(0, 0, 300, 300000), rel=0.02)
-
-
-@pytest.mark.parametrize("changes", [False, True])
-async def test_costs_are_told_again_if_they_have_changed(engine: Any, changes: bool) -> None:
-    learned = await calibrate(engine)
-    before = engine.costs
-    forward = TimedForward(0, 0, 512, 0, seconds(0, 0, 512, 0) * (1.5 if changes else 1))
-    for _ in range(64):
-        engine.report(ForwardTimes((forward,)))
-    await learned.learn()
-    assert len(engine.told) == 1 + changes
-    ratio = engine.costs.prefill(512) / before.prefill(512)
-    assert ratio == pytest.approx(1.5 if changes else 1)
-
-
-async def test_costs_are_not_learned_more_often_than_every_few_seconds(
-    monkeypatch: pytest.MonkeyPatch, engine: Any
-) -> None:
-    monkeypatch.setattr(calibration, "_LEARN_SECONDS", 3600.0)
-    async with learning(engine):
-        await until(lambda: len(engine.told) == 1)
-        for times in (1.0, 5.0, 9.0):
-            engine.report(ForwardTimes((TimedForward(0, 0, 512, 0, times),) * 64))
-            await until(lambda: len(engine.told) == 2)
-            await anyio.wait_all_tasks_blocked()
-    assert len(engine.told) == 2
-
-
-async def test_an_engine_that_copies_experts_waits_until_it_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It measures what the clients' forwards do not tell: the times of layers."""
-    monkeypatch.setenv("FLASHMOA_ASYNCEP", "h2d")
-    monkeypatch.setattr(calibration, "_IDLE_POLL", 0.0)
+    monkeypatch.setattr(calibration, "_IDLE_POLL_SECONDS", 0.0)
 
     class Busy(FakeEngine):
         polls = 0
@@ -335,27 +276,94 @@ async def test_an_engine_that_copies_experts_waits_until_it_is_idle(
             self.polls += 1
             return self.polls % 3 != 0
 
-    engine: Any = Busy(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
+    def layers(tokens: int) -> LayerTimes | None:
+        return LayerTimes(tokens, tokens * 1e-5, 0.003) if asyncep else None
+
+    engine: Any = Busy(layers=layers)
     await calibrate(engine)
-    assert engine.saturation.tokens == pytest.approx(361, abs=1)
-    assert engine.waits_for == engine.saturation.tokens
     assert engine.costs.prefill(1024) == pytest.approx(seconds(0, 0, 1024, 0), rel=0.02)
+    if asyncep:
+        assert engine.saturation.tokens == pytest.approx(361, abs=1)
+        assert engine.waits_for == engine.saturation.tokens
 
 
-async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("FLASHMOA_ASYNCEP", "h2d")
-    monkeypatch.setattr(calibration, "_LONG_SECONDS", 0.0)
+async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones() -> None:
+    """Although a token costs as much in each."""
     engine: Any = FakeEngine(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
+    engine.seconds = lambda _decodes, _kv, tokens, _pairs: 0.001 * (tokens + 1)
     await calibrate(engine)
     assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == 512
 
 
-async def test_nothing_more_is_measured_once_the_engine_drains(engine: Any) -> None:
-    engine.draining = True
+@pytest.mark.parametrize("way", ["draining", "warming_up"])
+async def test_nothing_is_measured_while_an_engine_starts_or_drains(
+    engine: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOA_SATURATION", "500")
+    setattr(engine, way, True)
+    async with anyio.create_task_group() as group:
+        group.start_soon(calibrate, engine)
+        await anyio.wait_all_tasks_blocked()
+        assert not engine.marks and engine.costs is UNMEASURED
+        # What the operator has given does not wait.
+        assert engine.waits_for == 500
+        group.cancel_scope.cancel()
+
+
+async def test_if_all_forwards_are_aborted_the_costs_stay_unknown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But prefills wait for forwards of the size that the operator has given."""
+    monkeypatch.setenv("FLASHMOA_SATURATION", "500")
+
+    class Aborting(FakeEngine):
+        def run(self, *_: Any, **__: Any) -> None:
+            self.finish_reason = {"type": "abort", "message": "too late"}
+
+    engine: Any = Aborting()
     await calibrate(engine)
-    assert not engine.marks and engine.costs is UNMEASURED
+    assert "too late" in caplog.text and engine.costs is UNMEASURED
+    assert engine.waits_for == 500
+    # Each size was tried some times.
+    assert len(engine.marks) == 6 * 8
+
+
+@pytest.mark.parametrize("how", ["refused", "aborted", "beside another request"])
+async def test_forwards_that_fail_now_and_then_run_again(how: str) -> None:
+    class Failing(FakeEngine):
+        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
+            self.finish_reason = None
+            if len(self.marks) % 7:
+                super().run(tokens, pairs, rides=rides)
+            elif how == "refused":
+                raise EngineBusy("no place")
+            elif how == "aborted":
+                self.finish_reason = {"type": "abort", "message": "too late"}
+            else:
+                super().run(tokens + 7, pairs, rides=rides)
+
+    engine: Any = Failing()
+    await calibrate(engine)
+    undisturbed: Any = FakeEngine()
+    await calibrate(undisturbed)
+    # What ran beside another request is a forward, too.
+    assert {*engine.costs.points} >= {*undisturbed.costs.points}
+    assert {*engine.costs.mixed} >= {*undisturbed.costs.mixed}
+
+
+async def test_sizes_that_keep_failing_are_left_out() -> None:
+    class Failing(FakeEngine):
+        def run(self, tokens: int, pairs: int, *, rides: bool = False) -> None:
+            if tokens in (64, 120):
+                raise EngineFailed("out of memory")
+            super().run(tokens, pairs, rides=rides)
+
+    engine: Any = Failing()
+    await calibrate(engine)
+    assert [size for size, _ in engine.costs.points] == [1, 16, 128, 256, 512, 1024, 2048]
+    mixed = {tokens for decodes, tokens, _ in engine.costs.mixed if decodes == 8 and tokens}
+    assert mixed == {24, 56, 248, 504}
+    assert not engine._decoding
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
@@ -381,18 +389,6 @@ async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
     assert caplog.text.count("sharing: off, because the tree copies it.") == 1
 
 
-async def test_if_a_forward_is_aborted_costs_are_learned_from_clients_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine: Any = FakeEngine(finish_reason={"type": "abort", "message": "too late"})
-    learned = await calibrate(engine)
-    assert "too late" in caplog.text and engine.costs is UNMEASURED
-    for tokens in (300, 1500) * 40:
-        engine.run(tokens, 0)
-    await learned.learn()
-    assert engine.costs.prefill(300) == pytest.approx(seconds(0, 0, 300, 0), rel=0.02)
-
-
 @pytest.mark.parametrize("longest", [100, 1100, 2100, 2500, 4000])
 async def test_no_context_is_longer_than_a_prompt_may_be(longest: int) -> None:
     engine: Any = FakeEngine(max_prompt_tokens=longest, max_unchunked_prompt=longest // 2)
@@ -405,14 +401,14 @@ async def test_no_context_is_longer_than_a_prompt_may_be(longest: int) -> None:
 async def test_answers_that_find_no_place_hold_up_nothing() -> None:
     engine: Any = FakeEngine(refuses=2)
     with anyio.fail_after(5):
-        async with WarmUp(engine, LearnedCosts(engine))._decoding(3, [0]):
+        async with Measurement(engine)._decoding(3, [0]):
             assert len(engine._decoding) == 1
     assert not engine._decoding
 
 
 async def test_answers_end_if_what_rides_with_them_fails(engine: Any) -> None:
     with anyio.fail_after(5), pytest.raises(ExceptionGroup):
-        async with WarmUp(engine, LearnedCosts(engine))._decoding(3, [0]):
+        async with Measurement(engine)._decoding(3, [0]):
             raise EngineFailed("it failed")
     assert not engine._decoding
 

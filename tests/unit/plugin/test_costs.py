@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from hypothesis import given
@@ -118,24 +116,3 @@ def test_a_step_without_a_ride_measured_beside_it_still_tells_its_own_time() -> 
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.02, ((8, 0, 0.05),))
     assert costs.decode(8) == pytest.approx(0.05)
     assert costs.added(8, 1000) == pytest.approx(costs.prefill(1008) - 0.05)
-
-
-@given(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 40))
-def test_costs_behind_a_context_are_those_of_forwards_with_it(
-    kv: int, context: int, decodes: int
-) -> None:
-    mixed = tuple((n, t, 0.01 + 1e-4 * n + 5e-5 * t) for n in (1, 8, 32) for t in (0, 64, 256))
-    points = ((1, 0.01), (64, 0.012), (1024, 0.06))
-    costs = Costs(points, 0.01, mixed, per_kv_token=3e-8, per_pair=1e-9)
-    here = costs.behind(kv, context)
-    assert here.decode(decodes) == pytest.approx(costs.decode(decodes, kv), rel=0.04)
-    assert here.decode(decodes) >= costs.decode(decodes, kv) - 1e-9
-    for tokens in (1, 64, 256, 2000):
-        assert here.prefill(tokens) == pytest.approx(costs.prefill(tokens, context), rel=0.04)
-        # As many tokens ride in the measured steps as fill them, with fewer decodes.
-        least = costs.added(decodes, tokens, context)
-        most = costs.added(decodes, tokens + 40, context)
-        assert least - 1e-9 <= here.added(decodes, tokens) <= 1.04 * most + 1e-6
-    # Costs from a file of an older version know of no context.
-    blind = replace(costs, per_kv_token=0, per_pair=0)
-    assert blind.behind(kv, context) is blind

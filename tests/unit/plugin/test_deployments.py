@@ -235,11 +235,11 @@ def test_the_plugin_leaves_an_engine_alone_that_it_cannot_serve(
 
 
 def test_a_scheduler_without_the_plugin_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoa_sglang.scheduler import admission, batches
+    from flashmoa_sglang.scheduler import admission, apply
 
     monkeypatch.setattr(RELEASE, "running_batch", lambda *_: None)
     bare = SimpleNamespace()
-    assert batches.next_prefill_batch(lambda _: "built", bare) == "built"
+    assert apply.next_prefill_batch(lambda _: "built", bare) == "built"
     assert state.flush_cache(lambda _: True, bare)
     waiting = ["one", "other"]
     admission.order_queue(None, SimpleNamespace(tree_cache=bare), waiting)

@@ -7,17 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.scheduler.request import is_increment
 
 from tests.unit.plugin.fake_scheduler import (
     COSTS,
     Build,
-    FakeScheduler,
     engine,
-    new_tokens,
     request,
     step,
 )
@@ -45,7 +41,7 @@ FINAL = request(40, 5, stream="b", final=True)
         ({}, [62], True),
         # It is the first step after a prefill of others.
         ({"last_batch": SimpleNamespace(reqs=[request(400, 5)])}, [62], True),
-        ({"chunked_prefill_size": 40}, [30], True),
+        ({"chunked_prefill_size": 60}, [60], True),
         ({"options": Options(intra_turn="off", itl_budget=1.0)}, None, False),
         ({"no_rides": "the engine decodes speculatively"}, None, False),
     ],
@@ -66,112 +62,8 @@ def test_streams_and_prompts_ride_as_the_engine_allows(
     assert built.clients() == [FINAL] and built.settings["mixed"] == mixed
 
 
-def mixed_steps(scheduler: FakeScheduler, steps: int) -> list[int]:
-    """Run steps whose increments are all computed; return 1 for each in which some are."""
-    found: list[int] = []
-    for _ in range(steps):
-        built = step(scheduler, Build(takes=lambda _: True))
-        for req in built.queues[0] if built.queues else ():
-            scheduler.flashmoa.streams.settle(req)
-        found.append(len(built.queues))
-    return found
-
-
-@pytest.mark.parametrize(("budget", "steps"), [(1.03, 16), (1.25, 40)])
-def test_fewer_than_half_of_the_steps_are_longer_than_most_may_be(
-    budget: float, steps: int
-) -> None:
-    busy = engine(decoding=2)
-    # 62 tokens take 0.98 ms longer than a step of 10.
-    busy.flashmoa.options = Options(intra_turn="off", itl_budget=budget)
-    busy.open_stream("a", 62 * 40)
-    rides = mixed_steps(busy, 40)
-    assert sum(rides) == steps
-    assert budget == 1.25 or rides[:10] == [0, 0, 1, 0, 1, 0, 0, 1, 0, 1]
-
-
-def test_steps_in_which_nothing_rides_leave_time_for_one_ride_only() -> None:
-    busy = engine(decoding=2)
-    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.03)
-    busy.open_stream("a", 10)
-    for _ in range(100):
-        step(busy)
-    busy.flashmoa.streams.extend(new_tokens("a", range(10, 2500)))
-    assert mixed_steps(busy, 4) == [1, 0, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"), [({"itl_budget": 1.03}, 16), ({"itl_ms": "31"}, 0), ({}, 40)]
-)
-def test_limits_hold_behind_long_contexts_before_steps_that_mix_are_known(
-    options: dict[str, Any], steps: int
-) -> None:
-    busy = engine(decoding=2)
-    busy.flashmoa.options = Options(intra_turn="off", **options)
-    # A step takes 30 ms, of which 20 are for its context.
-    points = ((1, 0.01), (64, 0.014), (1064, 0.114))
-    busy.flashmoa.costs = Costs(points, 0.01, per_kv_token=1e-4)
-    for req in busy.running.reqs:
-        req.priority = None
-    busy.open_stream("a", 62 * 40)
-    assert sum(mixed_steps(busy, 40)) == steps
-
-
-def test_steps_may_be_longer_if_only_linked_workflows_decode() -> None:
-    busy = engine(decoding=2)
-    busy.flashmoa.options = Options(intra_turn="off", itl_budget=1.03)
-    final, writer = busy.running.reqs
-    final.flashmoa.mark = RequestMark("claimed", final=True)
-    busy.open_stream("a", 62 * 40)
-
-    writer.output_ids = [7000 + n for n in range(40)]
-    assert sum(mixed_steps(busy, 20)) == 8
-    # The stream gets the answer a little later, and not all of it.
-    busy.flashmoa.streams.extend(new_tokens("a", [1, 2, *range(7003, 7070), 3]))
-    assert sum(mixed_steps(busy, 20)) == 8
-    writer.output_ids += range(7040, 7080)
-    assert sum(mixed_steps(busy, 20)) == 20
-
-
-# A step that mixes takes 1.8 ms longer, whatever rides.
-MIXING = Costs(COSTS.points, 0.01, ((2, 0, 0.01), (2, 30, 0.0118), (2, 62, 0.012)))
-
-
-# What rides adds as much as a forward of its own, in which no request would decode.
-DEAR = replace(COSTS, mixed=((2, 0, 0.01), (2, 62, 0.02), (2, 254, 0.039)))
-
-
-def test_where_riding_costs_more_streams_have_forwards_of_their_own_once_these_are_efficient() -> (
-    None
-):
-    busy = engine(decoding=2)
-    busy.flashmoa.costs = DEAR
-    busy.open_stream("resting", 5000, grows=False)
-    busy.open_stream("a", 500)
-    assert not any(mixed_steps(busy, 100))
-    busy.flashmoa.streams.extend(new_tokens("a", range(500, 1100)))
-    # 512 tokens take as long as five and a half steps, and decodes have sixteen times as long.
-    found = mixed_steps(busy, 250)
-    assert [n for n, ran in enumerate(found) if ran] == [85, 173]
-    busy.flashmoa.streams.extend(new_tokens("a", range(1100, 1600)))
-    for _ in range(100):
-        if (built := step(busy, Build(takes=lambda _: True))).queues:
-            break
-    assert built.increments() == [1536] and not built.settings["mixed"]
-
-
-def test_forwards_of_their_own_are_as_large_and_as_often_as_chunks_allow() -> None:
-    busy = engine(decoding=2)
-    busy.flashmoa.costs, busy.chunked_prefill_size = DEAR, 256
-    busy.open_stream("a", 800)
-    # 256 tokens take as long as three steps.
-    found = mixed_steps(busy, 150)
-    assert [n for n, ran in enumerate(found) if ran] == [46, 93, 140]
-
-
 def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ride() -> None:
     busy = engine(decoding=2)
-    busy.flashmoa.costs = MIXING
     busy.open_stream("resting", 5000, grows=False)
     assert not step(busy).queues
     busy.open_stream("a", 40, ended=True)
@@ -180,7 +72,6 @@ def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ri
 
 def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_ordered() -> None:
     busy = engine(decoding=2, full=True)
-    busy.flashmoa.costs = MIXING
     busy.flashmoa.options = replace(busy.flashmoa.options, schedule="sjf")
     busy.open_stream("large", 2500, output=100)
     waiting = busy.waiting_queue = [request(300, 5)]
@@ -193,34 +84,18 @@ def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_
     assert waiting
 
 
-def test_more_tokens_ride_where_a_request_ends_soon() -> None:
-    """An agent that reads its answer may ask then, and what is left stops the decodes."""
-    for written, ride in ((1, 61), (49, 125)):
-        busy = engine(decoding=2)
-        busy.open_stream("a", 2500)
-        busy.running.reqs.append(request(100, 50, written))
-        assert step(busy).increments() == [ride]
-
-
 def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
     busy = engine(decoding=2)
-    # As many as 128 tokens are worth a forward.
-    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
-    busy.open_stream("long", 140)
-    assert step(busy).increments() == [62]
     for number in range(299):
-        busy.open_stream(f"{number}", 9)
-    assert step(busy).increments() == [126]
-
-
-def test_no_step_is_planned_for_many_streams_of_which_none_has_enough_for_an_increment() -> None:
-    busy = engine(decoding=2)
-    busy.flashmoa.costs = Costs(((1, 0.01), (128, 0.01), (1128, 0.11)), 0.01, COSTS.mixed)
-    for number in range(299):
-        busy.open_stream(f"{number}", 9)
+        busy.open_stream(f"{number}", 20)
     assert not step(busy).queues
     busy.open_stream("long", 140)
-    assert step(busy).increments() == [126]
+    assert step(busy).increments() == [62]
+    # Each stream would have a small increment, if they were few.
+    busy = engine(decoding=2)
+    for number in range(20):
+        busy.open_stream(f"{number}", 20)
+    assert step(busy).increments() == [20, 20, 20]
 
 
 @pytest.mark.parametrize("joins", [True, False])
@@ -261,7 +136,7 @@ def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
         busy.waiting_queue = waiting
         built = step(busy)
         assert built.clients() == waiting
-        assert built.settings["mixed"] and built.settings["chunk"] == 64
+        assert built.settings["mixed"] and built.settings["chunk"] == 128
         assert not busy.is_mixed_chunk and busy.chunked_prefill_size == 8192
     busy.waiting_queue = [request(40, 5)]
     assert not step(busy).settings["mixed"]
@@ -277,7 +152,7 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
     busy.chunked_req.computed = 1600
     assert step(busy).settings == {
         "mixed": True,
-        "chunk": 64,
+        "chunk": 128,
         "full": True,
         "logprobs": False,
         "rows": 0,
@@ -301,36 +176,50 @@ def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_t
 
 
 @pytest.mark.parametrize(
-    ("prompts", "given", "of_request"),
+    ("given", "of_request"),
     [
-        # Each would wait for all the decode steps in which they ride.
-        (30, {}, {}),
         # SGLang does not mix these.
-        (1, {}, {"return_logprob": True}),
-        (1, {}, {"input_embeds": True}),
-        (1, {}, {"multimodal_inputs": True}),
+        ({}, {"return_logprob": True}),
+        ({}, {"input_embeds": True}),
+        ({}, {"multimodal_inputs": True}),
         # Kernels need longer chunks.
-        (1, {"truncation_align_size": 4096}, {}),
-        # Others that are shorter, or more important, would have to wait.
-        (1, {"enable_priority_scheduling": True}, {}),
-        (1, {"options": Options(intra_turn="off", schedule="sjf")}, {}),
+        ({"truncation_align_size": 4096}, {}),
     ],
 )
-def test_prompts_are_not_cut_to_ride_where_that_is_worse_or_impossible(
-    prompts: int, given: dict[str, Any], of_request: dict[str, Any]
+def test_prompts_are_not_cut_where_sglang_cannot(
+    given: dict[str, Any], of_request: dict[str, Any]
 ) -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 5)
-    busy.waiting_queue = [request(400, 5) for _ in range(prompts)]
-    assert step(busy).settings["mixed"] == (prompts == 1)
+    busy.waiting_queue = [request(400, 5)]
+    assert step(busy).settings["mixed"]
     for name, value in given.items():
-        setattr(busy.flashmoa if name == "options" else busy, name, value)
+        setattr(busy, name, value)
     vars(busy.waiting_queue[0]).update(of_request)
     built = step(busy)
     assert not built.settings["mixed"] and built.settings["chunk"] == 8192
-    if "enable_priority_scheduling" in given or "options" in given:
-        busy.waiting_queue = [request(40, 5)]
-        assert step(busy).settings["mixed"]
+
+
+@pytest.mark.parametrize("decoding", [0, 2])
+def test_streams_do_not_wait_for_the_grammar_of_a_request(decoding: int) -> None:
+    """The request joins no batch for streams, as nobody knows whether it can be mixed."""
+    busy = engine(decoding=decoding)
+    busy.open_stream("a", 2500)
+    grammars = busy.grammar_manager
+    grammars.ready = [compiled] = [request(400, 5)]
+    waited: list[bool] = []
+    build = Build(takes=lambda _: waited.append(busy.grammar_manager.has_waiting_grammars()))
+    built = step(busy, build)
+    assert built.increments() and built.settings["mixed"] == bool(decoding)
+    assert waited == [False] and busy.grammar_manager is grammars
+    assert busy.waiting_queue == [compiled]
+
+
+def test_a_request_that_waits_for_its_grammar_joins_the_queue_without_a_batch() -> None:
+    busy = engine(decoding=2)
+    busy.open_stream("a", 5)
+    busy.grammar_manager.ready = [compiled] = [request(400, 5)]
+    assert not step(busy).queues and busy.waiting_queue == [compiled]
 
 
 def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
@@ -348,7 +237,7 @@ def test_streams_take_what_prompts_leave_of_a_ride() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     busy.waiting_queue = [request(10, 5)]
-    assert step(busy).increments() == [20]
+    assert step(busy).increments() == [116]
 
 
 def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
@@ -413,5 +302,5 @@ def test_fewer_tokens_ride_where_the_context_makes_them_dear() -> None:
         built = step(busy)
         return max(built.increments(), default=20_000) - 20_000 if built.queues else 0
 
-    assert ridden(0.0) > ridden(1e-9) > 0
+    assert ridden(0.0) == 62 and ridden(1e-9) == 30
     assert ridden(1e-7) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flashmoa_sglang import asyncep
-from flashmoa_sglang.costs import Costs
+from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.messages import (
     CountUpdate,
     MeasuredCosts,
@@ -22,9 +22,9 @@ from flashmoa_sglang.saturation import LayerTimes
 from flashmoa_sglang.scheduler import results, state
 from flashmoa_sglang.scheduler.pins import Pin
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler, request
+from tests.unit.plugin.fake_scheduler import COSTS, FakeScheduler, request
 
-pytestmark = pytest.mark.usefixtures("fake_release")
+pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
 class Streamer:
@@ -61,7 +61,7 @@ def test_of_an_increment_only_its_progress_is_sent(
 ) -> None:
     scheduler.open_stream("a", 100)
     scheduler.sent.clear()
-    (increment,) = scheduler.flashmoa.streams.make(1000, 1, 1000, 16)
+    (increment,) = scheduler.flashmoa.streams.make(1000, 1000, 16)
     scheduler.flashmoa.streams.settle(increment)
     chat = request(20, 5)
     send(streamer, [chat, increment], return_logprob=True)
@@ -386,11 +386,14 @@ def test_forwards_whose_time_says_nothing_of_others_are_not_described(
     assert state._describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
 
 
-def test_times_are_told_of_many_forwards_at_once(scheduler: FakeScheduler, device: Device) -> None:
-    batch = decodes(100)
-    for _ in range(130):
+def test_no_times_are_told_once_the_costs_are_known(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    scheduler.flashmoa.costs = COSTS
+    for batch in (decodes(100), prefills((0, 40), timed=True)):
         device.process(batch, device.run(batch, 10))
-    assert [len(report.forwards) for report in scheduler.sent] == [64, 64]
+    assert not told(scheduler)
+    assert scheduler.flashmoa.timer.seconds == pytest.approx(0.01)
 
 
 def test_the_layers_of_a_timed_forward_are_told_with_it(
@@ -488,7 +491,7 @@ def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeSchedul
     handled: list[Any] = []
     state.handle_request(lambda _, message: handled.append(message), attached, final)
     assert handled == [final]
-    assert sum(attached.flashmoa.streams.waiting_tokens()) == 50
+    assert attached.flashmoa.streams.leading_tokens(None)[0] == 50
 
 
 def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> None:
@@ -496,6 +499,12 @@ def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> No
     receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)))
     assert attached.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
     assert attached.flashmoa.saturation_gate is None
+
+
+def test_prefills_may_wait_for_saturation_before_costs_are_known(attached: FakeScheduler) -> None:
+    receive(attached, MeasuredCosts(None, waits_for=500))
+    assert attached.flashmoa.costs is UNMEASURED
+    assert attached.flashmoa.saturation_gate is not None
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -508,9 +517,6 @@ def test_no_rank_of_those_that_step_together_waits_for_saturation(
     gate = attached.flashmoa.saturation_gate
     assert (gate is None) == together
     assert gate is None or gate.tokens == 500
-    # Requests have waited as long as before when other costs have been learned.
-    receive(attached, measured)
-    assert attached.flashmoa.saturation_gate is gate
 
 
 @pytest.mark.parametrize("flushed", [True, False])
@@ -518,7 +524,7 @@ def test_streams_are_prefilled_again_after_the_cache_is_flushed(
     attached: FakeScheduler, flushed: bool
 ) -> None:
     attached.open_stream("a", 50)
-    for increment in attached.flashmoa.streams.make(100, 1, 100, 16):
+    for increment in attached.flashmoa.streams.make(100, 100, 16):
         attached.flashmoa.pins.replace("a", Pin(None, None))
         attached.flashmoa.streams.settle(increment)
     assert state.flush_cache(lambda _: flushed, attached) is flushed

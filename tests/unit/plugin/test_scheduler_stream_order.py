@@ -145,7 +145,6 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: any(known.opened for known in self.known.values()))
     @rule(
         tokens=st.one_of(st.just(MANY), st.integers(0, 30)),
-        least=st.integers(1, 5),
         room=st.one_of(st.just(MANY), st.integers(-5, 40)),
         most=st.one_of(st.just(16), st.integers(0, 3)),
         before=st.sampled_from([None, 0.0, 500.0, inf]),
@@ -154,16 +153,13 @@ class Ranks(RuleBasedStateMachine):
     def make(
         self,
         tokens: int,
-        least: int,
         room: int,
         most: int,
         before: float | None,
         joins: bool | None,
     ) -> None:
         """Make increments, which join the next batch, or do not, or stay in the queue for now."""
-        made = [
-            streams.make(tokens, least, room, most, before=before) for streams in self.streams()
-        ]
+        made = [streams.make(tokens, room, most, before=before) for streams in self.streams()]
         before_matches = {id_: known.prefilled for id_, known in self.known.items()}
         self.read_matches()
         self.note(made)
@@ -262,13 +258,13 @@ class Ranks(RuleBasedStateMachine):
             and not (known.claimed or known.closed or known.increments)
             and (new := self.pages(len(known.tokens)) - known.prefilled)
         ]
-        assert [streams.waiting_tokens() for streams in self.streams()] == [waiting] * 2
+        assert [streams.leading_tokens(None)[0] for streams in self.streams()] == [sum(waiting)] * 2
 
     def teardown(self) -> None:
         """Complete what is still open."""
         if not hasattr(self, "known"):
             return
-        made = [streams.make(MANY, 1, MANY, 16) for streams in self.streams()]
+        made = [streams.make(MANY, MANY, 16) for streams in self.streams()]
         self.read_matches()
         self.note(made)
         for known in self.known.values():
@@ -276,7 +272,7 @@ class Ranks(RuleBasedStateMachine):
                 assert known.increments or self.pages(len(known.tokens)) == known.prefilled
 
 
-@pytest.mark.usefixtures("fake_release")
+@pytest.mark.usefixtures("fake_release", "any_increment")
 def test_increments_are_prefixes_that_grow_and_the_same_on_both_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

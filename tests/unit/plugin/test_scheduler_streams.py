@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
-from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler import streams as module
+from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
 
@@ -19,7 +20,7 @@ from tests.unit.plugin.fake_scheduler import (
     request,
 )
 
-pytestmark = pytest.mark.usefixtures("fake_release")
+pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
 def test_a_stream_that_sglang_refuses_gets_no_increments(
@@ -59,13 +60,13 @@ def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
     scheduler = FakeScheduler(eagle=True)
     streams, scheduler.page_size = scheduler.flashmoa.streams, 16
     scheduler.open_stream("a", 64)
-    assert sum(streams.waiting_tokens()) == 48
+    assert streams.leading_tokens(None)[0] == 48
     # All of it must fit the forward.
     assert not make_increments(streams, tokens=16)
     increment = make_increments(streams, tokens=48, most=1)["a"]
     assert len(increment.origin_input_ids) == 33
     streams.settle(increment)
-    assert sum(streams.waiting_tokens()) == 16
+    assert streams.leading_tokens(None)[0] == 16
     streams.extend(new_tokens("a", [64]))
     assert len(make_increments(streams)["a"].origin_input_ids) == 65
 
@@ -144,13 +145,14 @@ def test_lost_kv_is_reported_once(scheduler: FakeScheduler, streams: SchedulerSt
 
 
 def test_streams_without_room_are_named_once_and_again_when_there_is_some(
-    scheduler: FakeScheduler, streams: SchedulerStreams
+    scheduler: FakeScheduler, streams: SchedulerStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "fewest_tokens", lambda *_: 8)
     for stream in "ab":
         scheduler.open_stream(stream, 100)
     scheduler.sent.clear()
     for room in (-50, 0, 3):
-        assert not make_increments(streams, least=8, room=room)
+        assert not make_increments(streams, room=room)
         streams.report()
     assert scheduler.sent == [StreamProgress((), (("a", True), ("b", True)))]
     assert len(make_increments(streams, room=50)) == 1
@@ -256,7 +258,7 @@ def test_what_is_cached_of_a_new_stream_is_pinned_while_others_decode(
         (told,) = [one for one in scheduler.sent if isinstance(one, StreamProgress)]
         assert told.increments == (("a", 300, 0, 0.0),)
         assert "a" in scheduler.flashmoa.pins and scheduler.tree_cache.locks == 1
-        assert sum(streams.waiting_tokens()) == 100
+        assert streams.leading_tokens(None)[0] == 100
 
 
 @pytest.mark.usefixtures("busy")
@@ -292,7 +294,7 @@ def test_all_that_is_cached_of_a_stream_is_pinned_however_little_room_there_is(
     scheduler.tree_cache.free = 0
     scheduler.open_stream("a", 400, grows=False)
     build_nothing(scheduler)
-    assert "a" in scheduler.flashmoa.pins and sum(streams.waiting_tokens()) == 100
+    assert "a" in scheduler.flashmoa.pins and streams.leading_tokens(None)[0] == 100
 
 
 @pytest.mark.usefixtures("busy")
@@ -303,4 +305,4 @@ def test_a_stream_that_gave_way_is_prefilled_again_when_the_engine_is_idle(
     build_nothing(scheduler)
     scheduler.flashmoa.pins.give_way()
     build_nothing(scheduler)
-    assert not scheduler.flashmoa.pins and sum(streams.waiting_tokens()) == 400
+    assert not scheduler.flashmoa.pins and streams.leading_tokens(None)[0] == 400

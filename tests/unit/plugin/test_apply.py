@@ -6,15 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.options import Options
 from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.scheduler import batches, results
-from flashmoa_sglang.scheduler.batches import next_prefill_batch
+from flashmoa_sglang.scheduler import apply, results
+from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin
 
 from tests.unit.plugin.fake_scheduler import (
-    COSTS,
     Build,
     engine,
     new_tokens,
@@ -36,24 +34,15 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "increment"), [(5000, 8192, 512), (5000, 100, 100), (1500, 8192, 256)]
+    ("tokens", "most", "increment"), [(5000, 8192, 512), (5000, 100, 100), (300, 8192, 300)]
 )
-def test_a_forward_for_streams_is_larger_where_more_waits_and_fits_a_chunk(
+def test_a_forward_for_streams_is_efficient_and_fits_a_chunk(
     tokens: int, most: int, increment: int
 ) -> None:
     idle = engine()
     idle.chunked_prefill_size = most
     idle.open_stream("a", tokens)
     assert step(idle).increments() == [increment]
-
-
-def test_increments_of_the_smallest_jobs_go_first_if_jobs_are_ordered() -> None:
-    idle = engine()
-    idle.open_stream("long answer", 50, output=1000)
-    idle.open_stream("short answer", 70, output=1)
-    assert step(idle).increments() == [50, 70]
-    idle.flashmoa.options = Options(intra_turn="off", schedule="sjf")
-    assert step(idle).increments() == [70, 50]
 
 
 def test_a_stream_that_has_ended_is_prefilled_before_others_and_alone() -> None:
@@ -63,41 +52,21 @@ def test_a_stream_that_has_ended_is_prefilled_before_others_and_alone() -> None:
     assert step(idle).increments() == [512]
 
 
-@pytest.mark.parametrize(("factor", "waits"), [(1, 0), (10, 4)])
-def test_a_slow_idle_engine_waits_a_moment_for_the_request_of_a_stream_that_has_ended(
-    factor: int, waits: int
-) -> None:
-    idle = engine()
-    idle.flashmoa.costs = Costs(tuple((n, t * factor) for n, t in COSTS.points), 0.01)
-    idle.open_stream("ended", 0, ended=True)
-    idle.flashmoa.streams._open["ended"].grows = True
-    idle.open_stream("other", 128)
-    steps = 0
-    while not (built := step(idle)).queues:
-        steps += 1
-    assert steps == waits and built.increments() == [128]
-
-
 def test_few_tokens_have_no_forward_until_the_text_has_ended() -> None:
     idle = engine()
-    idle.open_stream("a", 73)
-    assert step(idle).increments() == []
+    idle.open_stream("a", 31)
+    assert not step(idle).queues
     idle.flashmoa.streams.extend(new_tokens("a", [], ended=True))
-    assert step(idle).increments() == [73]
+    assert step(idle).increments() == [31]
 
 
-def test_streams_fill_a_small_forward_of_clients() -> None:
+def test_streams_join_no_forward_of_clients_while_nothing_decodes() -> None:
     idle = engine()
     idle.open_stream("a", 5000)
     idle.waiting_queue = [request(30, 5)]
     built = step(idle)
-    assert built.clients() == idle.waiting_queue and built.increments() == [44]
-    idle.waiting_queue = [request(30, 5), request(50, 5)]
-    built = step(idle)
     assert built.clients() == idle.waiting_queue and built.increments() == []
-    idle.waiting_queue, idle.chunked_req = [], request(4000, 5)
-    idle.chunked_req.computed = 2000
-    assert step(idle).increments() == []
+    assert not built.settings["mixed"]
 
 
 def test_there_are_no_more_increments_than_rows() -> None:
@@ -162,7 +131,7 @@ def test_what_is_known_does_not_wait_for_a_stream_of_which_a_few_tokens_wait_for
             done += [len(req.origin_input_ids) for req in queue]
             for req in queue:
                 busy.flashmoa.streams.settle(req)
-    assert done[-1] == 700
+    assert done == [700]
 
 
 def of_decodes(*requests: int) -> Any:
@@ -192,10 +161,10 @@ def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
     busy.open_stream("resting", 700, grows=False)
     busy.open_stream("a", 1024)
 
-    def twelve_steps() -> list[int]:
+    def run(steps: int) -> list[int]:
         """Return how many tokens of streams each step computes, and by that the decodes wait."""
         done: list[int] = []
-        for _ in range(12):
+        for _ in range(steps):
             built = step(busy, Build(takes=lambda _: True))
             made = [req for queue in built.queues for req in queue]
             assert not made or (not built.settings["mixed"] and built.settings["rows"] == 16)
@@ -204,10 +173,10 @@ def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
             done.append(sum(len(req.origin_input_ids) for req in made))
         return done
 
-    # Decodes have half of the time: 512 tokens take as long as five and a half of their steps.
-    assert twelve_steps() == [0, 0, 0, 0, 0, 512, 0, 0, 0, 0, 0, 1024]
+    # Decodes have half of the time: 1,024 tokens take the time of ten and a half steps.
+    assert run(12) == [0] * 11 + [1024]
     # What is known of a prompt before another agent writes comes when nothing grows.
-    assert twelve_steps() == [0, 0, 0, 0, 0, 512, 0, 0, 700, 0, 0, 0]
+    assert run(20) == [0] * 9 + [700] + [0] * 10
 
 
 @pytest.mark.parametrize("known", [(0, 2), (0,), ()])
@@ -224,12 +193,12 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     rank.last_batch = OF_A_PREFILL
     assert not step(rank).queues
     rank.last_batch = None
-    assert step(rank).increments() == [1024]
+    assert step(rank).increments() == [512]
     # Meanwhile another rank may have begun to decode.
     rank.last_batch = OF_A_PREFILL
     assert not step(rank).queues
     rank.last_batch = None
-    assert step(rank).increments() == [1024]
+    assert step(rank).increments() == [512]
 
 
 def test_streams_of_all_ranks_that_step_together_leave_half_of_the_time_to_decodes() -> None:
@@ -237,8 +206,8 @@ def test_streams_of_all_ranks_that_step_together_leave_half_of_the_time_to_decod
     rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)
     rank.server_args.attn_dp_size = 2
     rank.open_stream("a", 1024)
-    # With one rank it would be the sixth step.
-    assert [bool(step(rank).queues) for _ in range(11)] == [False] * 10 + [True]
+    # With one rank it would be the twelfth step.
+    assert [bool(step(rank).queues) for _ in range(23)] == [False] * 22 + [True]
 
 
 def test_with_eagle_a_page_is_a_forward_although_an_increment_has_another_token() -> None:
@@ -252,11 +221,11 @@ def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
     busy = engine(decoding=2)
     busy.flashmoa.no_rides = "the engine decodes speculatively"
     busy.open_stream("a", 2500)
-    for _ in range(5):
+    for _ in range(11):
         assert not step(busy).queues
-    assert step(busy).increments() == [512]  # SGLang has no room for it in this step.
-    assert step(busy, Build(takes=lambda _: True)).increments() == [512]
-    assert busy.flashmoa.earned == 0
+    assert step(busy).increments() == [1024]  # SGLang has no room for it in this step.
+    assert step(busy, Build(takes=lambda _: True)).increments() == [1024]
+    assert busy.flashmoa.steps_without_streams == 0
 
 
 def test_nothing_decodes_in_a_forward_of_streams_although_the_operator_lets_sglang_mix() -> None:
@@ -265,8 +234,8 @@ def test_nothing_decodes_in_a_forward_of_streams_although_the_operator_lets_sgla
     busy.flashmoa.no_rides = "hidden states are returned"
     busy.is_mixed_chunk = True
     busy.open_stream("a", 2500)
-    built = [step(busy) for _ in range(6)][-1]
-    assert built.increments() == [512] and not built.settings["mixed"]
+    built = [step(busy) for _ in range(12)][-1]
+    assert built.increments() == [1024] and not built.settings["mixed"]
     assert busy.is_mixed_chunk
 
 
@@ -295,7 +264,7 @@ def test_kv_is_published_and_pinned_once_its_forward_is_launched_or_with_its_res
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
     monkeypatch.setattr(RELEASE, "radix_key", lambda *_: None)
-    monkeypatch.setattr(batches, "pin_published", lambda *_: Pin("launched", None))
+    monkeypatch.setattr(apply, "pin_published", lambda *_: Pin("launched", None))
     monkeypatch.setattr(results, "match_and_pin", lambda *_: (Pin("with its result", None), 5))
     idle = engine()
     idle.flashmoa.late_kv, idle.enable_overlap = late, overlap
@@ -330,7 +299,7 @@ def test_a_request_that_has_lost_its_kv_since_its_launch_is_not_published(
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
     monkeypatch.setattr(RELEASE, "shares_within_forward", lambda _: False)
-    monkeypatch.setattr(batches, "is_shareable", lambda _: True)
+    monkeypatch.setattr(apply, "is_shareable", lambda _: True)
     idle = engine()
     idle.flashmoa.late_kv, idle.flashmoa.options = "", Options()
     idle.waiting_queue = chunked, other = [request(100, 50), request(100, 50)]

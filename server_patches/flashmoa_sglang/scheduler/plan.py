@@ -1,0 +1,338 @@
+"""Plan what a step prefills: :func:`plan` turns a :class:`StepView` into a :class:`Step`.
+
+One rule, as in Sarathi-Serve: a step that decodes has a budget of tokens. Decodes come first, then
+prompts of clients, then tokens of prompt streams. A decode step reads all weights for a few tokens.
+So a block of further tokens costs less in a decode step than in a forward of its own. Ratios of the
+measured costs decide how large blocks are, see :class:`Budget`.
+
+Tensor-parallel ranks plan each step independently and must decide alike. So no decision depends on
+a clock, but only on the view and the costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import TYPE_CHECKING
+
+from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED
+
+if TYPE_CHECKING:
+    from flashmoa_sglang.costs import Costs
+
+# From this number of decodes on, steps are judged with a multiple of it.
+_DECODES = 8
+# A token may cost at most this factor of a token in a large forward. With a mixture of experts, a
+# few more tokens read many more weights, so that mixing a small block costs several times as much.
+_TOLERANCE = 1.1
+# Streams ride if a token then costs at most this factor of a token in a large forward. A ride that
+# saves less, as beside one decode on a CPU, delays decodes for nothing: while the next agent writes
+# on another engine, this one is idle and computes the tokens without delaying anyone.
+_WORTH_RIDING = 0.85
+# Prompts are mixed if that takes at most this factor of the time of a large forward.
+_SLOWEST = 2.0
+# Kernels compute blocks of up to this many tokens.
+_BLOCK = 128
+# Until costs are measured: the most tokens of a step, and of a forward of streams alone.
+_GUESSED_TOKENS, _GUESSED_ALONE = 256, 512
+_FORWARD_SIZES = tuple(1 << n for n in range(6, 14))
+# A step needs at least this many tokens of streams, unless a stream has ended.
+_FEWEST_TOKENS = 32
+# Nobody knows when an answer ends. Streams compute their backlog within this many steps.
+_HORIZON_STEPS = 128
+# Where SGLang mixes nothing, streams have a forward of this many tokens after this many steps.
+_OWN_TOKENS, _OWN_STEPS = 1024, 9
+# Where mixing costs too much, decodes have this multiple of the time of streams' own forwards.
+_DECODES_PER_FORWARD = 16
+# Fewest tokens of an increment that does not complete its stream: SGLang's scheduler takes a
+# millisecond or two for an increment.
+_LEAST_INCREMENT = 16
+# Rank of the streams that only fill a step.
+FILLS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The state of a scheduler that decides a step, read once; sizes in tokens.
+
+    Attributes:
+        waits: whether prefills wait for a forward that is long enough to hide transfers of experts.
+        linked: whether streams are open, or the request of a stream can start.
+        decodes: number of requests that decode in the running batch.
+        elsewhere: number of requests that decode on other ranks or in other pipeline stages. A
+            forward of this batch would delay them.
+        ranks: number of ranks whose streams delay the decodes.
+        prompts: uncomputed tokens of the clients' requests that can start; ``None`` if no request
+            can start.
+        queued: whether a request of a client waits.
+        measures: whether a request that can start measures a mixed step.
+        mixes: whether SGLang can mix the step's prefill with the decodes.
+        waiting: uncomputed tokens of all streams.
+        leading: uncomputed tokens of the streams that come before the next request.
+        ended: whether a leading stream has ended.
+        before: place of the next request in the queue, see ``admission.place_of_next``.
+        steps: number of decode steps since streams had a forward of their own.
+        limit: the operator's limit for the seconds between two tokens of a running request.
+        kv: tokens of the running requests; 0 without a limit.
+        context: computed tokens before an uncomputed token of a stream, on average; 0 without a
+            limit.
+        page: size of a KV page.
+        chunk: the most tokens of a forward (``--chunked-prefill-size``), if limited.
+    """
+
+    waits: bool = False
+    linked: bool = True
+    decodes: int = 0
+    elsewhere: int = 0
+    ranks: int = 1
+    prompts: int | None = None
+    queued: bool = False
+    measures: bool = False
+    mixes: bool = True
+    waiting: int = 0
+    leading: int = 0
+    ended: bool = False
+    before: float | None = None
+    steps: int = 0
+    limit: float = inf
+    kv: int = 0
+    context: int = 0
+    page: int = 1
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan for the prefill of one step.
+
+    Attributes:
+        builds: whether a batch is built at all.
+        streams: the most tokens of prompt streams in the batch.
+        only_streams: whether waiting requests of clients stay in the queue.
+        mixed: the most tokens of streams and prompts that SGLang mixes with the decodes; 0: it
+            mixes nothing, and the decodes wait for this forward.
+        before: if given, streams lead that grow and are smaller jobs than this one. Other streams
+            fill the rest.
+    """
+
+    builds: bool = True
+    streams: int = 0
+    only_streams: bool = False
+    mixed: int = 0
+    before: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The sizes of steps, in tokens.
+
+    Attributes:
+        mixed: allowed sizes of a step that decodes and prefills, in ascending order. They include
+            the decodes. Empty: nothing is mixed.
+        cheap: the allowed size with the lowest cost per prefilled token.
+        alone: size of a forward of streams while nothing decodes.
+        rides: whether streams ride, because the cheapest size saves enough.
+    """
+
+    mixed: tuple[int, ...]
+    cheap: int
+    alone: int
+    rides: bool
+
+    @classmethod
+    def of(cls, costs: Costs, longest: float, decodes: int) -> Budget:
+        """Return the budget of a step.
+
+        Args:
+            longest: longest step, as a multiple of the step without prefill.
+            decodes: number of requests that decode.
+        """
+        if decodes > _DECODES:
+            decodes = -(-decodes // _DECODES) * _DECODES
+        return _budget(costs, longest, decodes)
+
+
+@lru_cache(maxsize=256)
+def _budget(costs: Costs, longest: float, decodes: int) -> Budget:
+    below = decodes - decodes % _BLOCK
+    if costs is UNMEASURED:
+        return _guessed_budget(longest, decodes, below)
+    sizes = {*STEP_SIZES, *(below + size for size in STEP_SIZES)}
+    added = {size: costs.added(decodes, size - decodes) for size in sorted(sizes) if size > decodes}
+    token = costs.per_token_at_best
+    most, best = (longest - 1) * costs.decode(decodes), _TOLERANCE * token
+    allowed = tuple(
+        size
+        for size, seconds in added.items()
+        if longest > 1 and seconds <= min(most, best * (size - decodes))
+    )
+    cheap = min(allowed, key=lambda size: added[size] / (size - decodes), default=0)
+    rides = cheap > 0 and added[cheap] <= _WORTH_RIDING * token * (cheap - decodes)
+    alone = next((n for n in _FORWARD_SIZES if costs.prefill(n) <= best * n), _FORWARD_SIZES[-1])
+    return Budget(allowed, cheap, alone, rides)
+
+
+def _guessed_budget(longest: float, decodes: int, below: int) -> Budget:
+    """Return sizes that suit most GPUs: a step of 256 tokens takes about twice as long."""
+    sizes = [size for size in STEP_SIZES if size <= min(1, longest - 1) * _GUESSED_TOKENS]
+    allowed = tuple(below + size for size in sizes if below + size > decodes)
+    cheap = next((size for size in allowed if size >= below + _BLOCK), max(allowed, default=0))
+    return Budget(allowed, cheap, _GUESSED_ALONE, bool(allowed))
+
+
+def plan(view: StepView, costs: Costs, longest: float) -> Step:
+    """Decide what a step prefills. The first case that applies decides.
+
+    1. Prefills wait for a forward that hides transfers of experts: nothing.
+    2. No stream is open: as stock SGLang.
+    3. Nothing decodes: prompts as stock SGLang; without prompts, streams in a forward of their own.
+    4. Prompts can start: SGLang mixes them with the decodes if it can, and if they are not computed
+       much slower so. Streams get the rest of the budget.
+    5. SGLang can mix streams with the decodes, and that saves enough: the cheapest size, or a
+       larger one that computes the backlog within :data:`_HORIZON_STEPS` steps.
+    6. SGLang cannot mix them, or that saves too little: streams in a forward of their own, after
+       enough decode steps.
+
+    Args: longest: longest step, as a multiple of the step without prefill. At most 1: streams wait
+        until nothing decodes.
+    """
+    if view.waits:
+        return Step(builds=False)
+    if view.measures:
+        return Step(mixed=STEP_SIZES[-1])
+    if not view.linked:
+        return Step()
+    budget = Budget.of(costs, longest, view.decodes)
+    if not (view.decodes or view.elsewhere):
+        if view.prompts is not None or not _is_enough(view.waiting, view, budget):
+            return Step(builds=view.prompts is not None or view.queued)
+        return Step(streams=max(view.page, budget.alone), only_streams=True)
+    sizes = _mixed_sizes(view, budget, costs) if view.decodes and view.mixes else []
+    if view.prompts is not None:
+        most = max(sizes, default=0) if _keeps_up(view, sizes, costs) else 0
+        streams = max(0, most - view.prompts) if budget.rides else 0
+        return Step(streams=streams, mixed=most, before=view.before)
+    if sizes and budget.rides and _is_enough(view.leading, view, budget):
+        pace = view.leading / _HORIZON_STEPS
+        size = next((size for size in sizes if size >= pace), sizes[-1])
+        return Step(streams=size, only_streams=True, mixed=size, before=view.before)
+    if longest > 1 and not (sizes and budget.rides):
+        return _own_forward(view, budget, costs)
+    return Step(builds=view.queued)
+
+
+def _keeps_up(view: StepView, sizes: Sequence[int], costs: Costs) -> bool:
+    """Return whether mixed steps compute prompts fast enough, so that no queue grows."""
+    if not sizes:
+        return True
+    step = costs.decode(view.decodes) + costs.added(view.decodes, sizes[-1])
+    return step <= _SLOWEST * sizes[-1] * costs.per_token_at_best
+
+
+def _is_enough(tokens: int, view: StepView, budget: Budget) -> bool:
+    return view.ended or tokens >= max(_FEWEST_TOKENS, (budget.cheap - view.decodes) // 2)
+
+
+def _mixed_sizes(view: StepView, budget: Budget, costs: Costs) -> list[int]:
+    """Return the numbers of tokens that may be mixed with the decodes, the cheapest first."""
+    most = inf if view.chunk is None else view.chunk
+    sizes = [int(min(size - view.decodes, most)) for size in budget.mixed]
+    if view.limit < inf:
+        left = view.limit - costs.decode(view.decodes, view.kv)
+        sizes = [n for n in sizes if costs.added(view.decodes, n, view.context) <= left]
+    sizes = [size for size in sizes if size >= max(view.page, FEWEST_RIDING)]
+    return [size for size in sizes if size >= budget.cheap - view.decodes] or sizes[-1:]
+
+
+def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
+    """Plan a forward of streams alone, after enough decode steps. The decodes wait for it.
+
+    Ranks that step together take turns, however few of them have streams. Prompts whose upstream
+    agent has not begun to write come only if no stream grows.
+    """
+    before, waiting, most = view.before, view.leading, _OWN_TOKENS
+    costs_too_much = view.decodes and view.mixes
+    if costs_too_much:
+        most = budget.alone
+    elif not _is_enough(waiting, view, budget):
+        before, waiting = None, view.waiting
+    step = costs.decode(view.decodes or view.elsewhere, view.kv)
+    size = min(waiting, most, view.chunk or most)
+    if view.limit < inf:
+        size = min(size, costs.tokens_within(view.limit - step))
+    if costs_too_much:
+        # An engine that is soon idle computes streams for less.
+        pause = _DECODES_PER_FORWARD * costs.prefill(most)
+    else:
+        # Decodes have at least as much time as streams.
+        pause = view.ranks * max(_OWN_STEPS * step, costs.prefill(size))
+    if size < view.page or view.steps * step < pause or not _is_enough(waiting, view, budget):
+        return Step(builds=view.queued)
+    return Step(streams=size, only_streams=True, before=before)
+
+
+@dataclass(slots=True)
+class Growth:
+    """How far a prompt stream could be prefilled; sizes in tokens.
+
+    It is not frozen, because there may be one for each of hundreds of streams in each step, and
+    frozen objects take several times as long to make.
+
+    Attributes:
+        prefilled: number of tokens that have KV, in whole pages.
+        new: number of tokens that have none, in whole pages.
+        ended: whether no more tokens come.
+        rank: streams of a smaller rank come first. With :data:`FILLS` they only fill the rest.
+    """
+
+    prefilled: int
+    new: int
+    ended: bool = False
+    rank: int = 0
+
+
+def choose_increments(
+    streams: Sequence[Growth], tokens: int, fewest: int, page: int
+) -> list[tuple[int, int]]:
+    """Choose the streams that a step prefills, by rank and then in opening order.
+
+    A stream is completed before the next one begins: a few complete streams are worth more than
+    many incomplete ones. Increments are whole pages.
+
+    Args:
+        streams: all streams, in opening order.
+        tokens: the most tokens of all increments together.
+        fewest: fewest tokens of an increment that does not complete its stream, see
+            :func:`fewest_tokens`.
+        page: number of tokens in a KV page.
+
+    Return the position of each chosen stream, and its number of tokens that have KV afterwards.
+    """
+    chosen: list[tuple[int, int]] = []
+    may = (n for n, stream in enumerate(streams) if stream.ended or stream.new >= fewest)
+    for position in sorted(may, key=lambda n: streams[n].rank):
+        if tokens < page:
+            break
+        stream = streams[position]
+        count = min(stream.new, tokens)
+        count -= count % page
+        completes = stream.ended and count == stream.new
+        if count and (completes or count >= fewest):
+            chosen.append((position, stream.prefilled + count))
+            tokens -= count
+    return chosen
+
+
+def fewest_tokens(streams: int, tokens: int, page: int) -> int:
+    """Return the fewest tokens of an increment that does not complete its stream.
+
+    Many streams get few large increments. A stream of 50 tokens a second grows by a quarter of a
+    token in an H200's step of 5 ms, so all streams together get at most one increment in two steps.
+
+    Args:
+        streams: number of open streams.
+        tokens: the most tokens of all increments of the step.
+    """
+    return max(_LEAST_INCREMENT, min(streams // 2, tokens - tokens % page))

@@ -1,0 +1,57 @@
+"""``Clock``: runs processes in virtual time, always in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from itertools import count
+
+# A process yields seconds to sleep, or an event to wait for.
+Process = Generator["float | Event", None, None]
+
+
+class Event:
+    """Happens once. Processes wait for it."""
+
+    def __init__(self) -> None:
+        self.has_happened = False
+        self._then: list[Callable[[], None]] = []
+
+    def happen(self) -> None:
+        self.has_happened = True
+        for action in self._then:
+            action()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Run an action when the event happens, or now if it has happened."""
+        if self.has_happened:
+            action()
+        else:
+            self._then.append(action)
+
+
+class Clock:
+    """A clock that shows ``now``, in seconds, and goes on when nothing is left to do now."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        heappush(self._actions, (self.now + seconds, next(self._numbers), action))
+
+    def start(self, process: Process) -> None:
+        """Run a process until it waits, and go on whenever it has waited long enough."""
+        for wish in process:
+            if isinstance(wish, Event):
+                wish.then(lambda: self.start(process))
+            else:
+                self.after(max(0.0, wish), lambda: self.start(process))
+            return
+
+    def run(self) -> None:
+        """Run until nothing is left to do."""
+        while self._actions:
+            self.now, _, action = heappop(self._actions)
+            action()

@@ -5,10 +5,11 @@ Of a text, others can read it (:class:`StreamedText`), and write it (:class:`Tex
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, cast
 from weakref import WeakValueDictionary
@@ -24,20 +25,12 @@ from flashmoa.linking.failure_policy import (
 from flashmoa.linking.link import Link
 
 _MARK = re.compile("\u27e6[^\u27e6\u27e7]*:[0-9a-f]{16}\u27e7")
-_ESCAPED_BRACKET = r"\u27e6"
+# The token of a mark: what all marks of this process have, and a number. A token outside of a whole
+# mark is in one that was changed: cut, quoted or put in another case.
+_OF_PROCESS = secrets.token_hex(4)
+_NUMBERS = itertools.count()
+_TOKEN = re.compile(f"{_OF_PROCESS}[0-9a-f]{{8}}", re.IGNORECASE)
 _TOKEN_LENGTH = 16
-# What may be the token of a mark that was quoted, cut before its token, or put in another case: it
-# may have a few characters before it (``%3A``), so that longer runs of digits are something else.
-_HEX = re.compile("[0-9a-fA-F]{16,}+")
-_LONGEST_HEX = 20
-# So many characters of a token are not in a prompt by chance; after a text's name, at the end of a
-# string, one is enough.
-_SURE_LENGTH = 6
-_BEGUN_TOKEN = re.compile(r":([0-9a-f]{6}|[0-9a-f]{1,5}\Z)")
-# The middle of each token: a mark of this process is known as such when its text is gone.
-_OF_PROCESS = secrets.token_hex(_TOKEN_LENGTH // 2 - _SURE_LENGTH)
-# White space may have been put into the end of a mark; it is looked for in so many characters.
-_WRAPPED_LENGTH = 100
 _NO_STRING = "it is no string, since it may be incomplete; await it, and use the string"
 # All texts of this process that are in use, by the tokens of their marks.
 _TEXTS: WeakValueDictionary[str, StreamedText] = WeakValueDictionary()
@@ -66,8 +59,7 @@ class StreamedText:
 
     def __init__(self, name: str) -> None:
         self.name = name.translate({0x27E6: None, 0x27E7: None})
-        start, end = (secrets.token_hex(_SURE_LENGTH // 2) for _ in range(2))
-        self._mark = f"\u27e6{self.name}:{start}{_OF_PROCESS}{end}\u27e7"
+        self._mark = f"\u27e6{self.name}:{_OF_PROCESS}{next(_NUMBERS):08x}\u27e7"
         self._parts: list[str] = []
         self._links: list[Link] = []
         self._done = False
@@ -376,60 +368,20 @@ def find_texts(value: Any, texts: Mapping[str, StreamedText]) -> list[StreamedTe
             raise ValueError(
                 f"{_name(mark)!r} is a text of another workflow; await it, and use the string"
             )
-        elif _token(mark)[_SURE_LENGTH:-_SURE_LENGTH] == _OF_PROCESS:
+        elif _TOKEN.fullmatch(_token(mark)):
             raise ValueError(
                 f"the text {_name(mark)!r} is gone, and only the mark that stood for it is left in "
                 "a string; keep what ask() or text() returned, or await it and use the string"
             )
-    if broken := _find_broken_mark([_MARK.sub("\0", string) for string in _strings(value)]):
-        text, string = broken
-        if _ESCAPED_BRACKET in string:
+    for string in _strings(value):
+        if changed := _TOKEN.search(_MARK.sub("", string)):
+            text = _TEXTS.get(changed.group().lower())
             raise ValueError(
-                f"{text.name!r} was turned into JSON as the mark that stands for it; await it, and "
-                "use the string, or use json.dumps(..., ensure_ascii=False)"
+                f"{text.name if text else 'a text'!r} was changed before it was complete: the mark "
+                "that stands for it is cut, quoted, turned into JSON or in another case. Await it, "
+                "and change the string; or for JSON, use json.dumps(..., ensure_ascii=False)"
             )
-        raise ValueError(
-            f"{text.name!r} was changed before it was complete: the mark that stands for it is "
-            "cut, wrapped, quoted or in another case. Await it, and change the string"
-        )
     return found
-
-
-def _find_broken_mark(strings: Sequence[str]) -> tuple[StreamedText, str] | None:
-    """Return a text of whose mark a string has a part, or a changed form, and that string."""
-    hexes = [
-        (found.lower(), string)
-        for string in strings
-        for found in _HEX.findall(string)
-        if len(found) <= _LONGEST_HEX
-    ]
-    bracketed = [string for string in strings if "\u27e6" in string or "\u27e7" in string]
-    if not hexes and not bracketed:
-        return None
-    # Other threads may make texts meanwhile.
-    alive = [text for each in _TEXTS.valuerefs() if (text := each()) is not None]
-    by_token = {_token(text._mark): text for text in alive}
-    for run, string in hexes:
-        for start in range(len(run) - _TOKEN_LENGTH + 1):
-            if text := by_token.get(run[start : start + _TOKEN_LENGTH]):
-                return text, string
-    starts = {token[:_SURE_LENGTH]: text for token, text in by_token.items()}
-    ends = {token[-_SURE_LENGTH:]: text for token, text in by_token.items()}
-    for string in bracketed:
-        for found in _BEGUN_TOKEN.finditer(string):
-            part = found.group(1)
-            for text in [starts.get(part)] if len(part) == _SURE_LENGTH else alive:
-                if text and string.endswith(_beginning(text, part), 0, found.end()):
-                    return text, string
-        for piece in string.split("\u27e7")[:-1]:
-            if text := ends.get("".join(piece[-_WRAPPED_LENGTH:].split())[-_SURE_LENGTH:]):
-                return text, string
-    return None
-
-
-def _beginning(text: StreamedText, part: str) -> str:
-    """Return as much of a mark as ends with so much of its token."""
-    return text._mark[: len(text.name) + 2 + len(part)]
 
 
 def _token(mark: str) -> str:

@@ -152,18 +152,3 @@ async def test_a_text_has_no_length_characters_or_methods_of_strings(is_complete
 async def test_brackets_and_numbers_of_a_prompt_are_no_marks(prompt: str) -> None:
     texts = [Text(f"answer-{number}") for number in range(2000)]
     assert find_texts([prompt], {text._mark: text for text in texts}) == []
-
-
-async def test_finding_texts_does_not_read_all_texts_for_each_string(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[int] = []
-
-    class Texts:
-        def valuerefs(self) -> list[Any]:
-            read.append(1)
-            return []
-
-    monkeypatch.setattr("flashmoa.linking.streamed_text._TEXTS", Texts())
-    assert find_texts(["plain"] * 100, {}) == [] and read == []
-    assert find_texts(["let \u27e6e\u27e7 = 3"] * 100, {}) == [] and read == [1]

@@ -34,23 +34,10 @@ from flashmoa.observe.trace import end_trace
 
 logger = logging.getLogger(__name__)
 
-# What `ask` takes: the parameters of OpenAI's and SGLang's chat completions, and the plugin's, that
-# do not contradict an answer which is one streamed text.
-_NAMES = """
-    bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs
-    continue_final_message custom_logit_processor custom_params data_parallel_rank
-    disagg_prefill_dp_rank ebnf expected_output_tokens extra_key frequency_penalty ignore_eos
-    images_config logit_bias logprobs lora_path max_completion_tokens max_dynamic_patch max_tokens
-    metadata min_dynamic_patch min_p min_tokens modalities model n no_stop_trim parallel_tool_calls
-    prediction presence_penalty priority prompt_cache_key prompt_cache_retention reasoning
-    reasoning_effort regex repetition_penalty response_format return_cached_tokens_details
-    return_hidden_states return_routed_experts return_sampling_mask rid routed_dp_rank
-    routed_experts_start_len safety_identifier seed separate_reasoning service_tier session_id
-    session_params skip_special_tokens stop stop_regex stop_token_ids store stream_reasoning task
-    temperature thinking tool_choice tools top_k top_logprobs top_p use_audio_in_video user
-    verbosity web_search_options
-"""
-_PARAMETERS = frozenset(_NAMES.split())
+# What `ask` sends itself, what would make an answer something else than one streamed text, and what
+# OpenAI's client takes that is no part of a request's body.
+_OWN = frozenset({"messages", "stream", "stream_options"})
+_OTHERS = _OWN | {"functions", "function_call", "extra_headers", "extra_query", "timeout"}
 # So many texts are kept of which only the marks may be left, in strings.
 _MOST_MARKED = 4096
 # The numbers of so many names are remembered.
@@ -245,18 +232,19 @@ class Workflow(Reported):
             name: the answer's name, for events; it gets a number if another text has the name.
             on_failure: what happens to the request when a text in it fails; by default as the
                 workflow says.
-            extra_body: more fields of the request's body, for servers that have others.
-            parameters: parameters of OpenAI's chat completions, and SGLang's own. Calls of
-                ``tools`` are no text; see :attr:`Answer.tool_calls`.
+            extra_body: more fields of the request's body, as for OpenAI's client.
+            parameters: fields of the request's body that the server knows, of OpenAI's chat
+                completions or its own. Calls of ``tools`` are no text; see
+                :attr:`Answer.tool_calls`.
 
         Errors are raised where the answer is awaited, also if it is cut off. A warning is logged
         for an answer that failed and that nobody has awaited, when it is dropped or the workflow
         is left.
 
-        Raises: TypeError if there is no such parameter or these are no messages; ValueError if two
-            texts in the messages have the same name, a text is of another workflow, its mark was
-            changed, or is in a parameter, or ``n`` is above 1; RuntimeError outside of the
-            workflow.
+        Raises: TypeError if a parameter belongs to OpenAI's client or to ``ask()`` itself, or these
+            are no messages; ValueError if two texts in the messages have the same name, a text is
+            of another workflow, its mark was changed, or is in a parameter, or ``n`` is above 1;
+            RuntimeError outside of the workflow.
         """
         requests, parameters = self._requests, _check(parameters, extra_body or {}, self._texts)
         answer = self._add(Answer(self._unused_name(name)))
@@ -446,13 +434,13 @@ def _check(
     parameters: dict[str, Any], extra_body: Mapping[str, Any], texts: Mapping[str, StreamedText]
 ) -> dict[str, Any]:
     """Return the parameters of a request and what it has besides. Raises: see `Workflow.ask`."""
-    if unknown := sorted(parameters.keys() - _PARAMETERS):
+    if unknown := sorted(parameters.keys() & _OTHERS):
         raise TypeError(
-            f"ask() has no parameter {unknown[0]!r}; fields that only your server has go into "
-            "extra_body, and headers and timeouts to the EngineClient"
+            f"ask() has no parameter {unknown[0]!r}; functions go into tools, and headers and "
+            "timeouts to the EngineClient"
         )
     merged = {**parameters, **extra_body}
-    if taken := sorted(extra_body.keys() & {"messages", "stream", "stream_options"}):
+    if taken := sorted(extra_body.keys() & _OWN):
         raise TypeError(f"extra_body cannot have {taken[0]!r}, which ask() itself sends")
     if (merged.get("n") or 1) != 1:
         raise ValueError(f"n is {merged['n']}; an answer is one text, so ask several times")

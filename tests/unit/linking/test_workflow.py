@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import textwrap
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -114,11 +113,7 @@ async def test_text_that_could_not_be_replaced_is_refused() -> None:
         foreign, draft = other.text("foreign"), flow.text("draft")
         with pytest.raises(ValueError, match="'foreign' is a text of another workflow"):
             flow.ask(user(f"Read {foreign}"))
-        with pytest.raises(ValueError, match="'draft' was turned into JSON"):
-            flow.ask(user(json.dumps({"draft": f"{draft}"})))
-        changes = (str.upper, quote, lambda mark: mark[:9], lambda mark: f"{mark[:14]}...")
-        more = (lambda mark: mark[9:], lambda mark: mark[-9:], lambda mark: textwrap.fill(mark, 12))
-        for change in (*changes, *more):
+        for change in (str.upper, quote, json.dumps, lambda mark: mark[1:], lambda mark: mark[:-1]):
             with pytest.raises(ValueError, match="'draft' was changed before it was complete"):
                 flow.ask(user(f"{change(f'{draft}')}"))
         with pytest.raises(ValueError, match="'draft' is in a parameter"):
@@ -252,9 +247,9 @@ async def test_prompts_are_built_of_texts_as_of_strings() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["max_token", "extra_headers", "timeout", "stream", "functions", "function_call"]
+    "name", ["extra_headers", "timeout", "stream", "functions", "function_call"]
 )
-async def test_parameters_that_would_be_ignored_are_refused(name: str) -> None:
+async def test_parameters_of_other_clients_are_refused(name: str) -> None:
     async with workflow(Engine()) as flow:
         with pytest.raises(TypeError, match=f"no parameter '{name}'"):
             flow.ask(user("?"), **{name: 1})

@@ -39,9 +39,9 @@ class Options:
     )
     intra_turn: str = _option(
         "auto",
-        "How requests share prefixes that are not computed yet: auto (within one forward where the "
-        "attention backend allows it), level (one level of the radix tree per forward) or off.",
-        ("auto", "level", "off"),
+        "How requests share prefixes that are not computed yet: auto (a request waits until "
+        "another one has computed the prefix) or off.",
+        ("auto", "off"),
     )
     itl_budget: float = _option(
         2.0,

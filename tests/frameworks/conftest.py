@@ -14,7 +14,7 @@ from flashmoa.engine import EngineClient
 from tests.integration.openai.programs import Clients, open_clients
 
 URLS = os.environ.get("FLASHMOA_ENGINES", "").split()
-# The Responses API of SGLang takes no other name from 0.5.20 on.
+# The Responses API of SGLang takes no other name.
 MODEL = os.environ.get("FLASHMOA_MODEL", "")
 
 

@@ -13,8 +13,7 @@ import anyio
 import httpx
 import pytest
 from flashmoa_cpu.tiny_model import SHAPES
-from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.releases.v0_5_18 import Release0518
+from flashmoa_sglang.releases import RELEASE, Release0512
 
 from flashmoa.engine import EngineClient, KvState, PromptUsage, StreamState
 from flashmoa.engine.local import LocalEngine, LocalEngines, wait_for_costs
@@ -33,8 +32,8 @@ RIDING = {
 }
 # Binds both ranks of an engine to the second core. They would wait for each other's core otherwise.
 BOTH_ON_ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "1|1"}
-# Up to SGLang 0.5.18 the variable has the cores of a single replica, which all of them use.
-TWO_REPLICAS = {} if isinstance(RELEASE, Release0518) else BOTH_ON_ONE_CORE
+# In SGLang 0.5.12 the variable has the cores of a single replica, which all of them use.
+TWO_REPLICAS = {} if isinstance(RELEASE, Release0512) else BOTH_ON_ONE_CORE
 # How many tokens of an open stream may wait for others, because they are not worth a forward.
 LAG = 128
 

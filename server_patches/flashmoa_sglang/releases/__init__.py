@@ -12,18 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from flashmoa_sglang.releases.base import Release
 from flashmoa_sglang.releases.v0_5_12 import Release0512
-from flashmoa_sglang.releases.v0_5_18 import Release0518
-from flashmoa_sglang.releases.v0_5_19 import Release0519
-from flashmoa_sglang.releases.v0_5_20 import Release0520
 from flashmoa_sglang.releases.v0_5_21 import Release0521
 from flashmoa_sglang.releases.v0_5_22 import Release0522
 
 # The tested releases, the oldest first.
 _CLASSES: dict[str, type[Release]] = {
     "0.5.12.post1": Release0512,
-    "0.5.18": Release0518,
-    "0.5.19": Release0519,
-    "0.5.20": Release0520,
     "0.5.21": Release0521,
     "0.5.22": Release0522,
     "0.5.23": Release,

@@ -260,8 +260,8 @@ class Release:
     def publish(self, scheduler: Any, req: Any) -> None:
         """Put the KV of a request into the radix tree, as SGLang does with a prompt in chunks.
 
-        The request's forward has been launched, or shares the KV itself. Its batch has been built
-        with the request's prefix, so the prefix is restored.
+        The request's forward has been launched. Its batch has been built with the request's prefix,
+        so the prefix is restored.
         """
         # The prefix is a length; the slots are in the request's row of the table.
         prefix = req.prefix_len
@@ -301,28 +301,6 @@ class Release:
         """
         ratio = scheduler.new_token_ratio_tracker.current
         return 1.0 if req.sampling_params.ignore_eos else ratio
-
-    def shares_within_forward(self, scheduler: Any) -> bool:
-        """Return whether a request may read KV that another request of its batch writes.
-
-        SGLang looks the slots of a prefix up in the radix tree when it builds a batch, and KV that
-        the same batch computes is not in the tree yet. So each forward computes one level of a
-        shared prefix.
-        """
-        return False
-
-    def grow_prefix(self, req: Any, count: int) -> None:
-        """Count ``count`` more tokens as cached, where requests share within a forward."""
-        raise NotImplementedError
-
-    def adopt(self, scheduler: Any, req: Any, start: int, end: int) -> None:
-        """Give a request of a built batch KV that has been published since the batch was built.
-
-        This is for requests whose prefix has grown from ``start`` to ``end``.
-
-        Raises: AssertionError if the KV is not in the radix tree.
-        """
-        raise NotImplementedError
 
     # The CPU platform.
 
@@ -373,9 +351,6 @@ class Release:
         import numpy
 
         return numpy.frombuffer(req.full_untruncated_fill_ids[start:end], dtype=numpy.int64)
-
-    def shrink_prefix(self, req: Any, length: int) -> None:
-        req.prefix_len = length
 
     def radix_key(self, req: Any, end: int) -> Any:
         return self.key_of(req.full_untruncated_fill_ids[:end], req)

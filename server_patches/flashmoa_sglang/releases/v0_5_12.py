@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases.v0_5_18 import Release0518
-from flashmoa_sglang.releases.v0_5_20 import keep_tensors_in_logprobs
+from flashmoa_sglang.releases.v0_5_21 import Release0521
 
 if TYPE_CHECKING:
     from array import array
@@ -35,12 +34,36 @@ def abort_and_forget(original: Callable[..., None], manager: Any, recv_obj: Any)
         manager.rid_to_state.pop(recv_obj.rid, None)
 
 
-class Release0512(Release0518):
+def keep_tensors_in_logprobs(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs_list: Any,
+    stage: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Put an empty tensor in place of each empty list; wraps ``get_token_ids_logprobs_raw``.
+
+    For a request that asked for no log-probabilities SGLang puts ``[]`` among the tensors of a
+    decode step. Under the overlap schedule it later calls ``.tolist()`` on each, which fails for a
+    list and ends the scheduler, as soon as a scored prompt shares a step with any other request.
+    """
+    values, ids = original(logprobs, token_ids_logprobs_list, stage, *args, **kwargs)
+    if kwargs.get("no_copy_to_cpu") and stage.name == "DECODE":
+        empty = logprobs.new_empty((0,))
+        pairs = zip(token_ids_logprobs_list, values, strict=True)
+        values = [empty if requested_ids is None else row for requested_ids, row in pairs]
+    return values, ids
+
+
+class Release0512(Release0521):
     """SGLang 0.5.12, which by itself aborts requests whose client has disconnected."""
 
     STREAM_OUTPUT = "sglang.srt.managers.scheduler.Scheduler.stream_output"
+    CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
     LARGEST_BATCH = None
     NO_GRAPHS = "--disable-cuda-graph --disable-piecewise-cuda-graph"
+    CHECKS_SESSIONS = False
     SCHEDULER_FIXES = (
         ("sglang.srt.layers.utils.logprob.get_token_ids_logprobs_raw", keep_tensors_in_logprobs),
     )
@@ -78,12 +101,20 @@ class Release0512(Release0518):
             return argv
         return [*argv, "--device", current_platform.device_type]
 
+    def resolve_arguments(self, server_args: Any) -> Any:
+        return server_args
+
     def graphs_are_off(self, arguments: Any) -> bool:
-        # Releases up to 0.5.17 are served by this class, and may have the newer arguments.
+        # Releases before 0.5.21 are served by this class, and may have the newer arguments.
         if hasattr(arguments, "cuda_graph_config"):
             return super().graphs_are_off(arguments)
         # The first argument concerns only decoding.
         return arguments.disable_cuda_graph and arguments.disable_piecewise_cuda_graph
+
+    def refuses_mixed(self, arguments: Any) -> bool:
+        return bool(
+            arguments.attn_cp_size > 1 or arguments.dllm_algorithm or arguments.enable_hisparse
+        )
 
     def forget_refused(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """Forget requests that are refused, and the rest of their batch.
@@ -153,12 +184,20 @@ class Release0512(Release0518):
         for req, length in zip(batch.reqs, batch.extend_lens, strict=True):
             req.extend_logprob_start_len = length
 
+    def _reserve(self, adder: Any, tokens: int) -> None:
+        adder.rem_total_token_offset += tokens
+        adder.cur_rem_token_offset += tokens
+
     def no_batch(self, running: Any) -> Any:
         return None
 
     def check_host_cache(self, scheduler: Any) -> None:
         if scheduler.enable_hierarchical_cache:
             scheduler.tree_cache.check_hicache_events()
+
+    def release_prefetch(self, scheduler: Any, req: Any) -> None:
+        if scheduler.enable_hicache_storage:
+            scheduler.tree_cache.release_aborted_request(req.rid)
 
     def release_metadata_buffer(self, scheduler: Any, req: Any) -> None:
         from sglang.srt.disaggregation.prefill import release_req_to_metadata_buffer
@@ -195,11 +234,6 @@ class Release0512(Release0518):
         import numpy
 
         return numpy.array((req.origin_input_ids + req.output_ids)[start:end], dtype=numpy.int64)
-
-    def _set_prefix(self, req: Any, indices: Any) -> None:
-        # Admission reads the number of tokens that are left to compute, which is kept separately.
-        req.prefix_indices = indices
-        req.set_extend_input_len(len(req.fill_ids) - len(indices))
 
     def radix_key(self, req: Any, end: int) -> Any:
         from sglang.srt.mem_cache.radix_cache import RadixKey

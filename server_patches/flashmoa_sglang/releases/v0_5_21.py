@@ -54,9 +54,6 @@ class Release0521(Release0522):
     def computed_until(self, req: Any) -> int:
         return req.extend_range.end
 
-    def shrink_prefix(self, req: Any, length: int) -> None:
-        req.prefix_indices = req.prefix_indices[:length]
-
     def matched_length(self, prefix_match: Any) -> int:
         return len(prefix_match.device_indices)
 

@@ -6,12 +6,11 @@ this module touch SGLang's scheduler. Rules of a batch:
 1. *Streams*: streams whose requests are due come first, then growing streams in opening order.
 2. *Room*: streams get the KV slots that requests leave. Requests that need room evict streams
    (``admission.py``).
-3. *Sharing*: what several requests of the batch have in common is computed once, where the release
-   and the attention backend allow it in one forward, otherwise in one after the other
-   (``shared_prefill.py``).
+3. *Sharing*: what several requests have in common is computed once: the first joins the batch, and
+   the others wait for a later one (``shared_prefill.py``).
 4. *Publish and pin*: under the overlap schedule the KV of a forward is put into the radix tree when
    the next step begins: once the forward has been launched, as chunked prefill does it, and before
-   its results have come. Only what requests share within a forward is there before.
+   its results have come.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
 
 
 def _settle(scheduler: Any, batch: Any, step: Step) -> None:
-    """Share and count the KV that the built batch computes."""
+    """Count what the built batch computes, and note whose KV the next step publishes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     if step.only_streams and not step.mixed:
@@ -160,7 +159,6 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
             if is_increment(req)
         )
     if state.shared is not None:
-        state.shared.settle(scheduler, batch)
         state.duplicates_avoided += state.shared.avoided
     if scheduler.enable_overlap and not state.late_kv and can_pin(scheduler):
         shares = state.shared is not None

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
     """Let decodes share a forward with any prefill; wraps ``mix_with_running``.
 
-    SGLang 0.5.12 and 0.5.18 take each decode's position, which they call its prefix, from the
-    number of its output tokens. Under the overlap schedule they assume that its last token is not
-    among these yet. That is wrong for a decode that was not in the forward before, as after a
-    prefill of others: its position would be one too high. The length of its sequence has been
-    counted for this forward already, so it is right for every decode. SGLang 0.5.23 uses it, too.
+    SGLang 0.5.12 takes each decode's position, which it calls its prefix, from the number of its
+    output tokens. Under the overlap schedule it assumes that its last token is not among these yet.
+    That is wrong for a decode that was not in the forward before, as after a prefill of others: its
+    position would be one too high. The length of its sequence has been counted for this forward
+    already, so it is right for every decode. SGLang 0.5.23 uses it, too.
 
     SGLang mixes nothing with decodes that return log-probabilities. It would return one of each
     decode's input token, too, which nobody has asked for. Of the prefilled tokens it returns none

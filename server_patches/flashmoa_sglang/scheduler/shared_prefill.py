@@ -5,8 +5,7 @@ tree (:class:`BatchTree`), and each unique node is computed once, parents before
 own radix tree is not changed.
 
 SGLang offers each waiting request to the batch. If the request shares tokens with one that is
-already in the batch, it either reads them in the same forward, so that its prefix grows by KV that
-the other request writes, or it waits until they are in the radix tree, for one step where KV is
+already in the batch, it waits until these are in SGLang's radix tree: for one step where KV is
 published once its forward has been launched.
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,46 +25,18 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.int64]
 
-Owner = TypeVar("Owner")
 # A request waits for the next forward only for at least this many shared tokens.
 WORTH_WAITING = 32
 
 
 @dataclass(slots=True)
-class _Node(Generic[Owner]):
-    """A run of tokens that ``owner`` computes; ``later``: in a later batch and not in this one."""
-
+class _Node:
     tokens: Tokens
-    owner: Owner
-    later: bool
-    children: dict[bytes, _Node[Owner]] = field(default_factory=dict)
+    children: dict[bytes, _Node] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Shared(Generic[Owner]):
-    """The beginning of a sequence that other requests compute.
-
-    ``now``: number of tokens computed in this batch, of which ``owner`` computes the last.
-    ``later``: number of tokens after those, which are computed in later batches.
-    """
-
-    now: int = 0
-    later: int = 0
-    owner: Owner | None = None
-
-    def take(self, within_forward: bool) -> int | None:
-        """Return how many tokens to take from this batch; ``None``: wait for the next batch.
-
-        Args: within_forward: whether a request can read KV that another of its batch writes.
-        """
-        next_batch = self.later if within_forward else self.now + self.later
-        if next_batch >= WORTH_WAITING:
-            return None
-        return self.now if within_forward else 0
-
-
-class BatchTree(Generic[Owner]):
-    """Holds the unique tokens that one batch computes, while it is built.
+class BatchTree:
+    """Holds the unique tokens that the requests of one batch compute, while it is built.
 
     Time and memory are linear in its tokens, which are only the uncached ones.
 
@@ -78,54 +49,33 @@ class BatchTree(Generic[Owner]):
 
     def __init__(self, page_size: int) -> None:
         self._page = page_size
-        self._roots: dict[Hashable, dict[bytes, _Node[Owner]]] = {}
+        self._roots: dict[Hashable, dict[bytes, _Node]] = {}
 
-    def match(self, anchor: Hashable, tokens: Tokens) -> Shared[Owner]:
-        """Return which of ``tokens`` other requests compute."""
-        now, later, owner = 0, 0, None
+    def match(self, anchor: Hashable, tokens: Tokens) -> int:
+        """Return how many of the first ``tokens`` other requests compute."""
+        shared = 0
         children = self._roots.get(anchor, {})
-        while node := children.get(self._first_page(tokens[now + later :])):
-            common = self._common(node.tokens, tokens[now + later :])
-            if node.later:
-                later += common
-            else:
-                now, owner = now + common, node.owner
+        while node := children.get(self._first_page(tokens[shared:])):
+            common = self._common(node.tokens, tokens[shared:])
+            shared += common
             if common < len(node.tokens):
                 break
             children = node.children
-        return Shared(now, later, owner)
+        return shared
 
-    def add(self, owner: Owner, anchor: Hashable, tokens: Tokens, computed: int) -> None:
-        """Add a request that joins the batch.
-
-        It computes or shares ``tokens[:computed]`` in this batch, and the rest in later batches.
-        """
-        computed -= computed % self._page
+    def add(self, anchor: Hashable, tokens: Tokens) -> None:
+        """Add the tokens that a request computes, in this batch and in later ones."""
+        tokens = tokens[: len(tokens) - len(tokens) % self._page]
         children = self._roots.setdefault(anchor, {})
-        children = self._insert(owner, children, tokens[:computed], later=False)
-        rest = tokens[computed : len(tokens) - len(tokens) % self._page]
-        self._insert(owner, children, rest, later=True)
-
-    def _insert(
-        self, owner: Owner, children: dict[bytes, _Node[Owner]], tokens: Tokens, later: bool
-    ) -> dict[bytes, _Node[Owner]]:
-        """Walk along ``tokens`` and add new nodes. Return the last node's children."""
         while len(tokens):
-            first = self._first_page(tokens)
-            node = children.get(first)
-            if node is None:
-                node = children[first] = _Node(tokens, owner, later)
+            node = children.setdefault(self._first_page(tokens), _Node(tokens))
             common = self._common(node.tokens, tokens)
             if common < len(node.tokens):
                 self._split(node, common)
-            if node.later and not later:
-                # It was planned for a later batch, but this request computes it in this batch.
-                node.owner, node.later = owner, False
             tokens, children = tokens[common:], node.children
-        return children
 
-    def _split(self, node: _Node[Owner], at: int) -> None:
-        rest = _Node(node.tokens[at:], node.owner, node.later, node.children)
+    def _split(self, node: _Node, at: int) -> None:
+        rest = _Node(node.tokens[at:], node.children)
         node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
 
     def _first_page(self, tokens: Tokens) -> bytes:
@@ -139,39 +89,23 @@ class BatchTree(Generic[Owner]):
         return common - common % self._page
 
 
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    """A request whose tokens from ``start`` to ``end`` the request ``owner`` of its batch computes.
-
-    If nothing is shared, ``start`` equals ``end``.
-    """
-
-    start: int
-    end: int
-    owner: Any
-
-
 class SharedPrefill:
-    """Decides what the requests of a prefill batch share, while SGLang builds the batch.
+    """Lets requests wait for what others of a prefill batch compute, while SGLang builds the batch.
 
     Args:
         page_size: tokens in a KV page.
-        within_forward: whether a request can read KV that another of its batch writes.
 
     Attributes:
         avoided: tokens that requests would have computed if another request did not.
     """
 
-    def __init__(self, page_size: int, *, within_forward: bool) -> None:
-        self._within_forward = within_forward
-        self._tree: BatchTree[Any] = BatchTree(page_size)
+    def __init__(self, page_size: int) -> None:
+        self._tree = BatchTree(page_size)
         self._entered = 0
-        self._starts: dict[Any, int] = {}
-        self._followers: dict[Any, _Follower] = {}
         self.avoided = 0
 
     def admit(self, original: Callable[[], Any], adder: Any, req: Any) -> Any:
-        """Add a request to the batch with what it shares, or let it wait for the next batch.
+        """Add a request to the batch, or let it wait for the next batch.
 
         Args: original: ``PrefillAdder.add_one_req``, which has matched the request's prefix.
         """
@@ -182,29 +116,13 @@ class SharedPrefill:
         start = RELEASE.cached_tokens(req)
         tokens = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
         shared = self._tree.match(_anchor(req, start), tokens)
-        count = shared.take(self._within_forward)
-        if count is None and self._may_wait(req, start):
+        if shared >= WORTH_WAITING and self._may_wait(req, start):
             from sglang.srt.managers.schedule_policy import AddReqResult
 
             return AddReqResult.CONTINUE
-        if count is None:
-            count = shared.now if self._within_forward else 0
-        return self._take(original, adder, req, _Follower(start, start + count, shared.owner))
-
-    def _take(self, original: Callable[[], Any], adder: Any, req: Any, follower: _Follower) -> Any:
-        if follower.end > follower.start:
-            RELEASE.grow_prefix(req, follower.end - follower.start)
         result = original()
-        if not adder.can_run_list or adder.can_run_list[-1] is not req:
-            RELEASE.shrink_prefix(req, follower.start)
-            return result
-        self._starts[req] = follower.start
-        if follower.end > follower.start:
-            self._followers[req] = follower
-        # The prefix may have been evicted while the request waited, so the smaller length counts.
-        first_wait = state_of(req).first_wait
-        waited_from = follower.start if first_wait is None else min(first_wait, follower.start)
-        self.avoided += follower.end - waited_from
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            self._count(req, start)
         return result
 
     def _may_wait(self, req: Any, start: int) -> bool:
@@ -217,29 +135,20 @@ class SharedPrefill:
         state.last_wait = start
         return True
 
+    def _count(self, req: Any, start: int) -> None:
+        """Count what a request that joins saved by waiting; ``start``: its cached prefix."""
+        first_wait = state_of(req).first_wait
+        if first_wait is not None:
+            # The prefix may have been evicted while the request waited.
+            self.avoided += max(0, start - first_wait)
+
     def _enter(self, taken: Sequence[Any]) -> None:
         """Add the requests that have joined the batch since the last call."""
         for req in taken[self._entered :]:
             if is_shareable(req):
-                start = self._starts.get(req, RELEASE.cached_tokens(req))
-                computed = RELEASE.computed_until(req) - start
-                tokens = RELEASE.tokens(req, start, None)
-                self._tree.add(req, _anchor(req, start), tokens, computed)
+                start = RELEASE.cached_tokens(req)
+                self._tree.add(_anchor(req, start), RELEASE.tokens(req, start, None))
         self._entered = len(taken)
-
-    def settle(self, scheduler: Any, batch: Any) -> None:
-        """Give followers in the built batch their KV.
-
-        This goes through the batch in its order, so that an owner is in the radix tree before its
-        followers.
-        """
-        owners = {follower.owner for follower in self._followers.values()}
-        for req in batch.reqs if owners else ():
-            follower = self._followers.get(req)
-            if follower is not None:
-                RELEASE.adopt(scheduler, req, follower.start, follower.end)
-            if req in owners:
-                RELEASE.publish(scheduler, req)
 
 
 class QueuedTokens:
@@ -255,7 +164,7 @@ class QueuedTokens:
 
     def forget(self) -> None:
         """Forget the tokens counted so far, because requests leave the queue now."""
-        self._tree: BatchTree[str] = BatchTree(self._page)
+        self._tree = BatchTree(self._page)
 
     def count(self, tree_cache: Any, queue: Sequence[Any], enough: int) -> int:
         """Return the number of tokens, or a part that is ``enough``; match each request once."""
@@ -276,8 +185,8 @@ class QueuedTokens:
         tokens = np.array(req.origin_input_ids + req.output_ids, dtype=np.int64)
         start = len(tokens) - uncached
         anchor = _anchor(req, start)
-        shared = self._tree.match(anchor, tokens[start:]).now
-        self._tree.add(req.rid, anchor, tokens[start:], uncached)
+        shared = self._tree.match(anchor, tokens[start:])
+        self._tree.add(anchor, tokens[start:])
         return uncached - shared
 
 

@@ -49,7 +49,8 @@ class SchedulerState:
         streams: the open prompt streams.
         written: the requests that clients hear while they are running.
         pins: locks on the KV of prompt streams.
-        shared: decides what the batch shares that is being built; ``None`` if nothing is shared.
+        shared: lets requests wait for what others of the batch that is being built compute;
+            ``None`` if nothing is shared.
         held_back: the requests that wait outside of the queue while a batch is built.
         only_streams: whether the batch that is being built is for prompt streams only.
         needs_pages: whether that batch is mixed, and room for its decodes has not been kept yet.
@@ -116,15 +117,7 @@ class SchedulerState:
 
     def start_sharing(self, scheduler: Any) -> None:
         """Prepare sharing for the batch that is built next, if requests can share tokens."""
-        self.shared = None
-        if self.shares(scheduler):
-            # A prefill engine of a PD pair would send KV before the forward that computes it.
-            within_forward = (
-                self.options.intra_turn == "auto"
-                and self.role != "prefill"
-                and RELEASE.shares_within_forward(scheduler)
-            )
-            self.shared = SharedPrefill(scheduler.page_size, within_forward=within_forward)
+        self.shared = SharedPrefill(scheduler.page_size) if self.shares(scheduler) else None
 
 
 class _Watched:

@@ -25,7 +25,7 @@ REQUEST: dict[str, Any] = {"temperature": 0, "max_output_tokens": 48}
 
 @pytest.fixture(autouse=True)
 def _served_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask for the model by its name, as this route of SGLang demands from 0.5.20 on."""
+    """Ask for the model by its name, as this route of SGLang demands."""
     monkeypatch.setitem(REQUEST, "model", str(model))
 
 

@@ -31,12 +31,11 @@ from tests.integration.support import (
 pytestmark = pytest.mark.anyio
 Words = Callable[[int, int], str]
 
-LEVEL = ["--flashmoa-intra-turn", "level"]
 # Whether tokens ride along with decode steps depends on what these cost. On the modelled GPU they
 # always do, unless the budget forbids it.
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
     "riding along": ([], RIDING),
-    "level by level": ([*LEVEL, "--disable-overlap-schedule"], RIDING),
+    "without the overlap schedule": (["--disable-overlap-schedule"], RIDING),
     "two requests at once": (["--max-running-requests", "2"], RIDING),
     "after decodes": (["--flashmoa-itl-budget", "1"], RIDING),
     "on the CPU": ([], {}),

@@ -57,7 +57,7 @@ async def test_answers_stay_the_same_when_tokens_ride_right_after_a_prefill(
         assert answer["text"] and expected["text"].startswith(answer["text"])
         assert _log_probabilities(answer) == pytest.approx(_log_probabilities(expected), abs=1e-3)
     new = {meta["prompt_tokens"] - meta["cached_tokens"] for meta in map(_meta, answers)}
-    # Up to 0.5.18, the log counts whole pages.
+    # The log of SGLang 0.5.12 counts whole pages.
     prefilled = {*new, *(-(-tokens // 16) * 16 for tokens in new)}
     # A step without prefill would be ``None``.
     assert any(step in prefilled and after is not None for step, after in pairwise(steps))

@@ -31,15 +31,15 @@ CHUNK = 512
 # The largest allowed ratio of computed prompt tokens to unique ones.
 DUPLICATES = 1.01
 WAYS = {
-    "within one forward": ["--page-size", "1"],
+    "pages of 1": ["--page-size", "1"],
     "pages of 16, lpm": ["--page-size", "16", "--schedule-policy", "lpm"],
-    "level by level": ["--flashmoa-intra-turn", "level", "--schedule-policy", "dfs-weight"],
+    "dfs-weight": ["--schedule-policy", "dfs-weight"],
     "without the overlap schedule": ["--disable-overlap-schedule"],
     "chunks": ["--chunked-prefill-size", str(CHUNK), "--page-size", "16"],
 }
 
 
-@pytest.fixture(scope="module", params=nightly_except(WAYS, "within one forward"))
+@pytest.fixture(scope="module", params=nightly_except(WAYS, "pages of 1"))
 async def engine(
     request: pytest.FixtureRequest, engines: LocalEngines, model: Path
 ) -> AsyncGenerator[LocalEngine]:

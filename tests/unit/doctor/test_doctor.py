@@ -103,7 +103,7 @@ def test_missing_packages_get_their_remedy(monkeypatch: pytest.MonkeyPatch) -> N
     assert "flashmoa[autogen]" in checks.check_autogen().remedy
     # A machine without both packages has no problem: it is for clients only.
     assert [finding.level for finding in checks.check_plugin()] == ["note"]
-    monkeypatch.setattr(checks, "installed", {"sglang": "0.5.18"}.get)
+    monkeypatch.setattr(checks, "installed", {"sglang": "0.5.23"}.get)
     remedy = "pip install ./server_patches in a clone of FlashMoA's repository"
     assert checks.check_plugin()[1].remedy == remedy
     monkeypatch.setattr(checks, "installed", {"flashmoa-sglang": "1"}.get)

@@ -298,7 +298,6 @@ def test_a_request_that_has_lost_its_kv_since_its_launch_is_not_published(
 ) -> None:
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
-    monkeypatch.setattr(RELEASE, "shares_within_forward", lambda _: False)
     monkeypatch.setattr(apply, "is_shareable", lambda _: True)
     idle = engine()
     idle.flashmoa.late_kv, idle.flashmoa.options = "", Options()

@@ -11,8 +11,7 @@ from flashmoa_sglang.releases import (
     RELEASE,
     TESTED,
     Release,
-    Release0518,
-    Release0520,
+    Release0512,
     Release0521,
     class_for,
 )
@@ -137,7 +136,7 @@ def test_models_with_a_state_besides_kv_mix_from_0_5_23_on(mixed: bool) -> None:
     ],
 )
 def test_newer_releases_refuse_some_more(given: dict[str, Any]) -> None:
-    assert Release0518().why_no_rides(engine(**given)) == ""
+    assert Release0512().why_no_rides(engine(**given)) == ""
     assert "refuses" in Release().why_no_rides(engine(**given))
 
 
@@ -204,7 +203,7 @@ def test_a_mixed_batch_leaves_a_page_for_each_decode() -> None:
     tree = SimpleNamespace(evictable_size=lambda: 0, supports_mamba=lambda: False)
     adder.token_to_kv_pool_allocator, adder.tree_cache = pool, tree
     # SGLang has counted a token for each of them.
-    if isinstance(RELEASE, Release0520):
+    if isinstance(RELEASE, Release0512):
         adder.rem_total_token_offset = adder.cur_rem_token_offset = 3
     else:
         from sglang.srt.mem_cache.prefill_budget import PrefillBudget

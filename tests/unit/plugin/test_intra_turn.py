@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
+from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.scheduler import shared_prefill
 from flashmoa_sglang.scheduler.request import RequestState
-from flashmoa_sglang.scheduler.shared_prefill import (
-    WORTH_WAITING,
-    BatchTree,
-    Shared,
-    SharedPrefill,
-    _Follower,
-)
+from flashmoa_sglang.scheduler.shared_prefill import WORTH_WAITING, BatchTree, SharedPrefill
 from hypothesis import given
 from hypothesis import strategies as st
 
 Prefix = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    tokens: Prefix
-    # How many tokens it may compute in the batch, in addition to those that it shares.
-    budget: int
 
 
 def pages(tokens: Prefix, page: int) -> set[Prefix]:
@@ -43,55 +32,41 @@ def shared_pages(tokens: Prefix, known: set[Prefix], page: int) -> int:
 TOKENS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), min_size=1, max_size=6).map(
     lambda runs: tuple(symbol for symbol, count in runs for _ in range(count))
 )
-REQUESTS = st.lists(st.builds(Request, TOKENS, st.integers(0, 40)), min_size=1, max_size=8)
+SEQUENCES = st.lists(TOKENS, min_size=1, max_size=10)
+PAGES = st.sampled_from([1, 2, 4])
 
 
-@given(requests=REQUESTS, page=st.sampled_from([1, 2, 4]))
-def test_a_batch_computes_each_unique_page_once(requests: list[Request], page: int) -> None:
-    turn: BatchTree[int] = BatchTree(page)
-    now: set[Prefix] = set()
-    later: set[Prefix] = set()
-    paths: list[Prefix] = []
-    for number, request in enumerate(requests):
-        tokens = np.array(request.tokens, dtype=np.int64)
-        shared = turn.match("anchor", tokens)
-        assert shared.now == shared_pages(request.tokens, now, page)
-        assert shared.now + shared.later == shared_pages(request.tokens, now | later, page)
-        if shared.now:
-            # The owner comes before it and has computed, or shared, all of these tokens.
-            assert shared.owner is not None and shared.owner < number
-            assert paths[shared.owner][: shared.now] == request.tokens[: shared.now]
-        end = min(len(request.tokens), shared.now + request.budget)
-        if end < len(request.tokens):
-            end = max(shared.now, end - end % page)
-        turn.add(number, "anchor", tokens, end)
-        fresh = pages(request.tokens[:end], page) - pages(request.tokens[: shared.now], page)
-        assert not fresh & now, "a page is computed twice"
-        now |= fresh
-        later |= pages(request.tokens, page)
-        paths.append(request.tokens[:end])
+@given(sequences=SEQUENCES, page=PAGES)
+def test_a_batch_knows_each_page_that_it_computes(sequences: list[Prefix], page: int) -> None:
+    turn = BatchTree(page)
+    known: set[Prefix] = set()
+    for tokens in sequences:
+        array = np.array(tokens, dtype=np.int64)
+        assert turn.match("anchor", array) == shared_pages(tokens, known, page)
+        turn.add("anchor", array)
+        known |= pages(tokens, page)
 
 
-@given(requests=st.lists(TOKENS, min_size=1, max_size=10), page=st.sampled_from([1, 2, 4]))
+@given(requests=SEQUENCES, page=PAGES)
 def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
-    """Without sharing within a forward, a request that waits finds tokens cached a step later."""
+    """A request that waits finds tokens cached a step later."""
     # Each token is repeated, so that waiting is worth it for all shared tokens.
     waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
     cached: set[Prefix] = set()
     computed = 0
     for _step in range(len(waiting)):
-        turn: BatchTree[int] = BatchTree(page)
+        turn = BatchTree(page)
         held: list[Prefix] = []
         ran: list[Prefix] = []
-        for number, tokens in enumerate(waiting):
+        for tokens in waiting:
             start = shared_pages(tokens, cached, page)
             rest = np.array(tokens[start:], dtype=np.int64)
             anchor = tokens[:start]
-            if turn.match(anchor, rest).take(within_forward=False) is None:
+            if turn.match(anchor, rest) >= WORTH_WAITING:
                 held.append(tokens)
                 continue
-            turn.add(number, anchor, rest, len(rest))
+            turn.add(anchor, rest)
             ran.append(tokens)
             computed += len(pages(tokens, page)) - start // page
         cached |= set[Prefix]().union(*(pages(tokens, page) for tokens in ran))
@@ -101,29 +76,60 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
 
 
 def test_requests_with_different_anchors_share_nothing() -> None:
-    turn: BatchTree[str] = BatchTree(1)
+    turn = BatchTree(1)
     tokens = np.arange(100, dtype=np.int64)
-    turn.add("a", ("node", "salt"), tokens, 100)
-    assert turn.match(("node", "other salt"), tokens) == Shared()
+    turn.add(("node", "salt"), tokens)
+    assert turn.match(("node", "salt"), tokens) == 100
+    assert turn.match(("node", "other salt"), tokens) == 0
 
 
-def test_a_request_waits_for_a_chunked_one_if_that_is_worth_it() -> None:
-    turn: BatchTree[str] = BatchTree(1)
-    tokens = np.arange(1000, dtype=np.int64)
-    turn.add("long", None, tokens, 300)
-    assert turn.match(None, tokens[:800]) == Shared(300, 500, "long")
-    assert turn.match(None, tokens[:800]).take(within_forward=True) is None
-    assert turn.match(None, tokens[:310]).take(within_forward=True) == 300
-    assert turn.match(None, tokens[:310]).take(within_forward=False) is None
-    assert turn.match(None, tokens[:20]).take(within_forward=False) == 0
+class Request:
+    """A waiting request whose cached prefix is ``prefix`` tokens long."""
+
+    def __init__(self, prefix: int, length: int) -> None:
+        self.flashmoa = RequestState()
+        self.prefix, self.length = prefix, length
+        self.last_node = prefix
 
 
-def test_prefixes_evicted_while_a_request_waited_are_not_counted_as_saved() -> None:
-    class Request:
-        flashmoa = RequestState(first_wait=500)
+@pytest.fixture
+def batch(fake_release: None, monkeypatch: pytest.MonkeyPatch) -> SharedPrefill:
+    """A batch of requests for the beginning of the same text."""
+    monkeypatch.setattr(shared_prefill, "is_shareable", lambda _: True)
+    monkeypatch.setattr(RELEASE, "cached_tokens", lambda req: req.prefix)
+    monkeypatch.setattr(RELEASE, "longest_prefix", lambda req: req.length - 1)
+    monkeypatch.setattr(RELEASE, "namespace", lambda _: None)
 
-    req = Request()
-    batch = SharedPrefill(1, within_forward=True)
-    adder = SimpleNamespace(can_run_list=[req])
-    batch._take(lambda: None, adder, req, _Follower(100, 100, None))
-    assert batch.avoided == 0
+    def tokens(req: Request, start: int, end: int | None) -> np.ndarray:
+        return np.arange(start, req.length if end is None else end, dtype=np.int64)
+
+    monkeypatch.setattr(RELEASE, "tokens", tokens)
+    return SharedPrefill(1)
+
+
+def joins(batch: SharedPrefill, taken: list[Request], req: Request) -> bool:
+    """Offer a request to the batch, which has room for it; return whether it joins."""
+    adder = SimpleNamespace(can_run_list=taken, rem_chunk_tokens=None)
+    batch.admit(lambda: taken.append(req), adder, req)
+    return taken[-1:] == [req]
+
+
+def test_a_request_waits_once_for_what_another_of_the_batch_computes(batch: SharedPrefill) -> None:
+    taken: list[Request] = []
+    assert joins(batch, taken, Request(0, 1000))
+    # So few shared tokens are computed again at once.
+    assert joins(batch, taken, Request(0, WORTH_WAITING))
+    waits = Request(0, 800)
+    assert not joins(batch, taken, waits)
+    # The wait did not help.
+    assert joins(batch, taken, waits) and batch.avoided == 0
+
+
+@pytest.mark.parametrize(("waited_from", "prefix", "avoided"), [(500, 700, 200), (500, 100, 0)])
+def test_what_is_cached_after_a_wait_is_saved_but_for_what_was_evicted_meanwhile(
+    batch: SharedPrefill, waited_from: int, prefix: int, avoided: int
+) -> None:
+    req = Request(prefix, 1000)
+    req.flashmoa.first_wait = waited_from
+    assert joins(batch, [], req)
+    assert batch.avoided == avoided

@@ -16,7 +16,6 @@ from flashmoa_sglang.releases import (
     TESTED,
     Release,
     Release0512,
-    Release0518,
     Release0521,
     class_for,
     v0_5_12,
@@ -32,7 +31,7 @@ from tests.conftest import ROOT
         ("0.5.11", Release0512),
         ("0.5.12.post1", Release0512),
         ("0.5.17", Release0512),
-        ("0.5.18", Release0518),
+        ("0.5.21", Release0521),
         ("0.5.21.post2", Release0521),
         ("0.5.23", Release),
         ("0.5.24.dev3+g1a2b3c4", Release),
@@ -73,29 +72,6 @@ def test_a_release_overrides_only_methods_of_the_base_class(release: str) -> Non
 @pytest.mark.parametrize(("older", "newer"), list(pairwise(TESTED)))
 def test_a_release_derives_from_the_next(older: str, newer: str) -> None:
     assert class_for(older).__bases__ == (class_for(newer),)
-
-
-@pytest.mark.parametrize(
-    ("backends", "architecture", "draft", "shares"),
-    [
-        (("fa3", None), "MHA", False, True),
-        (("flashinfer", "trtllm_mha"), "MHA", False, True),
-        (("fa3", "flashinfer"), "MHA", False, False),
-        (("fa3", None), "MLA", False, False),
-        (("fa3", None), "MHA", True, False),
-    ],
-)
-def test_requests_share_within_a_forward_if_the_prefill_backend_writes_before_it_reads(
-    backends: tuple[str, str | None], architecture: str, draft: bool, shares: bool
-) -> None:
-    both, prefill = backends
-    scheduler = SimpleNamespace(
-        server_args=SimpleNamespace(attention_backend=both, prefill_attention_backend=prefill),
-        model_config=SimpleNamespace(attention_arch=SimpleNamespace(name=architecture)),
-        spec_algorithm=SimpleNamespace(is_none=lambda: not draft),
-    )
-    assert Release0518().shares_within_forward(scheduler) == shares
-    assert not Release().shares_within_forward(scheduler)
 
 
 class HybridTree:

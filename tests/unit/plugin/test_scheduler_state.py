@@ -437,7 +437,7 @@ def mixed(*decodes: Decode, speculative: bool = False) -> Any:
         batch.return_logprob = running.return_logprob
         batch.extend_lens += [1] * len(running.reqs)
         batch.extend_logprob_start_lens += [0] * len(running.reqs)
-        # As SGLang 0.5.18 does under the overlap schedule.
+        # As SGLang 0.5.12 does under the overlap schedule.
         batch.prefix_lens += [req.length - (not req.result) for req in running.reqs]
 
     reqs = [*decodes]

@@ -41,7 +41,7 @@ _US = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class AnsweredRound:
     """Answers of one way: seconds of CPU time in all, pieces of text, and what was written."""
 
     client: float
@@ -86,7 +86,7 @@ async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
 
 async def _play(
     client: AsyncOpenAI, engine: EngineClient, host: TaskHost, calls: int, tokens: int, way: Way
-) -> Round:
+) -> AnsweredRound:
     """Ask for answers at once, all in one way."""
     pieces: list[str] = []
 
@@ -117,7 +117,9 @@ async def _play(
         before, engine_before = time.process_time(), _engine_seconds(engine.url)
         texts = await run_concurrently(ask, range(calls))
         seconds = time.process_time() - before
-        return Round(seconds, _engine_seconds(engine.url) - engine_before, len(pieces), texts)
+        return AnsweredRound(
+            seconds, _engine_seconds(engine.url) - engine_before, len(pieces), texts
+        )
 
 
 @asynccontextmanager
@@ -145,7 +147,7 @@ def _engine_seconds(url: str) -> float:
     return 0.0
 
 
-def _summarise(way: Way, calls: int, tokens: int, rounds: list[Round]) -> Cost:
+def _summarise(way: Way, calls: int, tokens: int, rounds: list[AnsweredRound]) -> Cost:
     return Cost(
         calls=calls,
         way=way,

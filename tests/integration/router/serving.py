@@ -42,7 +42,8 @@ class InTurn(PrefixAware):
         return True
 
     def route(self, queue: Sequence[WaitingRequest]) -> dict[str, str]:
-        names = list(self.engines)
+        # Engines join in any order.
+        names = sorted(self.engines)
         placed = {one.request: names[next(self._number) % len(names)] for one in queue}
         for one in queue:
             self.admit(one, placed[one.request])

@@ -31,8 +31,9 @@ _TOLERANCE = 1.1
 # saves less, as beside one decode on a CPU, delays decodes for nothing: while the next agent writes
 # on another engine, this one is idle and computes the tokens without delaying anyone.
 _WORTH_RIDING = 0.85
-# Prompts are mixed if that takes at most this factor of the time of a large forward.
-_SLOWEST = 2.0
+# Prompts are mixed in blocks that take at most this factor of their time in a large forward; the
+# second, with an operator's limit. Smaller blocks would let short prompts wait behind long ones.
+_SLOWEST, _SLOWEST_LIMITED = 1.25, 2.0
 # Kernels compute blocks of up to this many tokens.
 _BLOCK = 128
 # Until costs are measured: the most tokens of a step, and of a forward of streams alone.
@@ -188,8 +189,8 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
     1. Prefills wait for a forward that hides transfers of experts: nothing.
     2. No stream is open: as stock SGLang.
     3. Nothing decodes: prompts as stock SGLang; without prompts, streams in a forward of their own.
-    4. Prompts can start: SGLang mixes them with the decodes if it can, and if they are not computed
-       much slower so. Streams get the rest of the budget.
+    4. Prompts can start: SGLang mixes them with the decodes if it can, in blocks that compute them
+       hardly slower. Streams get the rest of their own budget.
     5. SGLang can mix streams with the decodes, and that saves enough: the cheapest size, or a
        larger one that computes the backlog within :data:`_HORIZON_STEPS` steps.
     6. SGLang cannot mix them, or that saves too little: streams in a forward of their own, after
@@ -211,8 +212,9 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
         return Step(streams=max(view.page, budget.alone), only_streams=True)
     sizes = _mixed_sizes(view, budget, costs) if view.decodes and view.mixes else []
     if view.prompts is not None:
-        most = max(sizes, default=0) if _keeps_up(view, sizes, costs) else 0
-        streams = max(0, most - view.prompts) if budget.rides else 0
+        most = _prompt_size(view, costs) if view.decodes and view.mixes and longest > 1 else 0
+        room = max(sizes, default=0) if most and budget.rides else 0
+        streams = max(0, min(most, room) - view.prompts)
         return Step(streams=streams, mixed=most, before=view.before)
     if sizes and budget.rides and _is_enough(view.leading, view, budget):
         pace = view.leading / _HORIZON_STEPS
@@ -223,12 +225,30 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
     return Step(builds=view.queued)
 
 
-def _keeps_up(view: StepView, sizes: Sequence[int], costs: Costs) -> bool:
-    """Return whether mixed steps compute prompts fast enough, so that no queue grows."""
-    if not sizes:
-        return True
-    step = costs.decode(view.decodes) + costs.added(view.decodes, sizes[-1])
-    return step <= _SLOWEST * sizes[-1] * costs.per_token_at_best
+def _prompt_size(view: StepView, costs: Costs) -> int:
+    """Return how many tokens of prompts a step with decodes may have; 0: none are mixed.
+
+    It is the smallest block that keeps up with a large forward, so that no queue grows. Without
+    mixing, decodes would wait for the whole prompt, so the block may be longer than a step of
+    streams.
+    """
+    chunk = view.chunk or STEP_SIZES[-1]
+    if costs is UNMEASURED:
+        return min(_GUESSED_TOKENS, chunk)
+    below = view.decodes - view.decodes % _BLOCK
+    blocks = (below + size - view.decodes for size in STEP_SIZES)
+    sizes = [min(block, chunk) for block in blocks if block >= max(view.page, FEWEST_RIDING)]
+    token = max(costs.per_token_at_best, costs.prefill(chunk) / chunk if view.chunk else 0.0)
+    slowest, left = _SLOWEST, inf
+    if view.limit < inf:
+        slowest, left = _SLOWEST_LIMITED, view.limit - costs.decode(view.decodes, view.kv)
+        sizes.reverse()
+    for size in sizes:
+        added = costs.added(view.decodes, size, view.context)
+        step = costs.decode(view.decodes) + costs.added(view.decodes, size)
+        if added <= left and step <= slowest * size * token:
+            return size
+    return 0
 
 
 def _is_enough(tokens: int, view: StepView, budget: Budget) -> bool:

@@ -70,7 +70,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     # All of these answers, in full, fit the pool beside a newcomer: SGLang 0.5.23 keeps that much
     # for answers that do not end early.
     prompts = [words(60, 60 + number) for number in range(6)]
-    newcomers = [_ask_for(words(480, 71 + number), 2, wanted={}) for number in range(4)]
+    newcomers = [_ask_for(words(900, 71 + number), 2, wanted={}) for number in range(4)]
     async with (
         start_special_engine(engines, model, *ARGUMENTS, environment=RIDING) as modelled,
         EngineClient(modelled.url, timeout=60) as client,
@@ -96,7 +96,7 @@ async def test_answers_stay_the_same_when_prompts_ride_in_chunks(
     for answer, expected in zip([*decodes, *answers], alone, strict=True):
         assert answer["text"] and expected["text"].startswith(answer["text"])
     chunks = [step for step in steps if step is not None]
-    assert max(chunks) < 300 and len(chunks) >= len(prompts) + 2 * len(newcomers)
+    assert max(chunks) <= 512 and len(chunks) >= len(prompts) + 2 * len(newcomers)
     # The first has got tokens in steps with chunks, too.
     assert written > 1 + steps.count(None)
 

@@ -227,8 +227,8 @@ def test_a_limit_counts_contexts() -> None:
 @pytest.mark.parametrize(
     ("given", "mixed", "streams"),
     [
-        ({"prompts": 100}, 126, 26),
-        ({"prompts": 1000}, 126, 0),
+        ({"prompts": 100}, 254, 26),
+        ({"prompts": 1000}, 254, 0),
         ({"prompts": 100, "mixes": False}, 0, 0),
         ({"prompts": 100, "limit": 0.001}, 0, 0),
         ({"prompts": 100, "decodes": 0}, 0, 0),

@@ -136,7 +136,7 @@ def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
         busy.waiting_queue = waiting
         built = step(busy)
         assert built.clients() == waiting
-        assert built.settings["mixed"] and built.settings["chunk"] == 128
+        assert built.settings["mixed"] and built.settings["chunk"] == 256
         assert not busy.is_mixed_chunk and busy.chunked_prefill_size == 8192
     busy.waiting_queue = [request(40, 5)]
     assert not step(busy).settings["mixed"]
@@ -152,7 +152,7 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
     busy.chunked_req.computed = 1600
     assert step(busy).settings == {
         "mixed": True,
-        "chunk": 128,
+        "chunk": 256,
         "full": True,
         "logprobs": False,
         "rows": 0,

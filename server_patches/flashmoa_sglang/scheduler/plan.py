@@ -233,8 +233,6 @@ def _prompt_size(view: StepView, costs: Costs) -> int:
     streams.
     """
     chunk = view.chunk or STEP_SIZES[-1]
-    if costs is UNMEASURED:
-        return min(_GUESSED_TOKENS, chunk)
     below = view.decodes - view.decodes % _BLOCK
     blocks = (below + size - view.decodes for size in STEP_SIZES)
     sizes = [min(block, chunk) for block in blocks if block >= max(view.page, FEWEST_RIDING)]

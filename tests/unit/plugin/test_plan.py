@@ -244,6 +244,12 @@ def test_prompts_of_clients_come_before_streams(
     assert (step.mixed, step.streams) == (mixed, streams)
 
 
+def test_prompts_are_mixed_within_the_limit_also_before_costs_are_measured() -> None:
+    waiting = replace(BUSY, prompts=1000)
+    assert plan(waiting, UNMEASURED, 2.0).mixed == 126
+    assert not plan(replace(waiting, limit=0.01), UNMEASURED, 2.0).mixed
+
+
 def test_prompts_are_not_mixed_where_that_takes_much_longer() -> None:
     """A large forward computes 800 tokens in the time of a step of 120."""
     fast = Costs(((1, 0.01), (8192, 0.1)), 0.01, ((8, 0, 0.01), (8, 120, 0.011)))

@@ -94,7 +94,7 @@ class Prompt:
         # How many characters were taken, and how many of these are still right.
         self._taken = 0
         self._right = 0
-        # The call whose text the engine adds after what was taken.
+        # The id of the call that the stream follows: the engine adds the call's text.
         self._followed: str | None = None
 
     @property

@@ -22,7 +22,7 @@ from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
 
-# From this number of decodes on, steps are judged with a multiple of it.
+# The budget of a step with more decodes is computed for the next multiple of this number.
 _DECODES = 8
 # A token may cost at most this factor of a token in a large forward. With a mixture of experts, a
 # few more tokens read many more weights, so that mixing a small block costs several times as much.
@@ -106,7 +106,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan for the prefill of one step.
+    """What one step prefills.
 
     Attributes:
         builds: whether a batch is built at all.

@@ -36,7 +36,7 @@ class _Node:
 
 
 class BatchTree:
-    """Holds the unique tokens that the requests of one batch compute, while it is built.
+    """The unique tokens that the requests of a batch compute.
 
     Time and memory are linear in its tokens, which are only the uncached ones.
 
@@ -90,7 +90,7 @@ class BatchTree:
 
 
 class SharedPrefill:
-    """Lets requests wait for what others of a prefill batch compute, while SGLang builds the batch.
+    """Lets a request wait for the tokens that an earlier request of the batch computes.
 
     Args:
         page_size: tokens in a KV page.

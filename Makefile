@@ -26,8 +26,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 # What the demo serves. Tests have smaller models.
 MODEL := .cache/models/SmolLM2-135M-Instruct
-SOURCES := flashmoa server_patches cpu_platform benchmarks examples tests docs
-PROJECTS := pyproject.toml server_patches/pyproject.toml cpu_platform/pyproject.toml benchmarks/pyproject.toml
+SOURCES := flashmoa server_patches benchmarks examples tests docs
+PROJECTS := pyproject.toml server_patches/pyproject.toml benchmarks/pyproject.toml
 REQUIREMENTS := $(filter-out requirements/vllm.txt requirements/dynamo.txt,$(wildcard requirements/*.txt))
 # Each has a file of what it pins otherwise.
 RELEASES := $(basename $(notdir $(wildcard requirements/releases/*.txt)))
@@ -59,7 +59,7 @@ $(READY): $(REQUIREMENTS) $(PROJECTS)
 	@echo "[2/4] what SGLang needs on a CPU"
 	@$(PIP) -r requirements/engine-cpu.txt
 	@echo "[3/4] FlashMoA, its plugin and the tools"
-	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e server_patches -e 'cpu_platform[device]' -e benchmarks -r requirements/dev.txt -c requirements/engine-cpu.txt
+	@$(PIP) -e '.[autogen,agent-framework,examples,moa,openai,opentelemetry,router]' -e server_patches -e 'benchmarks[engines]' -r requirements/dev.txt -c requirements/engine-cpu.txt
 	@echo "[4/4] SGLang"
 	@$(PIP) --no-deps -r requirements/sglang.txt -r requirements/routers.txt
 	@touch $@
@@ -97,7 +97,7 @@ nightly: test-all test-releases test-dynamo test-vllm test-conformance
 test-releases: $(RELEASE_TESTS)
 
 check-newest: $(READY)
-	@$(BIN)/python -m pytest -m nightly tests/unit/plugin/test_internals.py -k newest
+	@$(BIN)/python -m pytest -m nightly tests/unit/plugin/sglang/test_internals.py -k newest
 
 test-conformance: $(READY)
 	@$(BIN)/python tests/conformance/run.py

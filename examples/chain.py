@@ -24,7 +24,7 @@ from engines import GUIDE, run_program, two_engine_parser, two_engines
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 
 TASK = "Plan a three day trip to Nepal for two people who like walking and food."
 # What each agent knows of the guide, and what it is to do.

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import Call, calls
 

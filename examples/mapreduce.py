@@ -26,7 +26,7 @@ from engines import PAPER, print_timeline, run_program, two_engine_parser, two_e
 from rich.console import Console
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 
 TASK = "Review the paper for a conference on machine learning systems."
 REVIEWERS = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
-from flashmoa.adapters import (
+from flashmoa.frameworks import (
     CallObserver,
     CallRequest,
     CallResult,

@@ -7,9 +7,9 @@ teams; this package itself does not depend on any agent framework.
 
 from flashmoa.engine import EngineClient, EngineSettings
 from flashmoa.errors import FlashMoAError
-from flashmoa.linking.failure_policy import FailurePolicy, UpstreamCancelled
-from flashmoa.linking.options import LinkOptions
-from flashmoa.linking.streamed_text import Text
+from flashmoa.link.failure_policy import FailurePolicy, UpstreamCancelled
+from flashmoa.link.options import LinkOptions
+from flashmoa.link.streamed_text import Text
 from flashmoa.workflow import Answer, Workflow
 
 __version__ = "0.1.0"

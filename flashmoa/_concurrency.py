@@ -164,7 +164,7 @@ async def run_cancelled(work: Work) -> None:
     """Run ``work`` as if its task were already cancelled.
 
     Every ``await`` in it is cancelled at once, except in code that shields itself, as the release
-    of a prompt stream does for a moment (see :mod:`flashmoa.linking.prompt_feed`).
+    of a prompt stream does for a moment (see :mod:`flashmoa.link.prompt_feed`).
     """
     with anyio.CancelScope() as scope:
         scope.cancel()

@@ -22,11 +22,11 @@ from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
 from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
-from flashmoa.linking.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
-from flashmoa.linking.options import LinkOptions, LinkSettings, Session
-from flashmoa.linking.pending_request import PendingRequest
-from flashmoa.linking.reasons import NO_LINKS
-from flashmoa.linking.streamed_text import StreamedText, Text, find_texts
+from flashmoa.link.failure_policy import FailurePolicy, OnFailure, UpstreamCancelled
+from flashmoa.link.options import LinkOptions, LinkSettings, Session
+from flashmoa.link.pending_request import PendingRequest
+from flashmoa.link.reasons import NO_LINKS
+from flashmoa.link.streamed_text import StreamedText, Text, find_texts
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import WHOLE
 from flashmoa.observe.report import Report, Reported
@@ -190,7 +190,7 @@ class Workflow(Reported):
                 raise
             return False
         finally:
-            # All streams are released at once; see flashmoa.linking.prompt_feed.
+            # All streams are released at once; see flashmoa.link.prompt_feed.
             for pending in self._expected:
                 links.start_soon(pending.delete_claimed_stream)
             links.cancel_scope.cancel()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
-from flashmoa_sglang.releases import installed
+from flashmoa_sglang.sglang.releases import installed
 from hypothesis import settings
 
 from flashmoa.engine import EngineClient

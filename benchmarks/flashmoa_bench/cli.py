@@ -26,7 +26,7 @@ class Benchmark:
 
 # By the folder of their modules, in the order of the list.
 _GROUPS = {
-    "linking": "Links between agents",
+    "link": "Links between agents",
     "workflows": "Whole teams",
     "moa": "Mixtures of agents, staircases and debates",
     "prefill": "Scores, and other work without decoding",
@@ -35,27 +35,27 @@ _GROUPS = {
 }
 BENCHMARKS = {
     "handoff": Benchmark(
-        "linking.handoff", "how soon an agent answers after the agent whose text it reads"
+        "link.handoff", "how soon an agent answers after the agent whose text it reads"
     ),
     "ablation": Benchmark(
-        "linking.ablation", "what streamed texts and shared prefixes gain, each alone"
+        "link.ablation", "what streamed texts and shared prefixes gain, each alone"
     ),
     "without_plugin": Benchmark(
-        "linking.without_plugin", "links on engines without the plugin, and what the plugin adds"
+        "link.without_plugin", "links on engines without the plugin, and what the plugin adds"
     ),
     "shared_engine": Benchmark(
-        "linking.shared_engine", "chains of agents on one engine, which costs others time"
+        "link.shared_engine", "chains of agents on one engine, which costs others time"
     ),
-    "tools": Benchmark("linking.tools", "how soon an agent answers when its tools have run"),
+    "tools": Benchmark("link.tools", "how soon an agent answers when its tools have run"),
     "coding_agents": Benchmark(
-        "linking.coding_agents", "recorded coding agents that need twice the KV pool"
+        "link.coding_agents", "recorded coding agents that need twice the KV pool"
     ),
-    "schedule": Benchmark("linking.schedule", "links together with shortest-job-first"),
-    "chunk": Benchmark("linking.chunk", "what prefilling a prompt in pieces costs"),
+    "schedule": Benchmark("link.schedule", "links together with shortest-job-first"),
+    "chunk": Benchmark("link.chunk", "what prefilling a prompt in pieces costs"),
     "interference": Benchmark(
-        "linking.interference", "what the plugin and its links cost other requests"
+        "link.interference", "what the plugin and its links cost other requests"
     ),
-    "client": Benchmark("linking.client", "time that links take from a program's event loop"),
+    "client": Benchmark("link.client", "time that links take from a program's event loop"),
     "workflows": Benchmark(
         "workflows.benchmark", "chain, mapreduce and slides, with each part of FlashMoA and without"
     ),

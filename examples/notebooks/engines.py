@@ -13,7 +13,7 @@ from flashmoa.engine.local import tiny_engines
 _EXAMPLES = Path(__file__).parents[1]
 sys.path.append(str(_EXAMPLES))
 
-from smollm2 import MODELS, smollm2_engines  # noqa: E402
+from smollm2 import MODELS, smollm2_engines  # noqa: E402 - it is beside this folder
 
 _DOCUMENTS = [_EXAMPLES / "guides" / "nepal.md", _EXAMPLES / "papers" / "handoffs.md"]
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from flashmoa.cli import doctor, moa, router, score, serve, trace
-from flashmoa.doctor import in_clone
+from flashmoa.cli.checks import in_clone
 
 
 def _run_benchmarks(command: str, module: str, arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ import anyio
 from rich.console import Console
 from rich.text import Text
 
-from flashmoa.doctor import Finding, Level, check_engine, check_installation
+from flashmoa.cli.checks import Finding, Level, check_engine, check_installation
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fix": "red"}
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports a program that Ctrl-C ended.

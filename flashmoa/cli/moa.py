@@ -15,9 +15,9 @@ import anyio
 from rich.console import Console
 
 from flashmoa import EngineClient, FlashMoAError
+from flashmoa.cli.checks import Finding, check_engine
 from flashmoa.cli.doctor import print_findings
 from flashmoa.cli.ports import api_url, bind, port_problem
-from flashmoa.doctor import Finding, check_engine
 from flashmoa.errors import EngineError, PluginMissing
 
 if TYPE_CHECKING:

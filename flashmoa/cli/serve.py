@@ -25,8 +25,8 @@ from types import FrameType
 
 import httpx
 
+from flashmoa.cli.checks import compiler, excludes_plugin, in_clone, installed, runs_engines
 from flashmoa.cli.ports import api_url, bind, port_problem
-from flashmoa.doctor import compiler, excludes_plugin, in_clone, installed, runs_engines
 
 _DEFAULT_PORT = 30000
 _POLL_SECONDS = 0.2
@@ -191,7 +191,7 @@ def _installation_problem() -> str | None:
         return "SGLang is not installed here; README.md says how, for a GPU and for a CPU"
     if find_spec("flashmoa_sglang") is None:
         return f"the plugin is not installed here: {in_clone('./server_patches')}"
-    releases = import_module("flashmoa_sglang.releases")
+    releases = import_module("flashmoa_sglang.sglang.releases")
     return releases.too_old(installed("sglang") or "")
 
 

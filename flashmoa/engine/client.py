@@ -314,7 +314,7 @@ class EngineClient:
 
         This counts as piece number ``seq``. The next piece has a ``start``.
 
-        Args: call_id: the id of the call; see :mod:`flashmoa.linking.hearing`.
+        Args: call_id: the id of the call; see :mod:`flashmoa.link.hearing`.
         """
         body = {"seq": seq, "call": call_id}
         return await self._ask_stream("POST", stream_id, "/append", body)
@@ -460,7 +460,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        """Hear the calls of a channel; see :class:`~flashmoa.linking.hearing.CallChannel`.
+        """Hear the calls of a channel; see :class:`~flashmoa.link.hearing.CallChannel`.
 
         Args:
             channel: the channel's id, 16 hexadecimal digits.

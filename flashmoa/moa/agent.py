@@ -21,7 +21,7 @@ from flashmoa import Answer, FlashMoAError, UpstreamCancelled, Workflow
 from flashmoa.engine import EngineClient, PromptUsage, kv_namespace, prompt_fields
 from flashmoa.engine.wire import Delta
 from flashmoa.errors import EngineError, EngineTimeout, EngineUnreachable, RequestRefused
-from flashmoa.linking.streamed_text import find_marks
+from flashmoa.link.streamed_text import find_marks
 from flashmoa.moa.early_exit import confidence
 from flashmoa.moa.models import Model
 from flashmoa.moa.prompts import GrowingPrompt, Message, Messages, add_role

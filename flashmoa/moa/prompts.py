@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flashmoa import Text, UpstreamCancelled, Workflow
-from flashmoa.linking.streamed_text import StreamedText
+from flashmoa.link.streamed_text import StreamedText
 from flashmoa.moa.results import MixtureFailed, common_refusal
 from flashmoa.moa.settings import CHARACTERS_PER_TOKEN, Steps
 

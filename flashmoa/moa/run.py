@@ -18,8 +18,8 @@ from typing import Any, TypedDict
 import anyio
 
 from flashmoa import UpstreamCancelled, Workflow
-from flashmoa.linking.link import Ahead
-from flashmoa.linking.streamed_text import StreamedText
+from flashmoa.link.link import Ahead
+from flashmoa.link.streamed_text import StreamedText
 from flashmoa.moa.agent import Agent, Inquiry
 from flashmoa.moa.cluster import AnswerSlot, Cluster, Member, wait_for_several
 from flashmoa.moa.early_exit import EarlyExit, ScoredAnswers

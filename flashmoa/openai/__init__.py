@@ -14,11 +14,19 @@ with FromExtra("openai", __name__, "OpenAI's client"):
 
 from flashmoa.engine import EngineSettings
 from flashmoa.engine.connections import self_hosted_url
-from flashmoa.openai._runs import agent, current_finder, run
-from flashmoa.openai._sent_requests import linked_clients, settings_by_http
-from flashmoa.openai_http import observe_completions, stop_observing
+from flashmoa.openai.http import observe_completions, stop_observing
+from flashmoa.openai.runs import agent, current_finder, run
+from flashmoa.openai.sent_requests import linked_clients, settings_by_http
 
-__all__ = ["AsyncOpenAI", "Instrumentation", "OpenAI", "agent", "instrument", "run"]
+__all__ = [
+    "AsyncOpenAI",
+    "Instrumentation",
+    "OpenAI",
+    "agent",
+    "instrument",
+    "observe_completions",
+    "run",
+]
 
 Client = TypeVar("Client")
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashmoa_sglang.costs import Costs, TimedForward
-from flashmoa_sglang.saturation import LayerTimes
+from flashmoa_sglang.moe.saturation import LayerTimes
 
 CUSTOM_PARAMS_KEY = "flashmoa"
 # How a scheduler ends the request that opens a prompt stream.

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.options import lacks_accelerator
-from flashmoa_sglang.releases import RELEASE, installed, too_old
+from flashmoa_sglang.sglang import torchvision_ops
+from flashmoa_sglang.sglang.options import lacks_accelerator
+from flashmoa_sglang.sglang.releases import RELEASE, installed, too_old
 
-_HAS_CPU_PLATFORM = find_spec("flashmoa_cpu") is not None
 # This runs at import, because the processes that SGLang spawns import this module before SGLang.
-if _HAS_CPU_PLATFORM:
-    from flashmoa_cpu import torchvision_ops
-
+if lacks_accelerator():
     torchvision_ops.allow_mismatched_build()
 RELEASE.prepare_import()
 
@@ -53,22 +50,15 @@ def serve(argv: list[str], on_ready: Callable[[], None] | None = None) -> None:
     """
     from sglang.srt.plugins import load_plugins
 
-    from flashmoa_sglang import options, plugin
+    from flashmoa_sglang.sglang import hooks
 
-    if _HAS_CPU_PLATFORM:
-        from flashmoa_cpu.modelled_gpu import hash_model
-
-        argv = hash_model.resolve_model_path(argv)
-    # Without the plugin, SGLang does not know the arguments of a modelled GPU.
-    if is_stock():
-        argv = options.take_device_arguments(argv)
     load_plugins()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
     arguments = prepare_server_args(RELEASE.server_arguments(argv))
     if not is_stock():
-        plugin.verify(arguments)
+        hooks.verify(arguments)
     launch_server(
         arguments,
         run_scheduler_process_func=run_scheduler_process,
@@ -86,16 +76,11 @@ def is_stock() -> bool:
 def main() -> None:
     if problem := too_old(installed()):
         raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
-    if not _HAS_CPU_PLATFORM and lacks_accelerator():
-        raise SystemExit(
-            "flashmoa-sglang: torch finds no GPU. For SGLang on a plain CPU install "
-            "./cpu_platform of FlashMoA's repository, too."
-        )
     if not is_stock():
-        from flashmoa_sglang import plugin
+        from flashmoa_sglang.sglang import hooks
 
         # Importing SGLang takes long, so a problem is reported before that.
-        plugin.verify()
+        hooks.verify()
     from sglang.srt.utils import kill_process_tree
 
     try:

@@ -21,10 +21,10 @@ from google.adk.workflow import Workflow
 from google.genai import types
 
 from flashmoa._concurrency import all_of
-from flashmoa.adapters.conformance import check_adapter, status
 from flashmoa.adk import FlashMoALlm, LinkPlugin
 from flashmoa.engine import EngineClient
-from flashmoa.linking.link import Link
+from flashmoa.frameworks.conformance import check_adapter, status
+from flashmoa.link.link import Link
 from flashmoa.observe import Event, LinkOpened, Listener
 from flashmoa.observe.calls import calls
 from flashmoa.observe.events import FIRST

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import httpx
-from flashmoa_cpu.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
+from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 from flashmoa_sglang.costs import STEP_SIZES, Costs
 
 from flashmoa.engine.local import LocalEngine
@@ -46,7 +46,7 @@ def known_costs(
 async def remember_costs(
     engine: LocalEngine, model: Path | str, arguments: Sequence[str] = ()
 ) -> None:
-    """Keep the costs of an engine on a CPU, if it has measured all that engines can."""
+    """Keep the costs of an engine in a CPU's time, if it has measured all that engines can."""
     kind = str(model), _OVERLAP_OFF not in arguments
     if kind in _measured:
         return
@@ -54,7 +54,7 @@ async def remember_costs(
         answer = await http.get("/flashmoa/info")
     info = answer.json()
     decodes = {row[0] for row in info["costs"]["mixed"] if row[1]}
-    if info["modelled_gpu"] is None and decodes >= {1, 8, 32}:
+    if decodes >= {1, 8, 32}:
         _measured[kind] = engine.log.with_suffix(".json")
         _measured[kind].write_bytes(answer.content)
 

@@ -45,7 +45,7 @@ def build_sliding_window_model(folder: Path, model: Path, *, hybrid: bool) -> Pa
         model: a tiny model, whose tokenizer it gets.
         hybrid: whether SGLang is told to keep the windows' KV in a pool of its own.
     """
-    from flashmoa_cpu import torchvision_ops
+    from flashmoa_sglang.sglang import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
     from flashmoa_cpu.tiny_model import silence_unprintable

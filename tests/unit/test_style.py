@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 PACKAGES = (
     ROOT / "flashmoa",
     ROOT / "server_patches" / "flashmoa_sglang",
-    ROOT / "cpu_platform" / "flashmoa_cpu",
+    ROOT / "server_patches" / "flashmoa_cpu",
     ROOT / "benchmarks" / "flashmoa_bench",
     ROOT / "examples",
 )
@@ -130,10 +130,13 @@ def test_modules_do_not_import_each_other_in_a_circle(sources: dict[Path, ast.Mo
 
 
 def test_small_modules_are_used_twice_or_tested_alone(sources: dict[Path, ast.Module]) -> None:
-    """A small module that only one other imports is a part of that one, in another place."""
+    """A small module that only one other imports is a part of that one, in another place.
+
+    Modules that programs import, or run, are no part of another one.
+    """
     importers: dict[str, set[str]] = defaultdict(set)
     for name, imported in find_imports(sources, ast.walk).items():
-        for one in imported:
+        for one in imported if not name.startswith("examples.") else ():
             importers[one].add(name)
     tests = {path: ast.parse(path.read_text()) for path in (ROOT / "tests" / "unit").rglob("*.py")}
     tested = set[str]().union(*find_imports(sources, ast.walk, tests).values())
@@ -142,7 +145,7 @@ def test_small_modules_are_used_twice_or_tested_alone(sources: dict[Path, ast.Mo
         for path in sources
         if len(path.read_text().splitlines()) < 100
         and len(importers[name := name_of(path)]) == 1
-        and path.stem not in ("__init__", "__main__")
+        and path.stem not in ("__init__", "__main__", "serve", "hash_causal_lm")
         and name not in tested
     }
     assert not small

@@ -23,7 +23,7 @@ from flashmoa_bench.harness.modelled_gpus import read_server
 from flashmoa_bench.harness.requests import ask
 
 # Makes SGLang load no plugin but the platform of a CPU, where that is installed.
-_STOCK = {"SGLANG_PLUGINS": "flashmoa_cpu"}
+_STOCK = {"SGLANG_PLUGINS": "flashmoa_modelled_gpu"}
 # What explains a result, of what an engine says of itself.
 _SETTINGS = (
     "version",

@@ -26,7 +26,7 @@ Expected = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 def expected_times() -> Expected:
     """Return the times of all prefills and decode steps."""
-    from flashmoa_cpu.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
+    from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 
     times: dict[str, dict[str, dict[str, float]]] = {}
     for gpu in GPUS:

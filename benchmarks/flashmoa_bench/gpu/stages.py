@@ -21,7 +21,7 @@ from flashmoa_bench.gpu.forwards import DECODES, PREFILLS, Expected, errors
 from flashmoa_bench.harness import clock
 from flashmoa_bench.harness.requests import TimedAnswer, ask, random_ids
 from flashmoa_bench.harness.rounds import alternate, run_concurrently
-from flashmoa_bench.linking.pipelines import SUFFIX_TOKENS, Pipeline, ask_downstream
+from flashmoa_bench.link.pipelines import SUFFIX_TOKENS, Pipeline, ask_downstream
 
 _FREED_SECONDS = 20.0
 

@@ -30,7 +30,7 @@ from flashmoa_bench.harness.modelled_gpus import device_environment
 from flashmoa_bench.harness.routers import PairStart, start_pd_pairs
 
 # Makes SGLang load no plugin. It loads the CPU platform anyway, by another group of entry points.
-STOCK = {"SGLANG_PLUGINS": "none"}
+STOCK = {"SGLANG_PLUGINS": "flashmoa_modelled_gpu"}
 _SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 _WORDS = 20_000
 

@@ -13,7 +13,7 @@ import httpx
 
 from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.errors import BadAnswer
-from flashmoa.linking.prompt_feed import PromptFeed
+from flashmoa.link.prompt_feed import PromptFeed
 from flashmoa_bench.harness import clock
 
 # Every vocabulary has these ids, and none of them is a special token.

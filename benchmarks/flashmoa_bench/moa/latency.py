@@ -303,7 +303,7 @@ def _embedding_seconds(arguments: argparse.Namespace) -> Callable[[int], float]:
     if not arguments.device:
         return lambda _tokens: 0.0
     try:
-        gpu: Any = import_module("flashmoa_cpu.modelled_gpu.gpu")
+        gpu: Any = import_module("flashmoa_bench.modelled_gpu.gpu")
         times = gpu.MeasuredTables(arguments.device, _EMBEDDING_MODEL, 1)
     except (ImportError, ValueError) as error:
         raise EngineError(f"no times of embeddings on {arguments.device}: {error}") from error

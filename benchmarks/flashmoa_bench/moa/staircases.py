@@ -15,7 +15,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import Annotated
 
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.moa import AggregationPrompt, Debate, MixtureOfAgents, Staircase, Steps
 from flashmoa.moa.settings import Order
 from flashmoa_bench.harness import clock

@@ -192,7 +192,7 @@ def _make_environments(options: argparse.Namespace, count: int) -> list[dict[str
             )
     gpus, models, divided = (list(values) * (count // len(values)) for values in given.values())
     found: list[dict[str, str]] = []
-    modelled: Any = import_module("flashmoa_cpu.modelled_gpu.gpu")
+    modelled: Any = import_module("flashmoa_bench.modelled_gpu.gpu")
     for gpu, model, tensor_parallel in zip(gpus, models, divided, strict=True):
         try:
             sheet, shape = modelled.Gpu.load(gpu), modelled.Model.load(model)

@@ -18,7 +18,7 @@ from autogen_agentchat.teams import BaseGroupChat
 
 from flashmoa import Workflow
 from flashmoa.autogen import FlashMoAChatCompletionClient, link
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.observe import CallFinished, Event, Listener
 from flashmoa.observe.calls import calls
 from flashmoa_bench.harness import clock

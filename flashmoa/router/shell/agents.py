@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
-from flashmoa.linking.streamed_text import Text, replace_marks
-from flashmoa.openai_answers import AnswerReader
+from flashmoa.link.answers import AnswerReader
+from flashmoa.link.streamed_text import Text, replace_marks
 from flashmoa.router.forwarding import AnswerObserver, RouterError
 
 

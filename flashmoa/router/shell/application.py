@@ -20,9 +20,9 @@ from starlette.routing import Route
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineSettings, prompt_fields
 from flashmoa.errors import EngineError
-from flashmoa.linking.link import Link, kind_of
-from flashmoa.linking.prompt import Placeholders, Prompt
-from flashmoa.linking.prompt_feed import level_once
+from flashmoa.link.link import Link, kind_of
+from flashmoa.link.prompt import Placeholders, Prompt
+from flashmoa.link.prompt_feed import level_once
 from flashmoa.router.forwarding import (
     CHAT,
     STREAMS,

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from flashmoa_sglang import __version__, releases
+from flashmoa_sglang import __version__
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import bodies
 from flashmoa_sglang.http.bodies import PromptReader
@@ -37,8 +37,9 @@ from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
 from flashmoa_sglang.http.stream import CallText, PromptStream
 from flashmoa_sglang.http.streams import StreamTable
-from flashmoa_sglang.http.token_buffer import TokenBuffer
-from flashmoa_sglang.options import Options
+from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
+from flashmoa_sglang.sglang import releases
+from flashmoa_sglang.sglang.options import Options
 
 _OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
 # An append has one of these fields; one that only ends the stream has none.
@@ -129,7 +130,6 @@ class Api:
             "capabilities": self._capabilities(),
             "role": self._engine.role,
             "model": self._engine.model,
-            "modelled_gpu": _modelled_gpu(),
             "tokenizer": {
                 "digest": tokenizer.digest if tokenizer else None,
                 "cuts": tokenizer.boundaries.kinds if tokenizer else [],
@@ -310,16 +310,6 @@ def _is_logged(record: logging.LogRecord) -> bool:
     """
     line = record.getMessage()
     return "/prompt_streams/" not in line and " /health/ready " not in line
-
-
-def _modelled_gpu() -> str | None:
-    """Return the name of the GPU whose time this engine takes, if it takes one's."""
-    if not Options.from_environment().device:
-        return None  # The package may not be there.
-    from flashmoa_cpu.modelled_gpu.gpu import modelled_gpu
-
-    modelled = modelled_gpu()
-    return modelled.name if modelled is not None else None
 
 
 def _make_endpoint(handler: Handler) -> Handler:

@@ -15,12 +15,12 @@ from flashmoa_sglang.http.guard import check_ids
 from flashmoa_sglang.http.hints import LARGEST_NUMBER
 from flashmoa_sglang.http.rendering import Piece, RenderedPrompt
 from flashmoa_sglang.http.stream import Terms
-from flashmoa_sglang.http.token_buffer import tokenize_aside
+from flashmoa_sglang.http.tokens.token_buffer import tokenize_aside
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.rendering import ChatRenderer
-    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer, TokenBuffer
+    from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
 
 T = TypeVar("T", bound=BaseModel)
 # The fields of ``OpenStream`` that do not belong to a chat request.

@@ -24,8 +24,8 @@ from flashmoa_sglang.http.engine import new_rid
 from flashmoa_sglang.http.errors import ApiError
 from flashmoa_sglang.http.stream import Prefilled
 from flashmoa_sglang.messages import ForwardTimes, RequestMark
-from flashmoa_sglang.options import Options
-from flashmoa_sglang.saturation import LayerTimes, Saturation, find_saturation
+from flashmoa_sglang.moe.saturation import LayerTimes, Saturation, find_saturation
+from flashmoa_sglang.sglang.options import Options, device_slowdown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -141,7 +141,7 @@ class Measurement:
     def __init__(self, engine: Engine) -> None:
         self.layers: list[LayerTimes] = []
         self._engine = engine
-        self._times = Times(Options.from_environment().device_slowdown)
+        self._times = Times(device_slowdown())
         # A prompt that ran before would be found in the cache.
         self._dice = random.Random(0)
         self._failure: ApiError | None = None

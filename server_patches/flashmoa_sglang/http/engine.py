@@ -10,12 +10,11 @@ from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang import kv_free
 from flashmoa_sglang.costs import UNMEASURED, Costs
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import DecodesOnly, EngineBusy, EngineFailed, MalformedRequest
 from flashmoa_sglang.http.stream import Prefilled, Terms
-from flashmoa_sglang.http.token_buffer import make_canonical
+from flashmoa_sglang.http.tokens.token_buffer import make_canonical
 from flashmoa_sglang.messages import (
     STREAM_OPENED,
     CountUpdate,
@@ -30,12 +29,13 @@ from flashmoa_sglang.messages import (
     handle,
     unsent,
 )
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.moe import kv_free
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from flashmoa_sglang.saturation import Saturation
+    from flashmoa_sglang.moe.saturation import Saturation
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy
 
-from flashmoa_sglang import kv_free
 from flashmoa_sglang.http.engine import is_ours
 from flashmoa_sglang.http.errors import shown
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.moe import kv_free
+from flashmoa_sglang.sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.stream import PromptStream, Span
 from flashmoa_sglang.messages import StreamProgress, StreamTokens
-from flashmoa_sglang.options import Options
+from flashmoa_sglang.sglang.options import device_slowdown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,7 @@ class Handover:
         self.opening: list[PromptStream] = []
         self.unclaimed: list[str] = []
         self._changed = asyncio.Event()
-        self._end_grace = _END_GRACE * Options.from_environment().device_slowdown
+        self._end_grace = _END_GRACE * device_slowdown()
         engine.handle(StreamProgress, self._note)
 
     def wake(self) -> None:

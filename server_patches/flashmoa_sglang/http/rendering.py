@@ -18,14 +18,14 @@ from pydantic import ValidationError
 
 from flashmoa_sglang.http import client_requests, sent_answers
 from flashmoa_sglang.http.errors import MalformedRequest, explain
-from flashmoa_sglang.http.token_buffer import EncodedHead, TokenBuffer
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.http.tokens.token_buffer import EncodedHead, TokenBuffer
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from flashmoa_sglang.http.sent_answers import ChatApi, Part
-    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
+    from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer
 
 
 class Piece(NamedTuple):

@@ -16,12 +16,12 @@ from flashmoa_sglang.http.errors import (
     PromptTooLarge,
     StreamGone,
 )
-from flashmoa_sglang.http.token_buffer import LONG_TEXT, common_length, tokenize_aside
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.http.tokens.token_buffer import LONG_TEXT, common_length, tokenize_aside
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.http.hearing.following import Follower
-    from flashmoa_sglang.http.token_buffer import TokenBuffer
+    from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 
 
 @dataclass(frozen=True, slots=True)

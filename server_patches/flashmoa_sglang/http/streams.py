@@ -36,8 +36,8 @@ from flashmoa_sglang.http.stream import (
     gone,
     over_context,
 )
-from flashmoa_sglang.http.token_buffer import common_length
-from flashmoa_sglang.options import Options
+from flashmoa_sglang.http.tokens.token_buffer import common_length
+from flashmoa_sglang.sglang.options import device_slowdown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -116,7 +116,7 @@ class StreamTable:
         self._found: OrderedDict[str, dict[str, Any]] = OrderedDict()
         # The adapters that are being unloaded; ``None`` for each change of the whole engine.
         self._closed: list[str | None] = []
-        self._pace = Pace(Options.from_environment().device_slowdown)
+        self._pace = Pace(device_slowdown())
         self._handover = Handover(engine, self._open)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # The classes of errors that have been logged.

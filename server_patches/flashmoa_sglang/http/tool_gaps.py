@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.http import asked, client_requests, metrics, rendering
 from flashmoa_sglang.http.errors import ApiError
-from flashmoa_sglang.http.token_buffer import TokenBuffer, common_length
-from flashmoa_sglang.options import Options
+from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer, common_length
+from flashmoa_sglang.sglang.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable

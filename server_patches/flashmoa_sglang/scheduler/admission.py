@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import available_tokens
 from flashmoa_sglang.scheduler.request import (
     is_increment,
@@ -20,6 +19,7 @@ from flashmoa_sglang.scheduler.request import (
     total_tokens,
     uncached_tokens,
 )
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs

@@ -20,13 +20,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import held_back, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.plan import Step, plan
 from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 from flashmoa_sglang.scheduler.view import read
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.plan import StepView

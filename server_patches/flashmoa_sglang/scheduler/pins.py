@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_sglang.messages import RequestMark
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.sglang.releases import RELEASE
 
 # SGLang reserves at most this many output tokens when it admits a request.
 _RESERVED_OUTPUT = 4096

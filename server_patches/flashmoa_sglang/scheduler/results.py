@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import match_and_pin
 from flashmoa_sglang.scheduler.request import is_increment, state_of
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.request import is_shareable, state_of
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

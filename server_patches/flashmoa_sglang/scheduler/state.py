@@ -11,7 +11,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from flashmoa_sglang import asyncep, kv_free
 from flashmoa_sglang.costs import FEWEST_RIDING, UNMEASURED, TimedForward
 from flashmoa_sglang.messages import (
     CountUpdate,
@@ -25,14 +24,15 @@ from flashmoa_sglang.messages import (
     StreamTokens,
     handle,
 )
-from flashmoa_sglang.options import Options
-from flashmoa_sglang.releases import RELEASE
-from flashmoa_sglang.saturation import SaturationGate
+from flashmoa_sglang.moe import asyncep, kv_free
+from flashmoa_sglang.moe.saturation import SaturationGate
 from flashmoa_sglang.scheduler.pins import StreamPins, can_pin
 from flashmoa_sglang.scheduler.request import state_of
 from flashmoa_sglang.scheduler.shared_prefill import QueuedTokens, SharedPrefill
 from flashmoa_sglang.scheduler.streams import SchedulerStreams, end_unserved
 from flashmoa_sglang.scheduler.written import WrittenAnswers
+from flashmoa_sglang.sglang.options import Options, device_slowdown
+from flashmoa_sglang.sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class SchedulerState:
             lambda stream: self.streams.stage(stream),
         )
         self.streams = SchedulerStreams(scheduler, self.pins)
-        self.written = WrittenAnswers(self.options.device_slowdown)
+        self.written = WrittenAnswers(device_slowdown())
         self.tokenizer_channel = RELEASE.tokenizer_channel(scheduler)
         # The engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
         self.role: str = scheduler.server_args.disaggregation_mode

@@ -19,10 +19,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
 from flashmoa_sglang.scheduler.plan import FILLS, Growth, choose_increments, fewest_tokens
 from flashmoa_sglang.scheduler.request import state_of
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.pins import StreamPins

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler.admission import has_room_to_ride, place_of_next
 from flashmoa_sglang.scheduler.plan import StepView
 from flashmoa_sglang.scheduler.request import (
@@ -14,6 +13,7 @@ from flashmoa_sglang.scheduler.request import (
     total_tokens,
     uncached_tokens,
 )
+from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoa.doctor import check_engine
+from flashmoa.cli.checks import check_engine
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from tests.integration.support import wait_until_idle

@@ -20,12 +20,12 @@ from flashmoa_bench.workflows.benchmark import (
 from pptx import Presentation
 
 from flashmoa.engine.local import LocalEngine
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa.workflow import Workflow
 from tests.conftest import ROOT
-from tests.integration.autogen.runs import run_once
+from tests.integration.frameworks.autogen.runs import run_once
 from tests.integration.support import wait_until_idle
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

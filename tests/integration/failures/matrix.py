@@ -13,7 +13,7 @@ import anyio
 
 from flashmoa import FailurePolicy
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.link.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed, LinkOpened, UpstreamFailed
 from tests.integration.baseline import Baseline, count_sockets
 from tests.integration.support import nightly, slow

@@ -16,9 +16,8 @@ from autogen_core import CancellationToken
 
 from flashmoa.autogen import FlashMoAChatCompletionClient, TeamLink, link
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.link.failure_policy import Action, Failure
 from flashmoa.observe import Event, LinkClosed
-from tests.integration.autogen.runs import finished_calls
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (
     PATIENCE,
@@ -31,6 +30,7 @@ from tests.integration.failures.matrix import (
     reported_failures,
 )
 from tests.integration.failures.relay import Relay, start_relay
+from tests.integration.frameworks.autogen.runs import finished_calls
 from tests.integration.support import start_special_engine
 from tests.waiting import until
 

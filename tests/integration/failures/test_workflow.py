@@ -9,7 +9,7 @@ import pytest
 from flashmoa import EngineClient, UpstreamCancelled, Workflow
 from flashmoa.engine.local import LocalEngine
 from flashmoa.errors import EngineTimeout, EngineUnreachable
-from flashmoa.linking.failure_policy import Action, Failure
+from flashmoa.link.failure_policy import Action, Failure
 from flashmoa.observe import Event
 from tests.integration.baseline import Baseline
 from tests.integration.failures.matrix import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.moa import Debate, DebatePrompt, Model, Result, Steps
 from flashmoa.observe import Event, LinkOpened
 from tests.integration.moa.agents import QUESTION, agent, first_letter

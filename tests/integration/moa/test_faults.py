@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.failure_policy import UpstreamCancelled
+from flashmoa.link.failure_policy import UpstreamCancelled
 from flashmoa.moa import (
     AggregationPrompt,
     Debate,

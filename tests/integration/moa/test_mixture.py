@@ -11,7 +11,7 @@ import pytest
 from flashmoa.engine import EngineClient, EngineInfo
 from flashmoa.engine.local import LocalEngine
 from flashmoa.engine.wire import Prefilled
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.moa import (
     AggregationPrompt,
     EarlyExit,

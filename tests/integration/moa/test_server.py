@@ -15,7 +15,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, AuthenticationError, R
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine
 from flashmoa.moa.serve.application import ServeOptions
-from tests.integration.frameworks import run_frameworks
+from tests.integration.framework_scripts import run_frameworks
 from tests.integration.moa.serving import QUESTION, connected, extra, served
 from tests.integration.support import wait_until_idle
 

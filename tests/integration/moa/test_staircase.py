@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.moa import AggregationPrompt, Model, Result, Staircase, Steps
 from flashmoa.moa.settings import Order
 from tests.integration.moa.agents import QUESTION

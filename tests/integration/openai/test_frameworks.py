@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoa.engine.local import LocalEngine
-from tests.integration.frameworks import run_frameworks
+from tests.integration.framework_scripts import run_frameworks
 
 
 @pytest.mark.anyio

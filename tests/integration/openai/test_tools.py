@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.linking import forecasts
+from flashmoa.link import forecasts
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run

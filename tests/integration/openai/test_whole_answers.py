@@ -22,7 +22,7 @@ from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.observe import Event, LinkClosed, LinkWaits
 from flashmoa.observe.calls import calls
 from flashmoa.openai import AsyncOpenAI, OpenAI, instrument, run

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 import anyio
 import httpx
 import pytest
-from flashmoa_sglang.releases import TESTED
+from flashmoa_sglang.sglang.releases import TESTED
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from flashmoa_cpu.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
+from flashmoa_bench.modelled_gpu.gpu import Forward, MeasuredTables, Prefills
 from flashmoa_sglang.costs import Costs
 
 from flashmoa.engine import EngineClient

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def reference(model: Path) -> tuple[Any, Any]:
-    from flashmoa_cpu import torchvision_ops
+    from flashmoa_sglang.sglang import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
     import torch

@@ -148,7 +148,7 @@ async def chat(
         message, usage = whole["choices"][0]["message"], whole["usage"]
     calls = message.get("tool_calls") or ()
     results = [{"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in calls]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
     return [{k: message[k] for k in message if message[k] is not None}, *results], (
         usage["prompt_tokens"] - cached
     )

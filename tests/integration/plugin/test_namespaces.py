@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from flashmoa_sglang.releases import RELEASE
+from flashmoa_sglang.sglang.releases import RELEASE
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient, kv_namespace

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from flashmoa_sglang.releases import installed
+from flashmoa_sglang.sglang.releases import installed
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine

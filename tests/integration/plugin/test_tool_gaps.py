@@ -11,11 +11,11 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from flashmoa_sglang.releases import installed
+from flashmoa_sglang.sglang.releases import installed
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngine, LocalEngines
-from tests.integration.frameworks import run_frameworks
+from tests.integration.framework_scripts import run_frameworks
 from tests.integration.support import fetch_kv_state, start_special_engine, wait_until_idle
 
 pytestmark = pytest.mark.anyio

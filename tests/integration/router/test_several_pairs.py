@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine import EngineClient
 from flashmoa.engine.local import LocalEngines, tiny_model, wait_for_costs
-from flashmoa.linking.link import Ahead
+from flashmoa.link.link import Ahead
 from flashmoa.moa import AggregationPrompt, MixtureOfAgents, Model, Result
 from tests.conftest import GUIDE, ROOT
 from tests.integration.engine_costs import known_costs

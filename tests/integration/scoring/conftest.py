@@ -25,7 +25,7 @@ CHAT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="session")
 def tokenizer(model: Path) -> Any:
-    from flashmoa_cpu import torchvision_ops
+    from flashmoa_sglang.sglang import torchvision_ops
 
     torchvision_ops.allow_mismatched_build()
     from transformers import AutoTokenizer

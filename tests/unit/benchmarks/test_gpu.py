@@ -354,7 +354,12 @@ def test_the_kit_has_the_plugins_entry_point_and_the_models_shapes(
     prepare.write_metadata(tmp_path)
     (plugin,) = tmp_path.glob("flashmoa_sglang-*.dist-info")
     text = (plugin / "entry_points.txt").read_text()
-    assert text == "[sglang.srt.plugins]\nflashmoa = flashmoa_sglang.plugin:register\n"
+    assert text.splitlines() == [
+        "[sglang.srt.plugins]",
+        "flashmoa = flashmoa_sglang.sglang.hooks:register",
+        "[sglang.srt.platforms]",
+        "flashmoa_cpu = flashmoa_cpu.platform:activate",
+    ]
     prepare.write_models(tmp_path)
     assert "Qwen3MoeForCausalLM" in (tmp_path / "qwen3-30b-a3b" / "config.json").read_text()
 

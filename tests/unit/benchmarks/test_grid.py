@@ -11,8 +11,8 @@ import pytest
 from flashmoa_bench.harness.critical_path import decoding_seconds
 from flashmoa_bench.harness.report import Column, Report, make_table
 from flashmoa_bench.harness.rounds import RoundPlayer, measured_cells
-from flashmoa_bench.linking.pipelines import PipelineRound, play_cell
-from flashmoa_bench.linking.schedule import KINDS, scale_kinds
+from flashmoa_bench.link.pipelines import PipelineRound, play_cell
+from flashmoa_bench.link.schedule import KINDS, scale_kinds
 from rich.console import Console
 
 from flashmoa.errors import EngineError

@@ -13,7 +13,7 @@ from flashmoa_bench.harness.engines import Role, _given_urls
 from flashmoa_bench.harness.report import _to_json
 from flashmoa_bench.harness.requests import TimedAnswer
 from flashmoa_bench.harness.rounds import alternate, gaps, percentile
-from flashmoa_bench.linking import (
+from flashmoa_bench.link import (
     ablation,
     chunk,
     coding_agents,
@@ -23,11 +23,11 @@ from flashmoa_bench.linking import (
     shared_engine,
     tools,
 )
-from flashmoa_bench.linking.handoff import LINKED, HandoffCell, summarise_cell, summarise_grid
-from flashmoa_bench.linking.pipelines import PipelineRound, Workload
-from flashmoa_bench.linking.schedule import KINDS, make_batches, make_workflows
-from flashmoa_bench.linking.shared_engine import DEFAULT_ROWS, ChainRun, Chains
-from flashmoa_bench.linking.tools import WORKLOADS, AfterTools, workloads
+from flashmoa_bench.link.handoff import LINKED, HandoffCell, summarise_cell, summarise_grid
+from flashmoa_bench.link.pipelines import PipelineRound, Workload
+from flashmoa_bench.link.schedule import KINDS, make_batches, make_workflows
+from flashmoa_bench.link.shared_engine import DEFAULT_ROWS, ChainRun, Chains
+from flashmoa_bench.link.tools import WORKLOADS, AfterTools, workloads
 
 from flashmoa.errors import EngineError
 

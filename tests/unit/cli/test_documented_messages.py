@@ -44,7 +44,7 @@ def quoted_messages() -> Iterator[str]:
 def strings() -> str:
     """Return the strings of the code, one per line, with a space for each value in them."""
     texts = [(ROOT / "Makefile").read_text()]
-    for folder in ("flashmoa", "server_patches", "cpu_platform"):
+    for folder in ("flashmoa", "server_patches"):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.JoinedStr):

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from flashmoa_sglang.http.api import Api
-from flashmoa_sglang.releases import TESTED
+from flashmoa_sglang.sglang.releases import TESTED
 from packaging.version import Version
 from starlette.routing import Route
 
@@ -35,14 +35,14 @@ IMAGE = "flashmoa-engine"
 GENERATE, GENERATE_SECONDS = "/health_generate", 20
 PARSE_SGLANG = """
 import argparse, json, sys
-from flashmoa_cpu import torchvision_ops
+from flashmoa_sglang.sglang import torchvision_ops
 torchvision_ops.allow_mismatched_build()
-from flashmoa_sglang.options import add_arguments
+from flashmoa_sglang.sglang.options import Options
 from sglang.srt.server_args import ServerArgs
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 ServerArgs.add_cli_args(parser)
-add_arguments(None, parser)
+Options.add_arguments(None, parser)
 parsed = [vars(parser.parse_args(line)) for line in json.load(sys.stdin)]
 names = "host", "port", "model_path", "enable_metrics", "api_key"
 print(json.dumps([{name: line[name] for name in names} for line in parsed]))

@@ -25,11 +25,11 @@ from flashmoa.errors import (
     PluginMissing,
     RequestRefused,
 )
-from flashmoa.linking import prompt_feed
-from flashmoa.linking.link import Link
-from flashmoa.linking.prompt import Prompt, Slot
+from flashmoa.link import prompt_feed
+from flashmoa.link.link import Link
+from flashmoa.link.prompt import Prompt, Slot
 from flashmoa.observe import Event, LinkClosed, LinkOpened, StreamFound
-from tests.unit.linking.hung_engine import HungEngine, hung_engine
+from tests.unit.link.hung_engine import HungEngine, hung_engine
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio

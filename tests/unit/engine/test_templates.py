@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoa.autogen import FlashMoAChatCompletionClient
-from flashmoa.autogen._dry_run import agent_dry_runs
-from flashmoa.autogen._team_link import predict_requests
 from flashmoa.errors import MalformedRequest
-from flashmoa.linking.prompt import Placeholders
+from flashmoa.frameworks.autogen.dry_run import agent_dry_runs
+from flashmoa.frameworks.autogen.team_link import predict_requests
+from flashmoa.link.prompt import Placeholders
 from tests.chat_templates import ALTERNATING, TEMPLATES, Renderer
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashmoa import Workflow
 from flashmoa.engine import EngineClient
-from flashmoa.linking.pending_request import PendingRequest
+from flashmoa.link.pending_request import PendingRequest
 from flashmoa.moa import Limits, MixtureOfAgents, Model, Staircase
 from flashmoa.moa.agent import StopFilter
 from flashmoa.observe import CallFinished, Event

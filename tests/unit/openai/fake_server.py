@@ -25,7 +25,7 @@ from flashmoa._concurrency import running_loop
 from flashmoa.engine.wire import CALL_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI
 from tests.unit.engine.faulty_engine import CHANNEL
-from tests.unit.linking.hung_engine import STATE
+from tests.unit.link.hung_engine import STATE
 from tests.waiting import until
 
 URL = "http://engine:30000"

@@ -9,7 +9,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoa.openai_answers import AnswerReader
+from flashmoa.link.answers import AnswerReader
 
 
 def chunk(finish_reason: str | None = None, **delta: Any) -> bytes:

@@ -18,9 +18,10 @@ import openai
 import pytest
 
 from flashmoa.engine.wire import CALL_HEADER, STREAM_HEADER
-from flashmoa.linking.learned_runs import Program
+from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFailed, CallFinished, Event, LinkOpened
-from flashmoa.openai import OpenAI, _runs, agent, instrument, run
+from flashmoa.openai import OpenAI, agent, instrument, run
+from flashmoa.openai import runs as _runs
 from tests.unit.engine.faulty_engine import TEXT as FAULTY_TEXT
 from tests.unit.engine.faulty_engine import Fate, FaultyEngine, faulty_engine
 from tests.unit.openai.fake_server import (
@@ -176,7 +177,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 import pytest
-from flashmoa.openai import _runs, run
+from flashmoa.openai import run
+from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import TEXT, serve
 from tests.unit.openai.test_blocking_runs import ask, recorded
 

@@ -15,8 +15,9 @@ import anyio.to_thread
 import httpx
 import pytest
 
-from flashmoa.linking import learned_runs
-from flashmoa.openai import _runs, agent, run
+from flashmoa.link import learned_runs
+from flashmoa.openai import agent, run
+from flashmoa.openai import runs as _runs
 from tests.retention import kept_by
 from tests.unit.openai.fake_server import TEXT, WORDS, FakeServer, ask, both_clients, stream, whole
 from tests.unit.openai.fake_server import chunk as make_chunk
@@ -30,13 +31,13 @@ def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
     """Have the limits reached in a few calls."""
     learned_runs._warn_of_size.cache_clear()
     for limit, value in {
-        "linking.learned_runs._MOST_BYTES": 100_000,
-        "linking.learned_runs._MOST_PASSING": 5,
-        "linking.learned_runs._MOST_NAMES": 5,
-        "linking.calls._MOST_AGENTS": 5,
-        "linking.forecasts._MOST_HELD": 5,
-        "linking.learned_links._MOST_SENT": 5,
-        "openai._runs._MOST_ENGINES": 5,
+        "link.learned_runs._MOST_BYTES": 100_000,
+        "link.learned_runs._MOST_PASSING": 5,
+        "link.learned_runs._MOST_NAMES": 5,
+        "link.calls._MOST_AGENTS": 5,
+        "link.forecasts._MOST_HELD": 5,
+        "link.learned_links._MOST_SENT": 5,
+        "openai.runs._MOST_ENGINES": 5,
         "observe.report._MOST_EVENTS": 5,
     }.items():
         monkeypatch.setattr(f"flashmoa.{limit}", value)
@@ -82,7 +83,7 @@ async def test_calls_without_end_keep_nothing(
 async def test_requests_after_tools_without_end_keep_nothing(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    monkeypatch.setattr("flashmoa.linking.forecasts._AT_ONCE_SECONDS", 0)
+    monkeypatch.setattr("flashmoa.link.forecasts._AT_ONCE_SECONDS", 0)
     server.chat = call_tool
     async with server.client() as client, run("endless"):
 

@@ -16,19 +16,20 @@ from openai import APIStatusError, AsyncOpenAI
 
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
-from flashmoa.agent_framework import FlashMoAChatClient, _client
+from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.engine.wire import CALL_HEADER
-from flashmoa.linking.calls import (
+from flashmoa.frameworks.agent_framework import client as _client
+from flashmoa.link.calls import (
     CallObserver,
     CallRequest,
     ObservedCall,
     current_attempts,
 )
-from flashmoa.linking.hearing import CallChannel
+from flashmoa.link.hearing import CallChannel
 from flashmoa.observe.calls import CallReporter
 from flashmoa.observe.events import ignore
-from flashmoa.openai_http import observe_completions
+from flashmoa.openai.http import observe_completions
 from tests.unit.engine.faulty_engine import (
     OTHER,
     TEXT,

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from flashmoa.engine.wire import CALL_HEADER
-from flashmoa.linking.calls import CallObserver, CallResult
+from flashmoa.link.calls import CallObserver, CallResult
 from flashmoa.observe import CallFailed, CallFinished, CallStarted, Event, PromptSent
 from flashmoa.openai import run
-from flashmoa.openai_http import PassingAnswer, advising
-from flashmoa.openai_io import ObservedIO
+from flashmoa.openai.http import PassingAnswer, advising
+from flashmoa.openai.io import ObservedIO
 from tests.unit.openai.fake_server import (
     TEXT,
     WORDS,

@@ -12,9 +12,9 @@ import pytest
 from flashmoa import EngineClient
 from flashmoa._concurrency import TaskHost
 from flashmoa.engine.wire import STREAM_HEADER
-from flashmoa.linking.calls import CallObserver, CallResult
-from flashmoa.linking.hearing import CallChannel
-from flashmoa.openai_http import observe_completions
+from flashmoa.link.calls import CallObserver, CallResult
+from flashmoa.link.hearing import CallChannel
+from flashmoa.openai.http import observe_completions
 from tests.unit.openai.fake_server import FakeServer, stream, whole
 
 pytestmark = pytest.mark.anyio

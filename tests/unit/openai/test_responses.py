@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine.wire import STREAM_HEADER
-from flashmoa.linking.calls import CallResult
+from flashmoa.link.answers import ResponseReader
+from flashmoa.link.calls import CallResult
 from flashmoa.observe import Event, LinkDeclined, LinkOpened, PromptSent
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
-from flashmoa.openai_answers import ResponseReader
 from tests.unit.openai.fake_server import FakeServer
 
 pytestmark = pytest.mark.anyio

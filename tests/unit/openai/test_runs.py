@@ -12,10 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from flashmoa.linking.learned_runs import Program
+from flashmoa.link.learned_runs import Program
 from flashmoa.observe import CallFinished, Event
 from flashmoa.observe.events import FIRST
-from flashmoa.openai import _runs, agent, instrument, run
+from flashmoa.openai import agent, instrument, run
+from flashmoa.openai import runs as _runs
 from tests.unit.openai.fake_server import URL, FakeServer, ask, both_clients
 from tests.waiting import until
 

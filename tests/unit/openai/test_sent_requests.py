@@ -10,13 +10,13 @@ import anyio
 import httpx
 import pytest
 
-import flashmoa.openai._runs
+import flashmoa.openai.runs
 from flashmoa.engine import EngineClient, EngineSettings
-from flashmoa.linking.learned_links import SentInPlace
-from flashmoa.linking.learned_runs import RecordedRequest
+from flashmoa.link.learned_links import SentInPlace
+from flashmoa.link.learned_runs import RecordedRequest
 from flashmoa.observe import Event, LinkDeclined, LinkOpened
 from flashmoa.openai import AsyncOpenAI, instrument, run
-from flashmoa.openai._sent_requests import headers_now, read_request, settings_for
+from flashmoa.openai.sent_requests import headers_now, read_request, settings_for
 from tests.unit.openai.fake_server import URL, FakeServer, ask
 
 pytestmark = pytest.mark.anyio
@@ -164,7 +164,7 @@ async def test_calls_share_a_client_of_their_server_if_their_headers_are_the_sam
         made[headers.get("x-tenant")] += 1
         return EngineClient(url, headers=headers, **more)
 
-    monkeypatch.setattr(flashmoa.openai._runs, "EngineClient", make)
+    monkeypatch.setattr(flashmoa.openai.runs, "EngineClient", make)
     async with (
         server.client(default_headers={"X-Tenant": "a"}) as first,
         server.client(default_headers={"X-Tenant": "b"}) as second,
@@ -185,7 +185,7 @@ async def test_requests_with_the_same_headers_are_looked_through_as_one(
         looked.append(len(sent))
         return headers_now(request, sent)
 
-    monkeypatch.setattr(flashmoa.openai._runs, "headers_now", look)
+    monkeypatch.setattr(flashmoa.openai.runs, "headers_now", look)
     async with server.client() as client:
         await play_linked("alike", *[client] * 4)
     assert set(looked) == {1}

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER, STREAM_HEADER, TOKENS_HEADER
 from flashmoa.openai import AsyncOpenAI, OpenAI, agent, run
-from flashmoa.openai_io import finish
+from flashmoa.openai.io import finish
 from tests.unit.openai.fake_server import TEXT, URL, WORDS, FakeServer, in_pieces
 from tests.waiting import until
 

@@ -7,12 +7,12 @@ from collections.abc import Generator
 from types import SimpleNamespace
 
 import pytest
-from flashmoa_cpu import torchvision_ops
-from flashmoa_sglang.releases import RELEASE
 from flashmoa_sglang.scheduler import streams
 from flashmoa_sglang.scheduler.streams import SchedulerStreams
+from flashmoa_sglang.sglang import torchvision_ops
+from flashmoa_sglang.sglang.releases import RELEASE
 
-from tests.unit.plugin.fake_scheduler import FakeScheduler
+from tests.unit.plugin.scheduler.fake_scheduler import FakeScheduler
 
 # Before any of these tests imports SGLang.
 torchvision_ops.allow_mismatched_build()

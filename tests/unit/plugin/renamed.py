@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from flashmoa_sglang.internals import Definitions, Source
+from flashmoa_sglang.sglang.internals import Definitions, Source
 
 
 @cache

@@ -23,7 +23,7 @@ from flashmoa.router.shell.agents import (
 )
 from flashmoa.router.shell.application import EarlyPrefill, ShellOptions, shell_application
 from tests.integration.router.serving import serve
-from tests.unit.linking.hung_engine import hung_engine
+from tests.unit.link.hung_engine import hung_engine
 from tests.unit.router.support import KEY, FakeEngine, pair, running
 from tests.unit.router.test_forwarding import STREAM, Server
 

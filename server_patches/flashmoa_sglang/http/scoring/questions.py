@@ -19,7 +19,7 @@ from flashmoa_sglang.http.bodies import Prompt, Target
 from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest, shown
 
 if TYPE_CHECKING:
-    from flashmoa_sglang.http.token_buffer import CanonicalTokenizer
+    from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer
 
 Tokens = list[StrictInt]
 Candidate = str | list[int]

@@ -42,7 +42,7 @@ from flashmoa_sglang.http.scoring.forwards import (
     ScoredPrompt,
     name_item,
 )
-from flashmoa_sglang.http.token_buffer import common_length, tokenize_aside
+from flashmoa_sglang.http.tokens.token_buffer import common_length, tokenize_aside
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.rendering import ChatRenderer
     from flashmoa_sglang.http.streams import Limits, StreamTable
-    from flashmoa_sglang.http.token_buffer import TokenBuffer
+    from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 
 logger = logging.getLogger(__name__)
 

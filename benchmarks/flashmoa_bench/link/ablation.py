@@ -1,0 +1,135 @@
+"""Measure what streaming and the intra-turn cache each contribute (FlashAgents §6.4, Table 1).
+
+The pipelines are those of ``flashmoa bench handoff``, at one pace: sequential on stock SGLang (each
+pipeline's request by itself, or all as one batch), linked on FlashMoA without its intra-turn cache,
+and linked on FlashMoA with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import Annotated
+
+from flashmoa_bench.harness.command_line import Option, command, positive, positive_float
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.report import Column, Report
+from flashmoa_bench.link.pipelines import PipelineRound, Ways, Workload, play_grid
+
+# SGLang's default on the paper's GPU; its default on a CPU is smaller. The size decides how many
+# prompts stock SGLang starts at once, and so how often it computes their shared prefix.
+_CHUNK = ("--chunked-prefill-size", "8192")
+ROLES = (
+    Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs", *_CHUNK)),
+    Role("streaming", plugin=True, arguments=("--flashmoa-intra-turn", "off", *_CHUNK)),
+    Role("flashmoa", plugin=True, arguments=_CHUNK),
+)
+_VARIANTS: Ways = {
+    "baseline": ("stock", "sequential"),
+    "batched": ("stock", "batch"),
+    "streaming": ("streaming", "linked"),
+    "full": ("flashmoa", "linked"),
+}
+# The paper's pace, and the number of upstream tokens that its floor of about 4 s amounts to.
+_TPS, _UPSTREAM = 50.0, 200
+# Seconds in the paper's Table 1, by prefix and number of pipelines (Qwen3-32B on one A100).
+_COLUMNS = ("baseline", "streaming", "full")
+PAPER: dict[tuple[int, int], tuple[float, float, float]] = {
+    (1000, 1): (4.46, 4.16, 4.11),
+    (1000, 8): (6.93, 4.11, 4.11),
+    (2000, 1): (4.77, 4.15, 4.11),
+    (2000, 8): (10.10, 5.32, 4.20),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AblationRow:
+    """One row of Table 1; medians over rounds.
+
+    Attributes:
+        decode: T_decode of A, in seconds.
+        floor: seconds that no overlap can hide, in the full variant; as in ``bench handoff``.
+        seconds: T of Eq. 6, by variant.
+        duplicates: prompt tokens computed over unique prompt tokens, by variant; 1 means that
+            nothing is computed twice.
+        speedup: T of the baseline and of the batched variant over T of the full variant.
+        paper: the paper's seconds by variant; ``None`` if it does not have this row.
+    """
+
+    prefix: Annotated[int, Column("prefix")]
+    pipelines: Annotated[int, Column("pipelines")]
+    decode: float
+    floor: float
+    seconds: Annotated[Mapping[str, float], Column("{}", "{:.2f}")]
+    speedup: Annotated[Mapping[str, float], Column("{}/full", "{:.2f}x")]
+    duplicates: Annotated[Mapping[str, float], Column("{} computed", "{:.2f}")]
+    paper: Annotated[Mapping[str, float] | None, Column("paper {}", "{:.2f}")]
+
+    @property
+    def least(self) -> Annotated[float, Column("T_A + floor", "{:.2f}")]:
+        return self.decode + self.floor
+
+
+async def _measure(report: Report) -> None:
+    options = report.options
+    grid = [
+        Workload(options.tps, prefix, options.upstream, pipelines)
+        for prefix, pipelines in product(options.prefix, options.pipelines)
+    ]
+    async with report.connect(ROLES, max(workload.pool_tokens for workload in grid)) as engines:
+        rows: list[AblationRow] = []
+        played = play_grid(engines, grid, _VARIANTS, options.repeats, options.seed, report.console)
+        async for workload, rounds, _overrun in played:
+            rows.append(summarise_row(workload, rounds))
+            report.write({"rows": rows})
+    report.show(
+        "Ablation: T in seconds, speed-ups, and the paper's T",
+        rows,
+        "baseline: stock, each pipeline's request by itself; batched: all of them as one; "
+        "streaming: linked, intra-turn cache off; full: as it is. T_A + floor: the least any "
+        "overlap can reach. computed: prompt tokens over unique ones, each shared one counted "
+        "once. paper: Qwen3-32B on one A100.",
+    )
+    report.save({"rows": rows})
+
+
+def summarise_row(workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]]) -> AblationRow:
+    """Summarise the rounds of one workload; ``rounds`` are by variant."""
+    seconds = {name: median(each.seconds for each in group) for name, group in rounds.items()}
+    unique = workload.unique_tokens
+    return AblationRow(
+        prefix=workload.prefix,
+        pipelines=workload.concurrency,
+        decode=workload.decode_seconds,
+        floor=median(each.floor or 0.0 for each in rounds["full"]),
+        seconds=seconds,
+        duplicates={
+            name: median(each.computed_tokens for each in group) / unique
+            for name, group in rounds.items()
+        },
+        speedup={name: seconds[name] / seconds["full"] for name in ("baseline", "batched")},
+        paper=_paper_seconds(workload),
+    )
+
+
+def _paper_seconds(workload: Workload) -> dict[str, float] | None:
+    if (workload.tps, workload.upstream) != (_TPS, _UPSTREAM):
+        return None
+    seconds = PAPER.get((workload.prefix, workload.concurrency))
+    return dict(zip(_COLUMNS, seconds, strict=True)) if seconds else None
+
+
+main = command(
+    "ablation",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--prefix", positive, [1000, 2000], "tokens known beforehand"),
+        Option("--pipelines", positive, [1, 8], "pipelines at once"),
+        Option("--tps", positive_float, _TPS, "upstream tokens per second"),
+        Option("--upstream", positive, _UPSTREAM, "upstream tokens"),
+    ),
+)

@@ -1,0 +1,245 @@
+"""Measure the handoff of FlashAgents §6.1 (Figure 6), over a grid of workloads.
+
+C pipelines run at once. In each, agent A writes tokens at a set rate, and agent B answers a prompt
+of a known prefix (shared by the C pipelines), A's tokens and a suffix of 10 tokens. T is the time
+from A's first token to B's first token (Eq. 6). It is measured sequentially on stock SGLang, with
+its scheduling policies fcfs and lpm, and linked on FlashMoA.
+
+The agents A are clocks, so that one engine suffices.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from flashmoa_bench.harness.command_line import (
+    RESUME,
+    Option,
+    command,
+    positive,
+    positive_float,
+)
+from flashmoa_bench.harness.engines import Role
+from flashmoa_bench.harness.modelled_gpus import TOLERATED_SHARE
+from flashmoa_bench.harness.report import Column, Report
+from flashmoa_bench.harness.rounds import measured_cells
+from flashmoa_bench.link.pipelines import PipelineRound, Ways, Workload, play_grid
+
+LINKED = "linked"
+# A cell with hardly anything to hide says nothing about how well it is hidden. The bound must be
+# above this share of the sequential time.
+WORTH_HIDING = 0.1
+WELL_HIDDEN = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCell:
+    """The figures of one workload; medians over rounds, in seconds.
+
+    Attributes:
+        seconds: T of Eq. 6, by way: each baseline, and ``linked``.
+        speedup: T of each baseline over T linked.
+        decode: T_decode of A, as paced.
+        prefill: time that the better baseline adds to it, P_B = T_seq - T_A.
+        floor: time to B's first token if everything before A's last token is cached.
+        bound: min(decode, prefill - floor), Eq. 4.
+        hidden: time that linking hides, T_seq - T_linked.
+        hidden_fraction: ``hidden`` over ``bound``; ``None`` unless the bound is above 0.
+        late_tokens: prompt tokens left to compute when B's request came, linked.
+        overrun: share of a modelled GPU's time by which forwards were computed too late.
+    """
+
+    workload: Annotated[Workload, Column("workload")]
+    seconds: Annotated[Mapping[str, float], Column("T {}", "{:.2f}")]
+    speedup: Annotated[Mapping[str, float], Column("vs {}", "{:.2f}x")]
+    decode: Annotated[float, Column("T_A", "{:.2f}")]
+    prefill: Annotated[float, Column("P_B", "{:.2f}")]
+    floor: Annotated[float, Column("floor", "{:.2f}")]
+    bound: Annotated[float, Column("bound", "{:.2f}")]
+    hidden: Annotated[float, Column("hidden", "{:.2f}")]
+    hidden_fraction: float | None
+    late_tokens: Annotated[float, Column("late", "{:.0f}")]
+    overrun: float = 0.0
+
+    @property
+    def sequential(self) -> float:
+        """Return T of the better baseline."""
+        return min(value for way, value in self.seconds.items() if way != LINKED)
+
+    @property
+    def worthy_fraction(self) -> Annotated[float | None, Column("fraction", "{:.2f}")]:
+        """Return the hidden fraction of a cell that is worth hiding; ``None`` of another one."""
+        return self.hidden_fraction if self.is_worth_hiding else None
+
+    @property
+    def is_worth_hiding(self) -> bool:
+        return self.bound > WORTH_HIDING * self.sequential
+
+
+def summarise_cell(
+    workload: Workload, rounds: Mapping[str, Sequence[PipelineRound]], overrun: float = 0.0
+) -> HandoffCell:
+    """Summarise the rounds of one workload; ``rounds`` are by way, ``linked`` among them."""
+    seconds = {way: median(each.seconds for each in group) for way, group in rounds.items()}
+    linked = seconds[LINKED]
+    sequential = min(value for way, value in seconds.items() if way != LINKED)
+    floor = median(each.floor or 0.0 for each in rounds[LINKED])
+    decode = workload.decode_seconds
+    prefill = sequential - decode
+    bound = min(decode, prefill - floor)
+    hidden = sequential - linked
+    return HandoffCell(
+        workload=workload,
+        seconds=seconds,
+        speedup={way: value / linked for way, value in seconds.items() if way != LINKED},
+        decode=decode,
+        prefill=prefill,
+        floor=floor,
+        bound=bound,
+        hidden=hidden,
+        hidden_fraction=hidden / bound if bound > 0 else None,
+        late_tokens=median(each.late_tokens for each in rounds[LINKED]),
+        overrun=overrun,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GridSummary:
+    """The figures of all cells of a grid.
+
+    Attributes:
+        cells: number of cells.
+        won: by baseline, the number of cells in which linking is at least as fast.
+        speedups: by baseline, the least, the median and the greatest speed-up.
+        worth_hiding: number of cells whose bound is above a tenth of the sequential time.
+        well_hidden: number of these cells with a hidden fraction of at least 0.95.
+    """
+
+    cells: int
+    won: Mapping[str, int]
+    speedups: Mapping[str, tuple[float, float, float]]
+    worth_hiding: int
+    well_hidden: int
+
+
+def summarise_grid(cells: Sequence[HandoffCell]) -> GridSummary:
+    by_way = {way: [cell.speedup[way] for cell in cells] for way in cells[0].speedup}
+    worth = [cell for cell in cells if cell.is_worth_hiding]
+    return GridSummary(
+        cells=len(cells),
+        won={way: sum(value >= 1 for value in values) for way, values in by_way.items()},
+        speedups={
+            way: (min(values), median(values), max(values)) for way, values in by_way.items()
+        },
+        worth_hiding=len(worth),
+        well_hidden=sum((cell.hidden_fraction or 0) >= WELL_HIDDEN for cell in worth),
+    )
+
+
+ROLES = (
+    Role("stock", plugin=False, arguments=("--schedule-policy", "fcfs")),
+    Role("lpm", plugin=False, arguments=("--schedule-policy", "lpm"), optional=True),
+    Role("flashmoa", plugin=True),
+)
+_WAYS: Ways = {
+    "fcfs": ("stock", "sequential"),
+    "lpm": ("lpm", "sequential"),
+    LINKED: ("flashmoa", "linked"),
+}
+# Values of A's tokens per second, of the prefix's tokens, and of the tokens that A writes.
+_Grid = tuple[list[float], list[int], list[int]]
+_DEFAULT: _Grid = ([50.0, 100.0], [256, 512, 1024], [64])
+_CONCURRENCY = [1, 2, 4, 8]
+# Options that may differ between a run and the one that it resumes.
+_FREE_OPTIONS = ("repeats", "tps", "prefix", "upstream", "concurrency")
+_FULL: _Grid = ([25.0, 50.0, 100.0], [1000, 4000, 8000, 16_000], [32, 64, 128, 256, 400])
+
+
+def workloads(arguments: argparse.Namespace) -> list[Workload]:
+    """Return the grid's workloads.
+
+    Dimensions that are not given are those of the default grid or, with ``--full``, the large one.
+    """
+    all_tps, prefixes, upstreams = _FULL if arguments.full else _DEFAULT
+    return [
+        Workload(tps, prefix, upstream, concurrency)
+        for tps in arguments.tps or all_tps
+        for prefix in arguments.prefix or prefixes
+        for upstream in arguments.upstream or upstreams
+        for concurrency in arguments.concurrency or _CONCURRENCY
+    ]
+
+
+async def _measure(report: Report) -> None:
+    options = report.options
+    grid = workloads(options)
+    measured = measured_cells(report, HandoffCell, _FREE_OPTIONS)
+    # A cell that overran is measured again.
+    found = {cell.workload: cell for cell in measured if cell.overrun <= TOLERATED_SHARE}
+    if todo := [workload for workload in grid if workload not in found]:
+        names = [*options.policies, LINKED]
+        roles = [role for role in ROLES if role.name in {_WAYS[name][0] for name in names}]
+        async with report.connect(roles, max(each.pool_tokens for each in todo)) as engines:
+            # A way whose engine is optional, and is not there, is left out.
+            ways: Ways = {name: _WAYS[name] for name in names if _WAYS[name][0] in engines}
+            played = play_grid(engines, todo, ways, options.repeats, options.seed, report.console)
+            async for workload, rounds, overrun in played:
+                found[workload] = summarise_cell(workload, rounds, overrun)
+                report.write(_to_results(list(found.values())))
+    show([found[workload] for workload in grid], report)
+    if todo:
+        report.save(_to_results(list(found.values())))
+
+
+def _to_results(cells: Sequence[HandoffCell]) -> dict[str, Any]:
+    return {"cells": cells, "summary": summarise_grid(cells)}
+
+
+def show(cells: Sequence[HandoffCell], report: Report) -> None:
+    """Print the table and its summary."""
+    report.show(
+        "Handoff, in seconds; workload: tokens per second/prefix/upstream tokens/pipelines",
+        cells,
+        "T: from A's first token to B's (Eq. 6). T_A: A's decode time. P_B: what the better "
+        "baseline adds to T_A. floor: B's time to first token when all that was known before A's "
+        "last token is cached. bound: min(T_A, P_B - floor), the most that can be hidden. hidden: "
+        "T of the better baseline - T linked. fraction: hidden over bound. late: prompt tokens "
+        "left to compute when B's request came.",
+    )
+    _show_summary(summarise_grid(cells), report.console)
+
+
+def _show_summary(summary: GridSummary, console: Console) -> None:
+    for way, won in summary.won.items():
+        least, middle, most = summary.speedups[way]
+        console.print(
+            f"vs {way}: {won} of {summary.cells} cells won; speed-up {least:.2f}x to {most:.2f}x, "
+            f"median {middle:.2f}x"
+        )
+    console.print(
+        f"hidden fraction >= 0.95 in {summary.well_hidden} of {summary.worth_hiding} cells whose "
+        "bound is above 10 % of T"
+    )
+
+
+main = command(
+    "handoff",
+    __doc__,
+    _measure,
+    ROLES,
+    (
+        Option("--full", bool, about="measure the grid of 240 cells, not of 24"),
+        Option("--tps", positive_float, about="upstream tokens per second", count="+"),
+        Option("--prefix", positive, about="tokens known beforehand", count="+"),
+        Option("--upstream", positive, about="tokens the upstream writes", count="+"),
+        Option("--concurrency", positive, about="pipelines at once", count="+"),
+        Option("--policies", str, ["fcfs", "lpm"], "of stock SGLang", choices=("fcfs", "lpm")),
+        RESUME,
+    ),
+)

@@ -1,0 +1,493 @@
+"""``ModelledGpu``: the GPU whose time an engine on a CPU takes, as its options say.
+
+``Gpu`` and ``Model`` are what is known of it and of the model: a data sheet, and the sizes in a
+``config.json``. ``Roofline`` and ``MeasuredTables`` say how long a ``Forward`` takes there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flashmoa_bench.modelled_gpu.options import DeviceOptions
+
+_BYTES_OF_BFLOAT16 = 2
+# The package's folders of data sheets and of models' configurations.
+_PACKAGE = "aiconfigurator_core"
+# What a model's configuration must have.
+_SIZES = {
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's data sheet.
+
+    Args:
+        memory: bytes.
+        bandwidth: bytes of memory that it reads per second.
+        flops: operations in bfloat16 per second, of dense matrices.
+        link: bytes per second that it sends to a GPU of another engine.
+        fp8_flops: operations in FP8 per second; 0 if it has none.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    flops: float
+    link: float
+    fp8_flops: float = 0.0
+
+    @classmethod
+    def load(cls, name: str) -> Gpu:
+        """Read a data sheet of ours (a JSON file with these fields) or of aiconfigurator-core.
+
+        Raises: ValueError if there is none of this name, or a field is missing.
+        """
+        if name.endswith(".json"):
+            fields = _read_json(Path(name))
+            wanted = {"name", "memory", "bandwidth", "flops", "link"}
+            if fields.keys() - {"fp8_flops"} != wanted:
+                raise ValueError(
+                    f"{name} has {sorted(fields)}; a GPU's data sheet has {sorted(wanted)} and, if "
+                    "it has FP8, fp8_flops."
+                )
+            return cls(**fields)
+        import yaml
+
+        folder = _package_folder("systems")
+        sheets = {file.stem: file for file in folder.glob("*.yaml")} if folder else {}
+        if name not in sheets:
+            known = [stem for stem, file in sheets.items() if "mem_capacity" in file.read_text()]
+            names = ", ".join(sorted(known)) or "none, aiconfigurator-core is not installed"
+            raise ValueError(
+                f"No data sheet of a GPU {name!r}. Known are: {names}. Others: a JSON file with "
+                "name, memory (bytes), bandwidth and link (bytes/s) and flops (1/s)."
+            )
+        sheet = yaml.safe_load(sheets[name].read_text())
+        gpu = sheet["gpu"]
+        return cls(
+            name,
+            int(gpu["mem_capacity"]),
+            float(gpu["mem_bw"]),
+            float(gpu["bfloat16_tc_flops"]),
+            float(sheet["node"]["inter_node_bw"]),
+            float(gpu.get("fp8_tc_flops") or 0),
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder with grouped-query attention, dense or with experts.
+
+    Args:
+        weights: precision of the layers' weights; embeddings, logits and KV are in bfloat16.
+    """
+
+    name: str
+    config: dict[str, Any]
+    weights: str = "bfloat16"
+
+    @classmethod
+    def load(cls, name: str, weights: str = "bfloat16") -> Model:
+        """Read the configuration of a folder, or of a model that aiconfigurator-core knows.
+
+        Raises: ValueError if there is none, or it is of another architecture.
+        """
+        file = Path(name) / "config.json"
+        if not file.is_file():
+            folder = _package_folder("model_configs")
+            file = (folder or Path(name)) / f"{name.replace('/', '--')}_config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"No config.json of the model {name!r}: give a folder that has one, or the name of "
+                "a model that aiconfigurator-core knows, as Qwen/Qwen3-32B."
+            )
+        config = _read_json(file)
+        # A model that also sees has the sizes of its decoder here.
+        config = config.get("text_config", config)
+        model = cls(name, config, weights)
+        if missing := _SIZES - config.keys():
+            names = ", ".join(sorted(missing))
+            raise ValueError(f"{file} has no {names}, so the model's size is unknown.")
+        if "kv_lora_rank" in config:
+            raise ValueError(f"{name} has latent attention (MLA), whose KV is not modelled yet.")
+        return model
+
+    @cached_property
+    def layers(self) -> int:
+        return self.config["num_hidden_layers"]
+
+    @cached_property
+    def head_size(self) -> int:
+        heads = self.config["num_attention_heads"]
+        return self.config.get("head_dim") or self.config["hidden_size"] // heads
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        heads = self.config.get("num_key_value_heads") or self.config["num_attention_heads"]
+        return 2 * 2 * self.layers * heads * self.head_size
+
+    @cached_property
+    def experts(self) -> int:
+        """The number of experts of a layer; 1 for a dense model."""
+        return self.config.get("num_experts") or self.config.get("num_local_experts") or 1
+
+    @cached_property
+    def experts_per_token(self) -> int:
+        return self.config.get("num_experts_per_tok") or 1
+
+    @cached_property
+    def attention_weights(self) -> int:
+        """The number of weights in the attention of one layer."""
+        query = self.config["num_attention_heads"] * self.head_size
+        kv = self.kv_bytes_per_token // (2 * self.layers)
+        return self.config["hidden_size"] * (2 * query + kv)
+
+    @cached_property
+    def expert_weights(self) -> int:
+        """The number of weights in one expert, or in the feed-forward part of a dense layer."""
+        width = self.config["intermediate_size"]
+        if self.experts > 1:
+            width = self.config.get("moe_intermediate_size") or width
+        return 3 * self.config["hidden_size"] * width
+
+    @cached_property
+    def head_weights(self) -> int:
+        """The number of weights that turn hidden states into logits."""
+        return self.config["vocab_size"] * self.config["hidden_size"]
+
+    @property
+    def bytes_per_weight(self) -> int:
+        return 2 if self.weights == "bfloat16" else 1
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        embeddings = self.head_weights * (1 if self.config.get("tie_word_embeddings") else 2)
+        layer = self.attention_weights + self.experts * self.expert_weights
+        return self.bytes_per_weight * self.layers * layer + 2 * embeddings
+
+
+def memory_fraction(gpu: Gpu, tensor_parallel: int) -> float:
+    """Return the share of the memory that SGLang gives to weights and KV by default."""
+    if find_spec(_PACKAGE) is None:
+        # SGLang's value where it does not know the memory's size.
+        return 0.88
+    from aiconfigurator_core.sdk.backends.sglang_backend import derive_sglang_mem_fraction_static
+
+    return derive_sglang_mem_fraction_static(gpu.memory, tensor_parallel)
+
+
+def kv_tokens(gpu: Gpu, model: Model, tensor_parallel: int, fraction: float) -> int:
+    """Return the tokens in the KV pool of an SGLang engine.
+
+    Args:
+        fraction: share of the memory for weights and KV (``--mem-fraction-static``).
+
+    Raises: ValueError if the weights leave no room.
+    """
+    memory = tensor_parallel * gpu.memory * fraction
+    left = memory - model.weight_bytes
+    if left < model.kv_bytes_per_token:
+        raise ValueError(
+            f"The weights of {model.name} take {model.weight_bytes / 1e9:.0f} GB, and "
+            f"{fraction:.0%} of {tensor_parallel} x {gpu.name} is {memory / 1e9:.0f} GB: "
+            "give a larger --flashmoa-device-tp or another GPU."
+        )
+    return int(left // model.kv_bytes_per_token)
+
+
+def _package_folder(name: str) -> Path | None:
+    if find_spec(_PACKAGE) is None:
+        return None
+    return Path(str(files(_PACKAGE))) / name
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Prefills:
+    """Equal prefills that cost as much together as those of a forward.
+
+    Args:
+        requests: number of requests.
+        tokens: new tokens of all requests together.
+        cached: tokens before the new ones, per request, which attention reads.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    cached: int = 0
+
+    @classmethod
+    def of(cls, requests: Iterable[tuple[int, int]]) -> Prefills:
+        """Return equal prefills for requests of given (cached tokens, new tokens).
+
+        Requests, new tokens and the pairs of tokens that attention compares stay the same. Their
+        times are tabulated for equal requests only.
+        """
+        pairs = [(cached, new) for cached, new in requests if new > 0]
+        tokens = sum(new for _, new in pairs)
+        if not tokens:
+            return cls()
+        compared = sum(new * (cached + new / 2) for cached, new in pairs)
+        cached = compared / tokens - tokens / len(pairs) / 2
+        return cls(len(pairs), tokens, max(0, round(cached)))
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What one forward computes: prefills, and decodes of one token each.
+
+    Args:
+        decodes: number of requests that decode.
+        context: tokens that each of them has on average, with the new one.
+    """
+
+    prefills: Prefills = Prefills()
+    decodes: int = 0
+    context: int = 0
+
+
+class Roofline:
+    """Times forwards by the roofline model: no kernel is faster than its arithmetic or its reads.
+
+    It knows no launches, no synchronization and no inefficiency, so it is a lower bound of what is
+    measured. It needs no package, and serves for GPUs and models that have not been measured.
+
+    Raises: ValueError if the weights are in FP8, and the GPU does not compute in it.
+    """
+
+    def __init__(self, gpu: Gpu, model: Model, tensor_parallel: int = 1) -> None:
+        layer_flops = gpu.flops if model.bytes_per_weight == _BYTES_OF_BFLOAT16 else gpu.fp8_flops
+        if not layer_flops:
+            raise ValueError(f"{gpu.name} has no FP8, so its weights cannot be {model.weights}.")
+        self._layer_flops = layer_flops * tensor_parallel
+        self._flops = gpu.flops * tensor_parallel
+        self._bandwidth = gpu.bandwidth * tensor_parallel
+        self._model = model
+
+    def seconds(self, forward: Forward) -> float:
+        prefills, model = forward.prefills, self._model
+        requests = prefills.requests + forward.decodes
+        tokens = prefills.tokens + forward.decodes
+        if not tokens:
+            return 0.0
+        weight = model.bytes_per_weight
+        linear = max(
+            model.attention_weights * weight / self._bandwidth,
+            2 * tokens * model.attention_weights / self._layer_flops,
+        )
+        # How many of the experts some token needs, if each token takes them at random.
+        idle = (1 - model.experts_per_token / model.experts) ** tokens
+        needed = model.experts * (1 - idle) if model.experts > 1 else 1
+        reads = needed * model.expert_weights * weight / self._bandwidth
+        computed = 2 * tokens * model.experts_per_token * model.expert_weights / self._layer_flops
+        layer = linear + max(reads, computed)
+        logits = max(
+            model.head_weights * _BYTES_OF_BFLOAT16 / self._bandwidth,
+            2 * requests * model.head_weights / self._flops,
+        )
+        return model.layers * layer + self._attention(forward) + logits
+
+    def _attention(self, forward: Forward) -> float:
+        prefills, model = forward.prefills, self._model
+        query = model.config["num_attention_heads"] * model.head_size
+        # Each new token is compared with the tokens before it: a product of the query with the
+        # key, and one of the weight with the value.
+        pairs = prefills.tokens * prefills.cached + prefills.tokens**2 / 2 / max(
+            1, prefills.requests
+        )
+        computed = model.layers * 4 * query * (pairs + forward.decodes * forward.context)
+        read = prefills.requests * prefills.cached + prefills.tokens
+        read += forward.decodes * forward.context
+        return max(computed / self._flops, read * model.kv_bytes_per_token / self._bandwidth)
+
+
+class MeasuredTables:
+    """Times the forwards of a model on a GPU that NVIDIA has measured, as SGLang computes them.
+
+    The tables hold the time of each operation by its size. A forward's time is their sum: attention
+    is looked up for prefills and decodes apart, everything else once for all tokens together, as a
+    mixed batch computes it.
+
+    Args:
+        gpu: such as ``h200_sxm``, ``h100_sxm`` or ``a100_sxm``.
+        model: name on Hugging Face, of those that the package knows, or a folder with a
+            ``config.json``.
+        tensor_parallel: number of GPUs among which the model is divided.
+        weights: precision of the weights, ``bfloat16``, ``fp8`` or ``fp8_block``.
+
+    Raises: ValueError if the package is not installed, or has no tables for this GPU and model.
+    """
+
+    def __init__(
+        self, gpu: str, model: str, tensor_parallel: int = 1, weights: str = "bfloat16"
+    ) -> None:
+        try:
+            # Pandas, which the package imports, may warn.
+            with warnings.catch_warnings(action="ignore"):
+                from aiconfigurator_core import sdk
+        except ImportError as error:
+            raise ValueError(
+                f"The times of {gpu} need aiconfigurator-core ({error}): "
+                "pip install 'flashmoa-bench[engines]'."
+            ) from error
+        logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+        modes = ("gemm_quant_mode", "moe_quant_mode")
+        precision = {} if weights == "bfloat16" else dict.fromkeys(modes, weights)
+        try:
+            self.engine = sdk.EngineHandle.compile(
+                model, gpu, "sglang", tp_size=tensor_parallel, **precision
+            )
+            self.engine.predict_decode_latency(1, 1)
+        except Exception as error:  # The package raises errors of many classes.
+            message = f"aiconfigurator-core has no times for {model} ({weights}) on {gpu}: {error}."
+            raise ValueError(message) from error
+
+    def seconds(self, forward: Forward) -> float:
+        prefills, decodes = forward.prefills, forward.decodes
+        if not prefills.tokens:
+            return self._decode(decodes, forward.context) if decodes else 0.0
+        together = self._other_than_attention(
+            prefills.requests + decodes, prefills.tokens + decodes
+        )
+        attention = self._attention(prefills)
+        return together + attention + self._decode_attention(decodes, forward.context)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - there is one object for the whole process
+    def _decode(self, requests: int, context: int) -> float:
+        return self.engine.predict_decode_latency(requests, context) / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _other_than_attention(self, requests: int, tokens: int) -> float:
+        """Return the seconds of all tokens together, and of the logits of one for each request.
+
+        Tokens are counted exactly, as one request: kernels compute blocks of 64 or 128 of them, and
+        one more token can take as long as a whole block.
+        """
+        together, _ = self.engine.run_static_per_op(
+            batch_size=1, isl=tokens, osl=1, mode="static_ctx"
+        )
+        milliseconds = sum(
+            ms for name, ms, *_ in together if "attention" not in name and "logits" not in name
+        )
+        return (milliseconds + self._logits(requests)) / 1000
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _logits(self, requests: int) -> float:
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=requests, isl=1, osl=1, mode="static_ctx"
+        )
+        return sum(ms for name, ms, *_ in operations if "logits" in name)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _attention(self, prefills: Prefills) -> float:
+        new = max(1, round(prefills.tokens / prefills.requests))
+        operations, _ = self.engine.run_static_per_op(
+            batch_size=prefills.requests,
+            isl=prefills.cached + new,
+            osl=1,
+            prefix=prefills.cached,
+            mode="static_ctx",
+        )
+        tabulated = sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
+        # Prefills of few tokens each are not tabulated, and extrapolated by their arithmetic alone.
+        # They read as much KV as decodes behind the same contexts, whose times are.
+        return max(tabulated, self._decode_attention(prefills.requests, prefills.cached + new))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _decode_attention(self, requests: int, context: int) -> float:
+        if not requests:
+            return 0.0
+        operations = self.engine.decode_step_per_op(requests, context, 2)
+        return sum(ms for name, ms, *_ in operations if "attention" in name) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledGpu:
+    """A GPU, the model that is on it, and how long forwards and transfers take there.
+
+    Args:
+        slowdown: factor of all times, so that a slow machine keeps up.
+    """
+
+    gpu: Gpu
+    model: Model
+    tensor_parallel: int
+    times: Roofline | MeasuredTables
+    slowdown: float = 1.0
+
+    @property
+    def name(self) -> str:
+        times = "roofline of " if isinstance(self.times, Roofline) else ""
+        weights = f" in {self.model.weights}" if self.model.weights != "bfloat16" else ""
+        slower = f", {self.slowdown:g} times slower" if self.slowdown != 1 else ""
+        return (
+            f"modelled {times}{self.gpu.name} "
+            f"({self.model.name}{weights}, TP{self.tensor_parallel}{slower})"
+        )
+
+    def seconds(self, forward: Forward) -> float:
+        """Return the seconds of a forward, slowed down."""
+        return self.times.seconds(forward) * self.slowdown
+
+    def transfer_seconds(self, tokens: int) -> float:
+        """Return the seconds in which the KV of ``tokens`` tokens is sent, slowed down.
+
+        Each rank sends its part over a link of its own.
+        """
+        size = tokens * self.model.kv_bytes_per_token
+        return size / (self.gpu.link * self.tensor_parallel) * self.slowdown
+
+    def size_engine(self, server_args: Any) -> None:
+        """Give an engine the KV pool that it would have on this GPU, unless the user sized it.
+
+        Raises: ValueError if the weights do not fit.
+        """
+        if server_args.mem_fraction_static is None:
+            server_args.mem_fraction_static = memory_fraction(self.gpu, self.tensor_parallel)
+        if server_args.max_total_tokens is None:
+            fraction = server_args.mem_fraction_static
+            server_args.max_total_tokens = kv_tokens(
+                self.gpu, self.model, self.tensor_parallel, fraction
+            )
+
+
+@cache
+def modelled_gpu() -> ModelledGpu | None:
+    """Return the GPU whose time this process's engine takes, ``None`` for none.
+
+    Raises: ValueError if it, its model or its times are not known.
+    """
+    options = DeviceOptions.from_environment()
+    if not options.device:
+        return None
+    if not options.device_model:
+        raise ValueError("--flashmoa-device needs --flashmoa-device-model, such as Qwen/Qwen3-32B.")
+    model = Model.load(options.device_model, options.device_weights)
+    gpu = Gpu.load(options.device)
+    times: Roofline | MeasuredTables
+    if options.device_times == "roofline" or options.device.endswith(".json"):
+        times = Roofline(gpu, model, options.device_tp)
+    else:
+        times = MeasuredTables(gpu.name, model.name, options.device_tp, model.weights)
+    return ModelledGpu(gpu, model, options.device_tp, times, options.device_slowdown)

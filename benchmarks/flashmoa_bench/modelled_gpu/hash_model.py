@@ -1,0 +1,126 @@
+"""A model whose next token is a hash of all tokens before it, as the KV pool holds them.
+
+It costs microseconds where the smallest real model takes milliseconds, so wide batches on long
+contexts stay below the time of the GPU that is modelled. The KV of a token is the token's id, and
+each next token depends on every id in its context and on its position. So a request that reads a
+wrong place of the KV pool, or one that is not written yet, writes another text.
+
+It answers at temperature 0 and has no log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from argparse import Namespace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+# Tokens whose text is a plain word make answers that can be read and tokenised again.
+_WORD = re.compile(r" [a-z]{2,12}")
+# Candidates come from the first ids, so that logits are narrow.
+_HIGHEST_ID = 4096
+# ``--model-path hash:TOKENIZER_FOLDER`` asks for a hash model.
+PREFIX = "hash:"
+# The width of keys and values.
+WIDTH = 1
+# Ids of any vocabulary are below 2**20, and so a sum of 2**20 products with factors below 2**12 is
+# below 2**52: float64 holds it exactly, in whatever order it is added up.
+FACTORS = 1 << 12
+# Below 2**24, so that float32 holds a hash exactly.
+PRIME = 16_777_213
+ARCHITECTURE = "HashForCausalLM"
+# SGLang's variable for a package with further model classes, and ours.
+MODEL_PACKAGE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "flashmoa_bench.modelled_gpu.models")
+# Tokens. Longer than the prompts of any benchmark.
+_CONTEXT = 131_072
+_TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template*")
+
+
+def serve_hash_model(args: Namespace) -> None:
+    """Write the hash model that ``--model-path hash:FOLDER`` asks for, and serve its folder.
+
+    Raises: SystemExit if the folder has no tokenizer, or the model cannot be written.
+    """
+    if not args.model_path.startswith(PREFIX):
+        return
+    try:
+        folder = write_hash_model(args.model_path, _CONTEXT)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model-path {args.model_path}: {error}") from error
+    args.model_path = str(folder)
+    args.served_model_name = args.served_model_name or "hash"
+    variable, package = MODEL_PACKAGE
+    os.environ[variable] = package
+    # A forkserver has read the variable before.
+    if registry := sys.modules.get("sglang.srt.models.registry"):
+        registry.ModelRegistry.register(package, overwrite=True)
+
+
+def write_hash_model(model_path: str, context: int) -> Path:
+    """Write a folder that SGLang serves, and return it.
+
+    There is one for each tokenizer, below ``~/.cache/flashmoa``: an engine may be killed, so it
+    cannot be relied on to delete its own.
+
+    Args:
+        model_path: ``hash:`` and a folder with the files of a Hugging Face tokenizer.
+        context: the most tokens of a request.
+
+    Raises:
+        ValueError: if the folder has no tokenizer, or its vocabulary has no plain words.
+        OSError: if the cache cannot be written.
+    """
+    source = Path(model_path.removeprefix(PREFIX)).resolve()
+    if not source.is_dir():
+        raise ValueError(f"{source} is not a folder.")
+    import numpy
+    from safetensors.numpy import save
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(source))
+    except Exception as error:  # transformers raises errors of many classes.
+        reason = str(error).partition("\n")[0]
+        message = f"{source} has no tokenizer that transformers can read: {reason}"
+        raise ValueError(message) from error
+    ids = range(min(len(tokenizer), _HIGHEST_ID))
+    words = [id for id in ids if _WORD.fullmatch(tokenizer.decode([id]))]
+    if len(words) < 2:
+        raise ValueError(f"The tokenizer in {source} has no words among its first {_HIGHEST_ID}.")
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": context,
+        "hidden_size": WIDTH,
+        "head_dim": WIDTH,
+        "intermediate_size": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+        "hash_words": words,
+    }
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = sha256(f"{source} {context}".encode()).hexdigest()[:16]
+    folder = cache / "flashmoa" / "hash-models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            _replace(folder / file.name, file.read_bytes())
+    _replace(folder / "config.json", json.dumps(config).encode())
+    _replace(folder / "model.safetensors", save({"none": numpy.zeros(1, "float32")}))
+    return folder
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file at once, since another engine may be reading it."""
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    scratch.write_bytes(content)
+    scratch.replace(file)

@@ -1,0 +1,95 @@
+"""The model class of :mod:`flashmoa_bench.modelled_gpu.hash_model`, and its attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from flashmoa_cpu.attention import CpuAttentionBackend, read_slots
+from flashmoa_sglang.sglang.releases import RELEASE
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from flashmoa_bench.modelled_gpu.hash_model import FACTORS, PRIME, WIDTH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class HashForCausalLM(torch.nn.Module):
+    """Hashes each request's context, and makes the word of the hash the next token."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = RadixAttention(1, WIDTH, 1.0, num_kv_heads=1, layer_id=0)
+        self.words = torch.tensor(config.hash_words)
+        self._size = int(self.words.max()) + 1
+        # Logits fall with the distance of a token after the word, around the vocabulary. So no two
+        # are equal, and if a grammar forbids the word, the next token that it allows is certain.
+        self._logits = -(torch.arange(2 * self._size) % self._size).float()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: ForwardBatch,
+        **_kwargs: Any,
+    ) -> LogitsProcessorOutput:
+        ids = input_ids.to(torch.float32).unsqueeze(1).expand(-1, WIDTH).contiguous()
+        hashes = self.attention(ids, ids, ids, forward_batch)[:, 0].to(torch.int64)
+        # A prefill has a row for each new token, of which the last has the hash.
+        if (rows := forward_batch.extend_seq_lens) is not None:
+            hashes = hashes[rows.cumsum(0) - 1]
+        # The hashes of two contexts differ by the same number after each further token that is the
+        # same in both. Their squares do not, so contexts that meet in one word part in the next.
+        words = self.words[hashes * hashes % PRIME % len(self.words)]
+        starts = (self._size - words).tolist()
+        logits = torch.stack([self._logits[start : start + self._size] for start in starts])
+        return LogitsProcessorOutput(next_token_logits=logits)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load nothing: there are no weights."""
+        for _ in weights:
+            pass
+
+
+class HashAttentionBackend(CpuAttentionBackend):
+    """Reads the ids of a request's context from the KV pool, and returns their hash.
+
+    The hash stands in the last row of each request; the other rows are zero.
+    """
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        generator = torch.Generator().manual_seed(0)
+        size = (model_runner.model_config.context_len + 1,)
+        self._factors = torch.randint(1, FACTORS, size, generator=generator).double()
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, RELEASE.write_location(self, forward_batch), k, v)
+        keys = pool.get_key_buffer(layer.layer_id)
+        ids = keys.view(-1)
+        sums = [
+            torch.dot(read_slots(ids, rows.runs).double(), self._factors[: rows.kv_len])
+            for rows in self._rows
+        ]
+        out = torch.zeros(q.shape[0], WIDTH)
+        out[[rows.end - 1 for rows in self._rows], 0] = (torch.stack(sums) % PRIME).float()
+        return out
+
+
+EntryClass = HashForCausalLM

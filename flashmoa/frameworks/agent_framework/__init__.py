@@ -1,0 +1,1 @@
+"""The adapter for Microsoft Agent Framework; programs import :mod:`flashmoa.agent_framework`."""

@@ -1,0 +1,198 @@
+"""The Agent Framework chat client (``FlashMoAChatClient``)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, ClassVar, Self, cast
+
+from agent_framework import (
+    AgentExecutor,
+    BaseAgent,
+    ChatResponse,
+    ChatResponseUpdate,
+    Content,
+    Executor,
+    Message,
+    ResponseStream,
+    UsageDetails,
+)
+from agent_framework.openai import OpenAIChatCompletionClient
+from openai.types.completion_usage import CompletionUsage
+
+from flashmoa._stack import owners
+from flashmoa.engine import EngineSettings
+from flashmoa.engine.connections import self_hosted_url
+from flashmoa.frameworks import (
+    CallRequest,
+    CallResult,
+    EngineClient,
+    LinkedTeams,
+    ObservedCall,
+    current_attempts,
+)
+from flashmoa.openai.http import advising, observe_completions
+
+# Token counts that the framework's usage lacks; see ``PromptUsage``.
+_PROMPT_DETAILS = ("streamed_tokens", "late_tokens")
+
+
+class FlashMoAChatClient(OpenAIChatCompletionClient[Any]):
+    """Replaces ``OpenAIChatCompletionClient`` for a self-hosted SGLang engine.
+
+    By itself it is the stock client with defaults for self-hosting; it needs no API key. In a
+    linked workflow (``flashmoa.agent_framework.link(workflow)``), what its agents write is
+    streamed into the prompts of the agents that will read it.
+
+    Args:
+        model: the served model's name.
+        base_url: the engine's URL; by default OPENAI_BASE_URL of the environment, else SGLang's.
+        api_key, default_headers, engine_settings: see :class:`flashmoa.EngineClient`.
+        **kwargs: see the stock client; all but ``async_client``.
+
+    Raises: ValueError if ``async_client`` is given.
+
+    Close it, or use it as a context manager. Its usage details have ``prompt/streamed_tokens``
+    and ``prompt/late_tokens`` if the engine reports them.
+    """
+
+    DEFAULT_EXCLUDE: ClassVar[set[str]] = {
+        *OpenAIChatCompletionClient.DEFAULT_EXCLUDE,
+        "engine",
+        "linked_teams",
+    }
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers: Mapping[str, str] | None = None,
+        engine_settings: EngineSettings | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("async_client") is not None:
+            raise ValueError(
+                "async_client cannot be given to FlashMoAChatClient, whose links must go to the "
+                "same server as its requests; give base_url, api_key and default_headers instead"
+            )
+        url = self_hosted_url(base_url)
+        super().__init__(  # pyright: ignore[reportUnknownMemberType] - its credentials of Azure
+            model,
+            base_url=f"{url}/v1",
+            api_key=api_key or "EMPTY",
+            default_headers=default_headers,
+            **kwargs,
+        )
+        observe_completions(cast("Any", self.client)._client, current_attempts)
+        self.engine = EngineClient(
+            url,
+            api_key=api_key,
+            headers=default_headers,
+            model=self.model,
+            engine_settings=engine_settings,
+        )
+        self.linked_teams = LinkedTeams()
+
+    async def close(self) -> None:
+        """Close every link of this client's workflows, then its connections."""
+        await self.linked_teams.close(self.engine.close, self.client.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _inner_get_response(
+        self,
+        *,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        stream: bool = False,
+        **kwargs: Any,
+    ) -> Awaitable[ChatResponse] | ResponseStream[ChatResponseUpdate, ChatResponse]:
+        answer: Any = super()._inner_get_response(
+            messages=messages, options=options, stream=stream, **kwargs
+        )
+        if stream:
+            updates = self._observe_updates(answer, options)
+            return self._build_response_stream(
+                updates, response_format=options.get("response_format")
+            )
+        return self._observe_response(answer, options)
+
+    async def _observe_response(
+        self, answer: Awaitable[ChatResponse], options: Mapping[str, Any]
+    ) -> ChatResponse:
+        with self._begin(options) as call, call.making(), advising(self.engine.url):
+            response = await answer
+            contents = [part for message in response.messages for part in message.contents]
+            _finish_call(call, contents, response.finish_reason)
+            return response
+
+    async def _observe_updates(
+        self,
+        answer: ResponseStream[ChatResponseUpdate, ChatResponse],
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[ChatResponseUpdate]:
+        contents: list[Content] = []
+        reason: str | None = None
+        with self._begin(options) as call, advising(self.engine.url):
+            async with aclosing(call.items(aiter(answer))) as updates:
+                async for update in updates:
+                    contents += update.contents
+                    reason = update.finish_reason or reason
+                    yield update
+            _finish_call(call, contents, reason)
+
+    def _begin(self, options: Mapping[str, Any]) -> ObservedCall:
+        """Begin a request that is about to be sent; linked workflows observe it."""
+        model = options.get("model") or self.model or ""
+        request = CallRequest(self.engine.url, model, client=self.engine)
+        executor = find_calling_executor() if self.linked_teams else None
+        observers = self.linked_teams.observe(executor, request) if executor is not None else []
+        return ObservedCall(observers)
+
+    def _parse_usage_from_openai(self, usage: CompletionUsage) -> UsageDetails:
+        details = super()._parse_usage_from_openai(usage)
+        reported = usage.prompt_tokens_details
+        counts: Mapping[str, Any] = (reported.model_extra if reported is not None else None) or {}
+        for name in _PROMPT_DETAILS:
+            if isinstance(counts.get(name), int):
+                cast("dict[str, Any]", details)[f"prompt/{name}"] = counts[name]
+        return details
+
+
+def find_calling_executor() -> Executor | None:
+    """Return the executor on whose behalf this code runs, if the stack shows one.
+
+    ``None`` if the request is that of another agent, which the executor's agent uses, for instance
+    as a tool.
+
+    Agent Framework has no context that names the executor or agent that is running: its
+    ContextVars hold the origin of events, opaque identities of runs, and telemetry. A ContextVar
+    of ours would have to be set by replacing methods of the user's executors and agents.
+    """
+    agents: list[object] = []
+    for owner in owners():
+        if isinstance(owner, Executor):
+            own = isinstance(owner, AgentExecutor) and owner.agent
+            return None if own and any(agent is not own for agent in agents) else owner
+        if isinstance(owner, BaseAgent):
+            agents.append(owner)
+    return None
+
+
+def _finish_call(call: ObservedCall, contents: Sequence[Content], reason: str | None) -> None:
+    """Report the answer, as the framework parsed it, to a request's observers."""
+    text = "".join(part.text or "" for part in contents if part.type == "text")
+    calls_tools = any(part.type == "function_call" for part in contents)
+    call.finish(CallResult(text, call.usage, reason, is_forwarded=not calls_tools))

@@ -1,0 +1,388 @@
+"""Link a workflow's agents (``link``), and plan the links along its edges."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from agent_framework import (
+    AgentExecutor,
+    AgentExecutorResponse,
+    Executor,
+    FanInEdgeGroup,
+    FanOutEdgeGroup,
+    Message,
+    SingleEdgeGroup,
+    Workflow,
+)
+from agent_framework._workflows._edge import EdgeGroup, InternalEdgeGroup
+
+from flashmoa.frameworks import (
+    CallRequest,
+    Forecast,
+    LinkedCall,
+    LinkedTeam,
+    LinkOptions,
+    LinkPlanner,
+    LinkSettings,
+    NotForecastable,
+    Placeholders,
+    Report,
+    Turn,
+    listen_for,
+)
+from flashmoa.frameworks.agent_framework.client import FlashMoAChatClient
+from flashmoa.frameworks.agent_framework.dry_run import (
+    asks_no_model,
+    client_of,
+    dry_run,
+    get_conversation,
+    holds_workflow,
+    make_response,
+    why_not_run,
+    why_rewritten,
+)
+from flashmoa.observe import Listener
+
+logger = logging.getLogger(__name__)
+
+# The builders whose workflows are not linked, by a class of the executors that only they make.
+_UNLINKED_BUILDERS = {
+    "HandoffAgentExecutor": "HandoffBuilder",
+    "MagenticOrchestrator": "MagenticBuilder",
+    "BaseGroupChatOrchestrator": "GroupChatBuilder",
+}
+# Types of the contents with which a workflow's user replies to an agent's requests.
+_REPLIES = ("function_approval_response", "function_result", "computer_tool_result")
+
+
+def link(workflow: Workflow, **options: Unpack[LinkOptions]) -> WorkflowLink:
+    """Link a workflow's agents: each one's tokens stream into the prompts of those after it.
+
+    Call it once after building the workflow; runs, prompts and answers stay the same. Linking a
+    workflow again replaces the first link.
+
+    Args:
+        workflow: a workflow made by ``SequentialBuilder``, or by ``WorkflowBuilder`` without
+            conditions on edges. In any other workflow nothing is linked, which is logged. Its
+            agents' clients must be ``FlashMoAChatClient``. Agents with other clients, agents of
+            user-defined classes, and agents with middleware (also of the client or the run),
+            compaction strategies, context providers or MCP servers run unlinked. Agents whose
+            client has hooks (``message_preparer``, ``response_parser``) run unlinked, too.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions.
+
+    Raises:
+        TypeError: if ``workflow`` is not a workflow.
+        ValueError: if no agent of the workflow uses a FlashMoA client, or ``on_failure`` names an
+            unknown one.
+    """
+    if not isinstance(workflow, Workflow):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"only a Workflow can be linked, not a {type(workflow).__name__}; if it is a builder, "
+            "build it first"
+        )
+    settings, clients = LinkSettings(**options), _find_clients(workflow)
+    settings.check_agents(workflow.executors)
+    linked = WorkflowLink(workflow, clients, settings, listen_for(workflow, settings))
+    if reason := linked.why_nothing_linked():
+        logger.warning("link(workflow) links nothing: %s. Its agents run as usual.", reason)
+    return linked
+
+
+def _find_clients(workflow: Workflow) -> list[FlashMoAChatClient]:
+    """Return the FlashMoA clients of a workflow's agents.
+
+    Raises: ValueError if it has none.
+    """
+    executors = workflow.executors.values()
+    clients = [client for each in executors if (client := client_of(each)) is not None]
+    if clients:
+        return clients
+    nested = sorted(each.id for each in executors if holds_workflow(each))
+    hint = (
+        f"{nested} run workflows of their own, whose agents are not seen from here; link an inner "
+        "workflow itself. (with_request_info() makes a workflow of each agent, which cannot be "
+        "linked to the others.)"
+        if nested
+        else "Give the agents one as their client."
+    )
+    raise ValueError(
+        f"no agent of this workflow uses FlashMoAChatClient; there is nothing to link. {hint}"
+    )
+
+
+class WorkflowLink(LinkedTeam["WorkflowLinkPlanner"]):
+    """Links one workflow, until it or the workflow's clients are closed.
+
+    Use :func:`link` to make one.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        clients: Collection[FlashMoAChatClient],
+        settings: LinkSettings,
+        listener: Listener,
+    ) -> None:
+        self._workflow = workflow
+        report = Report(listener)
+        planner = WorkflowLinkPlanner(workflow, settings, report)
+        observed = [each.linked_teams for each in clients]
+        super().__init__(workflow, observed, planner, report, listener)
+
+    def why_nothing_linked(self) -> str | None:
+        """Return why no agent of the workflow can be linked; ``None`` if one can."""
+        if self._planner.linkable:
+            return None
+        if self._planner.unlinked_builder:
+            return f"{self._planner.unlinked_builder} is not linked"
+        return "no agent of the workflow is certain to read what another one writes"
+
+    def _find_name(self, caller: Executor) -> str | None:
+        return caller.id if self._workflow.executors.get(caller.id) is caller else None
+
+    def _begin(self, name: str, request: CallRequest) -> LinkedCall:
+        return self._planner.observe(name, request)
+
+
+@dataclass(slots=True)
+class KnownMessages:
+    """Holds what is known of the messages in one run of a workflow, by executors' ids.
+
+    Attributes:
+        placeholders: placeholders for the texts of all executors.
+        conversations: the conversation that each executor which has begun was given.
+        predicted: the messages that executors which have not begun will send, from dry runs.
+        unpredicted: executors that have begun and whose messages cannot be predicted: others get
+            something else than their models' texts, or also their tool calls and the results.
+    """
+
+    placeholders: Placeholders
+    conversations: dict[str, list[Message]] = field(default_factory=dict[str, list[Message]])
+    predicted: dict[str, AgentExecutorResponse] = field(
+        default_factory=dict[str, AgentExecutorResponse]
+    )
+    unpredicted: set[str] = field(default_factory=set[str])
+
+
+class WorkflowLinkPlanner(LinkPlanner):
+    """Plans the links of one workflow.
+
+    Attributes:
+        linkable: the agents that certainly read texts of other agents, and nothing else.
+        unlinked_builder: the builder that made the workflow, if its workflows are not linked.
+    """
+
+    def __init__(self, workflow: Workflow, settings: LinkSettings, listener: Listener) -> None:
+        super().__init__(listener, settings)
+        self._workflow = workflow
+        self.unlinked_builder = find_unlinked_builder(workflow)
+        deliveries = find_deliveries(workflow) if self.unlinked_builder is None else []
+        self._deliveries = {
+            each.target: each
+            for each in deliveries
+            if not asks_no_model(workflow.executors[each.target])
+        }
+        self._agents = {name for name, each in workflow.executors.items() if client_of(each)}
+        self.linkable = {
+            each.target
+            for each in self._deliveries.values()
+            if self._agents.issuperset((each.target, *each.sources))
+        }
+        self._known = KnownMessages(Placeholders(workflow.executors))
+
+    @property
+    def is_running(self) -> bool:
+        return self._workflow._is_run_active()
+
+    def observe(self, name: str, request: CallRequest) -> LinkedCall:
+        """Note that an executor is about to send a request. Return the request's observer."""
+        executor = self._workflow.executors[name]
+        rewritten = why_rewritten(self._workflow, executor)
+        if rewritten is None and name in self._known.conversations:
+            previous = self.running.get(name)
+            if previous is None or previous.text.is_over:
+                # It begins a second time, so this is another run of the workflow.
+                self.end_all("unused")
+        conversation = get_conversation(executor)
+        self._known.conversations.setdefault(name, conversation)
+        if rewritten is not None or _answers_requests(conversation):
+            self._known.unpredicted.add(name)
+        delivery = self._deliveries.get(name)
+        if (
+            delivery is not None
+            and self._known.conversations.keys() >= {*delivery.sources}
+            and (reason := why_not_run(self._workflow, executor))
+        ):
+            # There was no forecast to say so if what it reads could not be predicted either.
+            self.decline(name, NotForecastable(reason))
+        return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
+
+    def why_unplanned(self, agent: str) -> str:
+        if self.unlinked_builder is not None:
+            return f"{self.unlinked_builder} is not linked"
+        delivery = self._deliveries.get(agent)
+        if not self._has_begun or agent in self.linkable:
+            return super().why_unplanned(agent)
+        if delivery is None:
+            return "it is not certain what it reads, by the edges that lead to it"
+        executors = self._workflow.executors
+        others = [name for name in delivery.sources if name not in self._agents]
+        if not any(isinstance(executors[name], AgentExecutor) for name in delivery.sources):
+            return "it reads no agent's text"
+        return f"it reads what {others[0]} writes, which has no FlashMoAChatClient"
+
+    def end_all(self, reason: str) -> None:
+        super().end_all(reason)
+        self._known = KnownMessages(Placeholders(self._workflow.executors))
+
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        """End the links, as others also get the tool calls and results, which are unknown."""
+        super().call_held_back(call, reason)
+        self._known.unpredicted.add(call.agent)
+        for link in self.waiting_for(call.agent):
+            link.end("mispredicted")
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        """Follow the edges from the executors that have begun."""
+        reached = set(self._sent())
+        waiting = [each for each in self._deliveries.values() if each.target not in reached]
+        turns: list[Turn] = []
+        while ready := [each for each in waiting if reached.issuperset(each.sources)]:
+            waiting = [each for each in waiting if each not in ready]
+            turns += [Turn(delivery.target) for delivery in ready]
+            reached |= {delivery.target for delivery in ready}
+        return [turn for turn in turns if turn.agent not in self._known.conversations]
+
+    async def forecast(self, turn: Turn) -> Forecast | None:
+        """Return an executor's next request, from a dry run; ``None`` if its input is unknown."""
+        name, known = turn.agent, self._known
+        sent, delivery = self._sent() | known.predicted, self._deliveries[name]
+        if not all(source in sent for source in delivery.sources):
+            return None
+        executor = self._workflow.executors[name]
+        message = delivery.make_message([sent[source] for source in delivery.sources])
+        request, conversation = await dry_run(self._workflow, executor, message, delivery.sources)
+        if why_rewritten(self._workflow, executor) is None:
+            text = known.placeholders.padded(name)
+            known.predicted[name] = make_response(executor, conversation, text)
+        return Forecast(
+            turn,
+            request.engine,
+            known.placeholders,
+            [request.render],
+            namespace=request.namespace,
+        )
+
+    def _sent(self) -> dict[str, AgentExecutorResponse]:
+        """Return the messages of executors that have begun, with placeholders for their texts."""
+        sent: dict[str, AgentExecutorResponse] = {}
+        for name, conversation in self._known.conversations.items():
+            if name not in self._known.unpredicted:
+                text = self._known.placeholders.padded(name)
+                sent[name] = make_response(self._workflow.executors[name], conversation, text)
+        return sent
+
+
+def find_unlinked_builder(workflow: Workflow) -> str | None:
+    """Return the builder that made a workflow, if its workflows are not linked."""
+    kinds = [kind for each in workflow.executors.values() for kind in type(each).__mro__]
+    return next(
+        (_UNLINKED_BUILDERS[k.__name__] for k in kinds if k.__name__ in _UNLINKED_BUILDERS), None
+    )
+
+
+def _answers_requests(conversation: Sequence[Message]) -> bool:
+    """Return whether an agent resumes with what it has asked for: approvals of tools, or results.
+
+    Others then also get the results.
+    """
+    contents = conversation[-1].contents if conversation else []
+    return any(content.type in _REPLIES for content in contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Says that what the executors ``sources`` send reaches the executor ``target``.
+
+    ``fan_in``: as one list in this order, no matter who finishes first; else there is one source.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    fan_in: bool = False
+
+    def make_message(self, sent: Sequence[Any]) -> Any:
+        """Return the message that the target receives, given the message of each source."""
+        return list(sent) if self.fan_in else sent[0]
+
+
+def find_deliveries(workflow: Workflow) -> list[Delivery]:
+    """Return the deliveries that are certain, to targets that receive no other messages.
+
+    Not certain is what an executor sends that may be reached again before its receivers have begun.
+    """
+    groups = [group for group in workflow.edge_groups if not isinstance(group, InternalEdgeGroup)]
+    arrivals = _find_arrivals(groups)
+    serial = _find_serial(workflow.start_executor_id, arrivals)
+    deliveries: list[Delivery] = []
+    for group in groups:
+        if isinstance(group, FanInEdgeGroup):
+            sources = tuple(edge.source_id for edge in group.edges)
+            deliveries.append(Delivery(group.edges[0].target_id, sources, fan_in=True))
+        elif isinstance(group, SingleEdgeGroup) or (
+            isinstance(group, FanOutEdgeGroup) and group.selection_func is None
+        ):
+            edges = [edge for edge in group.edges if not edge.has_condition]
+            deliveries += [Delivery(edge.target_id, (edge.source_id,)) for edge in edges]
+    return [
+        delivery
+        for delivery in deliveries
+        if len(arrivals[delivery.target]) == 1 and serial.issuperset(delivery.sources)
+    ]
+
+
+def _find_arrivals(groups: Sequence[EdgeGroup]) -> dict[str, list[set[str]]]:
+    """Return for each executor the sources of the edge groups that may bring it a message."""
+    arrivals: dict[str, list[set[str]]] = defaultdict(list)
+    for group in groups:
+        for target in set(group.target_executor_ids):
+            arrivals[target].append(set(group.source_executor_ids))
+    return arrivals
+
+
+def _find_serial(start: str, arrivals: dict[str, list[set[str]]]) -> set[str]:
+    """Return the executors whose receivers begin before the executors are reached again.
+
+    An executor may be reached by one way from the start and by one that returns from it: then its
+    message has gone around before it is reached again. By two ways of a kind, it may be reached
+    twice at the same time, and so may its receivers.
+    """
+
+    def is_reached_one_by_one(name: str) -> bool:
+        ways, downstream = arrivals.get(name, []), _find_downstream(name, arrivals)
+        returning = sum(1 for way in ways if way & downstream)
+        entering = len(ways) - returning + (name == start)
+        return returning <= 1 and entering <= 1 and not any(name in way for way in ways)
+
+    serial = {name for name in {start, *arrivals} if is_reached_one_by_one(name)}
+    while after := {
+        name for name in serial if any(not way <= serial for way in arrivals.get(name, []))
+    }:
+        serial -= after
+    return serial
+
+
+def _find_downstream(name: str, arrivals: dict[str, list[set[str]]]) -> set[str]:
+    """Return the executors that a message of an executor may reach, by any number of steps."""
+    found: set[str] = set()
+    while more := {
+        target
+        for target, ways in arrivals.items()
+        if target not in found and any(way & {name, *found} for way in ways)
+    }:
+        found |= more
+    return found

@@ -1,0 +1,1 @@
+"""The adapter for AutoGen; programs import :mod:`flashmoa.autogen`."""

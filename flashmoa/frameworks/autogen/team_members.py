@@ -1,0 +1,574 @@
+"""Look up the members of a running team, who may speak next, and what each will have received then.
+
+Nothing is called that could have effects: no selector function, no termination condition.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
+from autogen_agentchat.base import Team
+from autogen_agentchat.messages import BaseChatMessage, HandoffMessage, TextMessage
+from autogen_agentchat.teams import BaseGroupChat
+from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
+from autogen_agentchat.teams._group_chat._chat_agent_container import ChatAgentContainer
+from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import GraphFlowManager
+from autogen_agentchat.teams._group_chat._magentic_one._magentic_one_orchestrator import (
+    MagenticOneOrchestrator,
+)
+from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
+from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
+from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
+from autogen_core import AgentId
+
+from flashmoa._stack import owners
+from flashmoa.frameworks.autogen.calls import ToolAnswer, is_call_of
+from flashmoa.frameworks.autogen.client import FlashMoAChatCompletionClient
+from flashmoa.frameworks.autogen.dry_run import (
+    DryRun,
+    agent_dry_runs,
+    client_of,
+    is_stock,
+    manager_dry_run,
+    own_request,
+    summary_dry_run,
+    unwrapped,
+    why_rewritten,
+)
+from flashmoa.link.forecasts import RequestAfterTools, Turn, Writers
+from flashmoa.link.prompt import NotForecastable, Placeholders
+
+# Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.
+MANAGER = "(manager)"
+# Stands for the call of a SocietyOfMindAgent that reads what its inner team has said.
+SUMMARY = "(summary)"
+
+# AutoGen's own selector prompt lists the candidates, who change each turn, before the conversation,
+# so that the conversation is not found in the cache the next time. The beginning of this prompt
+# stays the same from turn to turn.
+SELECTOR_PROMPT = """You decide who speaks next in a conversation. Who takes part:
+{roles}
+
+The conversation so far:
+
+{history}
+
+Which one of {participants} should speak next? Answer with that name and nothing else."""
+# Stands for one more message, of unknown text and source.
+_UNKNOWN_MESSAGE = TextMessage(content="?", source="x")
+
+
+@dataclass(frozen=True, slots=True)
+class TeamParts:
+    """Holds the parts of one team.
+
+    Attributes:
+        owner: the object that the link is kept on, so that both live equally long.
+        participants: the team's agents and inner teams.
+        manager_type: the type (in AutoGen's ids) of the agent that decides who speaks.
+        reader: the ``SocietyOfMindAgent`` whose inner team this is, if it is one.
+    """
+
+    owner: Any
+    team_id: str
+    runtime: Any
+    participants: Sequence[Any]
+    manager_type: str
+    is_running: Callable[[], bool]
+    reader: SocietyOfMindAgent | None = None
+
+    @classmethod
+    def of(cls, team: BaseGroupChat, reader: SocietyOfMindAgent | None = None) -> TeamParts:
+        return cls(
+            owner=team,
+            team_id=team._team_id,
+            runtime=team._runtime,
+            participants=team._participants,
+            manager_type=team._group_chat_manager_topic_type,
+            is_running=lambda: team._is_running,
+            reader=reader,
+        )
+
+    @classmethod
+    def of_caller(cls) -> TeamParts | None:
+        """Return the parts of the team on whose behalf this code runs.
+
+        ``None`` outside a team, or if its runtime does not hold its agents in this process.
+        """
+        kinds = (ChatAgentContainer, BaseGroupChatManager)
+        caller = next((one for one in owners() if isinstance(one, kinds)), None)
+        runtime: Any = getattr(caller, "_runtime", None)
+        if caller is None or not hasattr(runtime, "_instantiated_agents"):
+            return None
+        key = caller.id.key
+        peers = [agent for agent in runtime._instantiated_agents.values() if agent.id.key == key]
+        managers = [agent for agent in peers if isinstance(agent, BaseGroupChatManager)]
+        if len(managers) != 1:
+            return None
+        return cls(
+            owner=managers[0],
+            team_id=key,
+            runtime=runtime,
+            participants=[peer._agent for peer in peers if isinstance(peer, ChatAgentContainer)],
+            manager_type=managers[0].id.type,
+            is_running=lambda: runtime._run_context is not None,
+        )
+
+
+class TeamMembers:
+    """Finds the manager and the agent containers of a team, which exist once it has begun to run.
+
+    Args:
+        include: names of agents of user-defined classes that are to be linked.
+    """
+
+    def __init__(self, parts: TeamParts, include: Collection[str]) -> None:
+        self._parts = parts
+        self._include = include
+        # The manager and the containers that have been found so far.
+        self._instances: dict[str, Any] = {}
+
+    @property
+    def is_running(self) -> bool:
+        return self._parts.is_running()
+
+    @property
+    def current_run(self) -> object:
+        """Return an object that is another one in each run of a team with a runtime of its own.
+
+        ``None`` while that does not run.
+        """
+        runtime = self._parts.runtime
+        return getattr(runtime, "_run_context", runtime)
+
+    @property
+    def unknown_manager(self) -> str | None:
+        """The name of the manager's class, if it chooses speakers by unknown rules."""
+        manager = self._instances.get(MANAGER)
+        is_known = manager is None or is_stock(manager, *_RULES)
+        return None if is_known else type(manager).__name__
+
+    def name_of(self, agent: AgentId) -> str | None:
+        """Return the name of the member with this AutoGen agent id, if it is one of this team."""
+        team_id = self._parts.team_id
+        if agent.key != team_id:
+            return None
+        if agent.type == self._parts.manager_type:
+            return MANAGER
+        name = agent.type.removesuffix(f"_{team_id}")
+        return name if name != agent.type else None
+
+    def is_own_call(self, name: str) -> bool:
+        """Return whether the call being made is that member's own.
+
+        It may also be the call of one of its tools, or of an agent that it uses as a tool.
+        """
+        if name == MANAGER:
+            return True
+        return is_call_of(unwrapped(self._participant(name)))
+
+    def why_rewritten(self, name: str) -> str | None:
+        """Return why the message that others get may differ from its model's text, if it may."""
+        if name == MANAGER:
+            return "it decides who speaks"
+        member = self._participant(name)
+        if member is None:
+            return "its team has no participant of this name"
+        return why_rewritten(member, name in self._include)
+
+    async def upcoming(self, speaker: str) -> list[Turn]:
+        """Return the turns that may follow while ``speaker`` writes, the likeliest first.
+
+        Every member in them is found first. So the turns, and all that is read of the team right
+        after this call, without an ``await`` in between, show the same moment.
+        """
+        manager = await self._find(MANAGER)
+        await self._find(speaker)
+        for turn in upcoming_turns(manager, speaker):
+            await self._find(turn.agent)
+            for name in turn.writers:
+                await self._find(name)
+        turns = upcoming_turns(manager, speaker)
+        if isinstance(manager, SwarmGroupChatManager):
+            targets = self._handoff_targets(speaker)
+            turns = [turn for turn in turns if targets is None or turn.agent in targets]
+        if self._parts.reader is not None and speaker != MANAGER:
+            turns.append(summary_turn(turns, speaker))
+        return turns
+
+    async def first_turns(self) -> list[Turn]:
+        """Return the first turns of the team's next run, once this run has ended.
+
+        Only agents that have received messages since their last model call are among them. There
+        are none for a ``SocietyOfMindAgent``'s team, which is reset after each run, and none after
+        a run that failed or was cancelled: its manager still waits for an agent.
+        """
+        manager = await self._find(MANAGER)
+        if self._parts.reader is not None or self.active_speakers():
+            return []
+        turns = first_turns(manager)
+        for turn in turns:
+            await self._find(turn.agent)
+        return [turn for turn in turns if self.received(turn.agent)]
+
+    def active_speakers(self) -> set[str]:
+        """Return the names of the agents that the manager has asked to speak and waits for."""
+        return set(self._instances[MANAGER]._active_speakers)
+
+    def received(self, agent: str) -> list[BaseChatMessage]:
+        """Return the messages that an agent has received since its last turn.
+
+        For the manager and for ``SUMMARY``: all messages of the run so far.
+        """
+        if agent == SUMMARY:
+            return self._team_messages()
+        if agent == MANAGER:
+            thread: list[Any] = self._instances[MANAGER]._message_thread
+            return [message for message in thread if isinstance(message, BaseChatMessage)]
+        return list(self._container(agent)._message_buffer)
+
+    def count_received_since(self, agent: str) -> Callable[[], int | None]:
+        """Return a function that returns how many messages an agent has received since this call.
+
+        The function returns ``None`` once the agent or its team was reset, or the agent has had a
+        turn.
+        """
+        thread: list[Any] = self._instances[MANAGER]._message_thread
+        before, thread_length = self.received(agent), len(thread)
+        known = [*before, *thread[-1:]]
+
+        def count() -> int | None:
+            thread: list[Any] = self._instances[MANAGER]._message_thread
+            received = self.received(agent)
+            now = received[: len(before)] + thread[:thread_length][-1:]
+            if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+                return None
+            return len(received) - len(before)
+
+        return count
+
+    def client(self, agent: str) -> FlashMoAChatCompletionClient:
+        """Return an agent's client. Raises: NotForecastable if it is not a FlashMoA client."""
+        client = client_of(self._participant(agent) or self._caller(agent))
+        if client is None:
+            raise NotForecastable("it has no FlashMoAChatCompletionClient")
+        return client
+
+    def dry_runs(self, agent: str) -> list[DryRun]:
+        """Return dry runs of an agent's next call.
+
+        Raises: NotForecastable if there can be none, see :func:`agent_dry_runs`.
+        """
+        if agent == MANAGER:
+            return [manager_dry_run(self._caller(agent))]
+        reader = self._parts.reader
+        if reader is not None and agent == SUMMARY:
+            return [summary_dry_run(reader, self._team_messages(), reader.name in self._include)]
+        included = agent in self._include
+        return agent_dry_runs(self._caller(agent), self.received(agent), included)
+
+    def own_request(self, name: str, answer: ToolAnswer) -> RequestAfterTools | None:
+        """Return what an agent asks when the tools of its answer have run, if it asks anything.
+
+        Raises: NotForecastable, see :func:`agent_dry_runs`.
+        """
+        agent, included = self._assistant(name), name in self._include
+        return None if agent is None else own_request(name, agent, answer, included)
+
+    def possible_futures(
+        self, turn: Turn, placeholders: Placeholders
+    ) -> list[Sequence[BaseChatMessage]]:
+        """Return what the agent of a turn may receive until then: one list for each possibility.
+
+        Writers of one step finish in any order, so each of them is first in one of the lists.
+
+        Raises: NotForecastable if a writer is not held by AutoGen's own container.
+        """
+        futures: list[Sequence[BaseChatMessage]] = []
+        for order in turn.orders:
+            messages, are_all = self._messages_in_order(order, placeholders)
+            futures.append(messages)
+            if not turn.sure or not are_all:
+                futures.append([*messages, _UNKNOWN_MESSAGE])
+        return futures
+
+    def _messages_in_order(
+        self, order: Sequence[str], placeholders: Placeholders
+    ) -> tuple[list[BaseChatMessage], bool]:
+        """Return the writers' messages, and whether these are all messages until the turn."""
+        messages: list[BaseChatMessage] = []
+        for name in order:
+            if not self._sends_one_message(name):
+                return messages, False
+            source = self._instances[MANAGER]._name if name == MANAGER else name
+            messages.append(TextMessage(content=placeholders.padded(name), source=source))
+        return messages, True
+
+    def _team_messages(self) -> list[BaseChatMessage]:
+        """Return the messages of the team's members in this run, without the task."""
+        manager = self._instances[MANAGER]
+        names = {manager._name, *manager._participant_names}
+        thread: list[Any] = manager._message_thread
+        return [m for m in thread if isinstance(m, BaseChatMessage) and m.source in names]
+
+    def _handoff_targets(self, name: str) -> set[str] | None:
+        """Return the agents that a member can hand off to; ``None`` if only its own code knows."""
+        agent = self._assistant(name)
+        return None if agent is None else {handoff.target for handoff in agent._handoffs.values()}
+
+    def _assistant(self, name: str) -> AssistantAgent | None:
+        """Return the ``AssistantAgent`` that a participant is, or filters messages for.
+
+        ``None`` if it is of another class, unless that is a subclass and the user included it.
+        """
+        agent = unwrapped(self._participant(name))
+        included = name in self._include and isinstance(agent, AssistantAgent)
+        return agent if included or is_stock(agent, AssistantAgent) else None
+
+    def _sends_one_message(self, name: str) -> bool:
+        """Return whether a member's turn gives others exactly one message.
+
+        A team sends any number, and a handoff comes with the results of other tools.
+        """
+        if name != MANAGER and isinstance(self._caller(name), Team):
+            return False
+        return not self._handoff_targets(name)
+
+    def _participant(self, name: str) -> Any:
+        return next((one for one in self._parts.participants if one.name == name), None)
+
+    def _caller(self, agent: str) -> Any:
+        """Return the agent or manager that makes the calls which ``agent`` stands for."""
+        if agent == SUMMARY:
+            return self._parts.reader
+        return self._instances[MANAGER] if agent == MANAGER else self._container(agent)._agent
+
+    def _container(self, name: str) -> ChatAgentContainer:
+        instance = self._instances.get(name)
+        if not isinstance(instance, ChatAgentContainer):
+            raise NotForecastable("its team does not run it in AutoGen's ChatAgentContainer")
+        return instance
+
+    async def _find(self, name: str) -> Any:
+        """Return the manager, or a member's container, and keep it in ``_instances``."""
+        if name not in self._instances:
+            team_id = self._parts.team_id
+            kind = self._parts.manager_type if name == MANAGER else f"{name}_{team_id}"
+            instance = await self._parts.runtime.try_get_underlying_agent_instance(
+                AgentId(kind, team_id)
+            )
+            self._instances[name] = instance
+        return self._instances[name]
+
+
+def upcoming_turns(manager: BaseGroupChatManager, speaker: str) -> list[Turn]:
+    """Return the turns that may follow while ``speaker`` writes, the likeliest first.
+
+    The speaker's own next turn is not among them: its text becomes an assistant message there,
+    which cannot be known before the text is complete.
+    """
+    for kind, rule in _RULES.items():
+        if is_stock(manager, kind):
+            return rule(manager, speaker)
+    return []
+
+
+def first_turns(manager: BaseGroupChatManager) -> list[Turn]:
+    """Return the first turns of a team's next run, once this one has ended.
+
+    There are none if the next task decides who begins. None of them is sure, as that task is not
+    known yet.
+    """
+    for kind, rule in _FIRST_RULES.items():
+        if is_stock(manager, kind):
+            return [Turn(name, sure=False) for name in rule(manager)]
+    return []
+
+
+def summary_turn(turns: Sequence[Turn], speaker: str) -> Turn:
+    """Return the turn of a ``SocietyOfMindAgent`` if its team ends with those who write now.
+
+    Args:
+        turns: see :func:`upcoming_turns`.
+        speaker: name of an agent that is writing now.
+    """
+    writing_now = [turn.after[0] for turn in turns if turn.after]
+    return Turn(SUMMARY, (frozenset([speaker]).union(*writing_now),), sure=False)
+
+
+def _round_robin_turns(manager: Any, speaker: str) -> list[Turn]:
+    names = list(manager._participant_names)
+    position = names.index(speaker)
+    order = names[position + 1 :] + names[:position]
+    if manager._max_turns is not None:
+        # The turn being taken is counted when it ends.
+        order = order[: max(0, manager._max_turns - manager._current_turn - 1)]
+    steps = [frozenset([name]) for name in [speaker, *order]]
+    return [Turn(name, tuple(steps[: place + 1])) for place, name in enumerate(order)]
+
+
+def _graph_turns(manager: Any, speaker: str) -> list[Turn]:
+    """Follow the graph: the next step begins when every agent of this one has finished."""
+    run = _GraphRun(manager)
+    active = list(manager._active_speakers)
+    if speaker not in active:
+        active.append(speaker)
+    steps_left = None
+    if manager._max_turns is not None:
+        steps_left = manager._max_turns - manager._current_turn - 1
+    turns: list[Turn] = []
+    steps: list[Writers] = []
+    seen = set(active)
+    sure = True
+    while active and (steps_left is None or len(steps) < steps_left):
+        steps.append(frozenset(active))
+        sure = run.finish(active) and sure
+        active = run.drain()
+        turns += [Turn(name, tuple(steps), sure) for name in active if name not in seen]
+        if not sure or seen & set(active):
+            break
+        seen |= set(active)
+    return turns
+
+
+class _GraphRun:
+    """Steps through a graph on a copy of a ``GraphFlowManager``'s counters."""
+
+    def __init__(self, manager: Any) -> None:
+        self._edges = manager._edges
+        self._activation = manager._activation
+        self._remaining = copy.deepcopy(manager._remaining)
+        self._origin = manager._origin_remaining
+        self._enqueued = copy.deepcopy(manager._enqueued_any)
+        self._triggered = copy.deepcopy(manager._triggered_activation_groups)
+        self._ready: deque[str] = deque(manager._ready)
+
+    def finish(self, names: Sequence[str]) -> bool:
+        """Continue as if these agents had spoken and their edges' conditions held.
+
+        Returns: whether there was no condition.
+        """
+        edges = [edge for name in names for edge in self._edges.get(name, ())]
+        for edge in edges:
+            self._follow(edge.target, edge.activation_group)
+        return all(edge.condition is None and edge.condition_function is None for edge in edges)
+
+    def _follow(self, target: str, group: str) -> None:
+        if self._activation[target][group] == "all":
+            self._remaining[target][group] -= 1
+            if self._remaining[target][group] != 0:
+                return
+        elif self._enqueued[target][group]:
+            return
+        else:
+            self._enqueued[target][group] = True
+        self._ready.append(target)
+        self._triggered.setdefault(target, set()).add(group)
+
+    def drain(self) -> list[str]:
+        """Return the names of the agents that speak next, and reset their counters."""
+        names = list(dict.fromkeys(self._ready))
+        self._ready.clear()
+        for name in names:
+            for group in self._triggered.pop(name, ()):
+                if self._activation[name][group] == "any":
+                    self._enqueued[name][group] = False
+                else:
+                    self._remaining[name][group] = self._origin[name][group]
+        return names
+
+
+def _selector_turns(manager: Any, speaker: str) -> list[Turn]:
+    if speaker != MANAGER and _is_last_turn(manager):
+        return []
+    after = () if speaker == MANAGER else (frozenset([speaker]),)
+    previous = manager._previous_speaker
+    repeated = manager._allow_repeated_speaker
+    names = [
+        name
+        for name in _sort_by_habit(manager, previous)
+        if name != speaker and (repeated or name != previous)
+    ]
+    candidates = [Turn(name, after, sure=False) for name in names]
+    if speaker == MANAGER or not _asks_model(manager) or len(names) < 2:
+        return candidates
+    return [Turn(MANAGER, after), *candidates]
+
+
+def _asks_model(manager: Any) -> bool:
+    """Return whether a model selects the speaker, and not a function of the user's."""
+    return manager._selector_func is None and manager._candidate_func is None
+
+
+def _is_last_turn(manager: Any) -> bool:
+    return manager._max_turns is not None and manager._current_turn + 1 >= manager._max_turns
+
+
+def _sort_by_habit(manager: Any, speaker: str | None) -> list[str]:
+    """Return the participants, those who followed ``speaker`` most often so far first."""
+    names = list(manager._participant_names)
+    spoke = [m.source for m in manager._message_thread if m.source in names]
+    followed = [after for before, after in pairwise(spoke) if before == speaker]
+    return sorted(names, key=lambda name: -followed.count(name))
+
+
+def _swarm_turns(manager: Any, speaker: str) -> list[Turn]:
+    """Return the turns of those the speaker may hand off to.
+
+    No writer is named: what comes before the handoff's message (a thought of the speaker's,
+    results of its other tools) cannot be known.
+    """
+    if _is_last_turn(manager):
+        return []
+    names = [name for name in _sort_by_habit(manager, speaker) if name != speaker]
+    return [Turn(name, sure=False) for name in names]
+
+
+def _magentic_turns(manager: Any, speaker: str) -> list[Turn]:
+    """Return the orchestrator's turn after each agent's, and the agents' turns after that.
+
+    The orchestrator cuts its instruction out of JSON, so that its text never arrives as written.
+    """
+    if speaker == MANAGER:
+        return [
+            Turn(name, (frozenset([MANAGER]),), sure=False)
+            for name in _sort_by_habit(manager, None)
+            if manager._message_thread
+        ]
+    steps = (frozenset([speaker]), frozenset([MANAGER]))
+    others = [name for name in manager._participant_names if name != speaker]
+    return [Turn(MANAGER, steps[:1]), *(Turn(name, steps, sure=False) for name in others)]
+
+
+_RULES: dict[type[BaseGroupChatManager], Callable[[Any, str], list[Turn]]] = {
+    RoundRobinGroupChatManager: _round_robin_turns,
+    GraphFlowManager: _graph_turns,
+    SelectorGroupChatManager: _selector_turns,
+    SwarmGroupChatManager: _swarm_turns,
+    MagenticOneOrchestrator: _magentic_turns,
+}
+
+
+def _first_of_selector(manager: Any) -> list[str]:
+    return [MANAGER] if _asks_model(manager) and len(manager._participant_names) > 1 else []
+
+
+def _first_of_swarm(manager: Any) -> list[str]:
+    handoffs = [m for m in manager._message_thread if isinstance(m, HandoffMessage)]
+    first = handoffs[-1].target if handoffs else manager._current_speaker
+    # The last handoff may be to the user, who then says who goes on.
+    return [first] if first in manager._participant_names else []
+
+
+_FIRST_RULES: dict[type[BaseGroupChatManager], Callable[[Any], list[str]]] = {
+    RoundRobinGroupChatManager: lambda m: [m._participant_names[m._next_speaker_index]],
+    GraphFlowManager: lambda m: list(m._ready),
+    SelectorGroupChatManager: _first_of_selector,
+    SwarmGroupChatManager: _first_of_swarm,
+}

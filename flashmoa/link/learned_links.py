@@ -1,0 +1,252 @@
+"""Plan the links of a run by the run of its program before it (:class:`LearnedLinkPlanner`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from flashmoa.engine import EngineClient
+from flashmoa.link.calls import CallRequest, CallResult
+from flashmoa.link.forecasts import Forecast, RequestAfterTools, Turn, name_calls
+from flashmoa.link.learned_runs import (
+    LearnedRun,
+    Message,
+    Program,
+    RecordedRequest,
+    called_tools,
+)
+from flashmoa.link.learned_texts import Messages, end_at
+from flashmoa.link.linked_call import LinkedCall
+from flashmoa.link.options import LinkSettings
+from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt
+from flashmoa.link.response_items import write_messages
+from flashmoa.observe import Listener
+
+# What is known beforehand of a call two steps away is prefilled while others write. A call further
+# away would hold its KV for long, and is less likely to come.
+_STEPS = 2
+# The last requests of a run with the same headers and namespaces, each after the one of the example
+# that it stands for, or after itself.
+SentInPlace = Sequence[tuple[RecordedRequest, RecordedRequest]]
+# What the key of a call may have after the name of its agent.
+_NUMBER = re.compile(r" \(\d+\)\Z")
+_FIRST_RUN = (
+    "the first run of a program is only watched; later runs of it in this process are linked"
+)
+# So many are kept: there may be headers that differ in each request.
+_MOST_SENT = 256
+
+
+class LearnedLinkPlanner(LinkPlanner):
+    """Plans the links of one run of a program; its agents are the run's calls, by their keys.
+
+    Args:
+        find_engine: returns a client of the engine that a request of the example was sent to, given
+            that request and those of this run. Raises NotForecastable if this run may send it in
+            another way.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        listener: Listener,
+        find_engine: Callable[[RecordedRequest, SentInPlace], EngineClient],
+        settings: LinkSettings,
+        find_client: Callable[[RecordedRequest], EngineClient | None] = lambda _: None,
+    ) -> None:
+        super().__init__(listener, settings)
+        self._find_client = find_client
+        # All runs of a program report a reason once, and expect answers as long as in earlier runs.
+        self.reported_declines = program.reported_declines
+        self.output_lengths = program.output_lengths
+        self._learned = LearnedRun(program)
+        self._find_engine = find_engine
+        self._placeholders = Placeholders(self._learned.example)
+        self._padded = {each: self._placeholders.padded(each) for each in self._learned.example}
+        self._is_running = True
+        # By what SentInPlace goes by.
+        self._sent: dict[Hashable, tuple[RecordedRequest, RecordedRequest]] = {}
+        self._given_up: set[str] = set()  # Those whose request after tools will not come.
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+    def observe(self, name: str, request: RecordedRequest, hold_reason: str | None) -> LinkedCall:
+        """Note that a request is about to be sent. Return its observer.
+
+        Args:
+            name: the name of the agent that sends it.
+            hold_reason: see :class:`CallRequest`.
+        """
+        recorded = self._learned.begin(name, request)
+        self._note_sent(self._learned.example.get(recorded.key, recorded).request, request)
+        known = recorded.key in self._learned.example or recorded.follows is not None
+        client = self._find_client(request)
+        engine_request = CallRequest(request.url, request.model, hold_reason, client)
+        return self.begin(recorded.key, engine_request, linkable=known)
+
+    def why_unplanned(self, agent: str) -> str:
+        if not self._learned.example:
+            return _FIRST_RUN
+        if agent not in self._learned.example:
+            return "the run before had no such call"
+        return super().why_unplanned(agent)
+
+    def call_answered(self, call: LinkedCall, result: CallResult) -> None:
+        text = result.text if result.is_forwarded else None
+        if (recorded := self._learned.calls.get(call.agent)) is not None:
+            self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
+        super().call_answered(call, result)
+        # Its key does not come again.
+        self._unlinked.pop(call.agent, None)
+        if not self.streams:
+            self.drop_call(call)
+
+    def call_failed(self, call: LinkedCall) -> None:
+        if (recorded := self._learned.calls.get(call.agent)) is not None:
+            self._learned.fail(recorded)
+        super().call_failed(call)
+
+    async def close(self, *, learn: bool) -> None:
+        """End the run and every link, and wait until the engines have their KV back.
+
+        Args:
+            learn: whether the run has ended well, so that later ones are likely to be like it.
+        """
+        self._is_running = False
+        if learn:
+            self._learned.finish()
+        self.end_all("unused")
+        await self.host.close()
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        upcoming = self._learned.upcoming(_STEPS)
+        return [Turn(key) for key in upcoming if key not in self._given_up]
+
+    def given_up(self, request: RequestAfterTools, reason: str) -> None:
+        super().given_up(request, reason)
+        if request.agent in self._learned.example:
+            self._given_up.add(request.agent)
+
+    def agent_of(self, name: str) -> str:
+        return _NUMBER.sub("", name)
+
+    def session_of(self, agent: str) -> str:
+        name = self.agent_of(agent)
+        return agent if name in self._learned.parallel else name
+
+    def call_held_back(self, call: LinkedCall, reason: str) -> None:
+        super().call_held_back(call, reason)
+        # The next call of its agent has another key.
+        self.drop_call(call)
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        """Return what a call of the example will send in this run."""
+        earlier = self._learned.example[turn.agent]
+        engine = self._find_engine(earlier.request, [*self._sent.values()])
+        written = self._learned.texts(self._padded)
+        messages = self._learned.predict(turn.agent, written)
+
+        def holds(_: Prompt, now: Turn | None) -> bool:
+            if now is None:
+                return True
+            # While its tools run, more is known of a request that is held.
+            is_held = turn.agent in self.held
+            return not is_held and self._learned.predict(turn.agent, written) == messages
+
+        variants = [messages]
+        if earlier.differed is not None:
+            variants = [end_at(messages, earlier.differed, other) for other in ("0", "1")]
+        first, *others = self._forms(earlier.request, turn.agent)
+        renders = [partial(_render, engine, first, each) for each in variants]
+        return Forecast(
+            turn,
+            engine,
+            self._placeholders,
+            [*renders, *(partial(_render, engine, each, variants[0]) for each in others)],
+            namespace=self._namespace(earlier.request),
+            holds=holds,
+        )
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
+        """Return what an agent asks when its tools have run, unless the example has no such call.
+
+        Results that are not likely to be those of the example are slots that get no text, since
+        they are seen only in the request.
+        """
+        call = self._learned.calls.get(agent)
+        key = self._learned.next_key(call) if call is not None else None
+        if call is None or key is None or call.tool_answer is None:
+            return None
+        example = self._learned.example.get(key)
+        following = example.request if example is not None else _after_first_choice(call.request)
+        engine = self._find_engine(following, [*self._sent.values()])
+        tools = name_calls(called_tools(call.tool_answer))
+
+        async def render(form: RecordedRequest, texts: Mapping[str, str]) -> str:
+            written = self._learned.texts(self._padded)
+            missing = [texts[tool] for tool in tools]
+            messages = self._learned.after_tools(call, written, missing)
+            return await _render(engine, form, messages)
+
+        first, *others = (partial(render, each) for each in self._forms(following, key))
+        return RequestAfterTools(
+            key,
+            engine,
+            tools,
+            first,
+            other_renders=others,
+            namespace=self._namespace(following),
+            placeholders=self._placeholders,
+        )
+
+    def _forms(self, request: RecordedRequest, key: str) -> list[RecordedRequest]:
+        """Return requests whose prompts differ wherever a field that changes may be seen.
+
+        Args:
+            request: what the call with this key is expected to send.
+        """
+        earlier = self._learned.example.get(key)
+        forms = self._learned.fields.forms(request.fields, earlier.changes if earlier else {})
+        return [replace(request, fields=fields) for fields in forms]
+
+    def _note_sent(self, before: RecordedRequest, now: RecordedRequest) -> None:
+        """Note that a request was sent in place of another one, as the last of its like."""
+        like = tuple(
+            (each.url, frozenset(each.headers.items()), frozenset(each.namespace.items()))
+            for each in (before, now)
+        )
+        # A run may send thousands of requests, which are looked through for each link.
+        self._sent.pop(like, None)
+        self._sent[like] = before, now
+        if len(self._sent) > _MOST_SENT:
+            del self._sent[next(iter(self._sent))]
+
+    def _namespace(self, request: RecordedRequest) -> Mapping[str, str]:
+        """Return the namespace that this run uses in place of that of a request of the example."""
+        pairs = reversed(self._sent.values())
+        found = (now.namespace for before, now in pairs if before.namespace == request.namespace)
+        return next(found, request.namespace)
+
+
+def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
+    """Return a request with which a model may choose its tools freely.
+
+    What forces a first call of a tool is not sent again with its result, which would force another.
+    """
+    fields = {name: value for name, value in request.fields.items() if name != "tool_choice"}
+    return replace(request, fields=fields)
+
+
+async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
+    if request.unknown is not None:
+        raise NotForecastable(request.unknown)
+    if request.is_response:
+        written = write_messages(messages)
+        return await engine.render_response({**written, **request.fields, "model": request.model})
+    return await engine.render(messages, **request.fields)

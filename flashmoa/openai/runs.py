@@ -1,0 +1,572 @@
+"""Mark the runs of a program, whose calls are then linked (:func:`run`)."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import re
+import sys
+import sysconfig
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    suppress,
+)
+from contextvars import ContextVar
+from functools import cache, partial, wraps
+from inspect import iscoroutinefunction
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, Unpack, cast
+
+import anyio
+from anyio.from_thread import BlockingPortal
+
+from flashmoa._concurrency import all_of, running_loop, setting
+from flashmoa.engine import EngineClient
+from flashmoa.link.calls import CallObserver, CallResult
+from flashmoa.link.learned_links import LearnedLinkPlanner, SentInPlace
+from flashmoa.link.learned_runs import Program, RecordedRequest
+from flashmoa.link.options import LinkOptions, LinkSettings
+from flashmoa.link.prompt import NotForecastable
+from flashmoa.observe.report import Report
+from flashmoa.observe.trace import end_trace
+from flashmoa.openai.http import FindObserver
+from flashmoa.openai.io import Request
+from flashmoa.openai.sent_requests import headers_now, read_request, settings_for
+
+logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Frames of code in these folders are not the user's: the standard library, installed packages, and
+# this package, which may be installed from its source folder.
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+    "<frozen",
+)
+_MOST_FRAMES = 3
+# By name; the one that ran last is the last one. A program holds prompts, answers and API keys.
+_programs: dict[str, Program] = {}
+_MOST_PROGRAMS = 256
+# A run has clients for so many different headers, of which each may open connections.
+_MOST_ENGINES = 256
+_programs_lock = threading.Lock()  # Runs may be in several threads.
+# How long a request waits for the event loop of its run before it is sent unlinked.
+_LOOP_SECONDS = 1.0
+_UNLINKED = "A call runs unlinked because of the error below"
+_current: ContextVar[Run | None] = ContextVar("flashmoa_run", default=None)
+_agent: ContextVar[str | None] = ContextVar("flashmoa_agent", default=None)
+# The runs that were entered with ``with`` and are open.
+_blocking: list[Run] = []
+
+
+def run(name: str | None = None, **options: Unpack[LinkOptions]) -> RunContext:
+    """Link the calls that are made within ``async with run():``, or in a function after ``@run()``.
+
+    ``async with run() as report`` gives a :class:`Report`: print it to see what the links gained.
+    A program without an event loop is run within ``with run():``, where links have a thread of
+    their own, in which ``listener`` is called.
+
+    The first run of a program is watched, and only what an agent asks after its tools is linked. In
+    later runs of the process, the prompt of each call that the run before had is prefilled while
+    the calls before it still write: a script with one run gains nothing. Prompts and answers stay
+    the same; a program that does something else this time only gains less. Calls count if their
+    client is an :class:`AsyncOpenAI` or :class:`OpenAI` of this package, or was given to
+    :func:`instrument`.
+
+    Calls of other threads count if they have this context (``asyncio.to_thread``,
+    ``copy_context().run``). Without a context of a run, those of threads without an event loop
+    count to the run that was entered with ``with``, while that is the only one.
+
+    Args:
+        name: the program's name. Runs with the same name are of one program; by default those that
+            are entered at the same line of code, or of the same text of a shell. Do not name a run
+            after its user or request: only the last 256 programs of this process are remembered.
+        options: see :class:`flashmoa.LinkOptions`, also for exceptions; what concerns the trace is
+            raised on entry.
+
+    Within another run, this does nothing, and gives that one's report. A run that ends with an
+    exception is not learned from, and of one that sends more than 64 MB only the beginning is.
+
+    Raises:
+        RuntimeError: on entry if this very run has been entered and not been left.
+    """
+    caller = sys._getframe(1)
+    file = caller.f_code.co_filename
+    # A shell counts its inputs: <ipython-input-3-0a1b2c>, <python-input-3>.
+    if file.startswith("<"):
+        file = re.sub(r"-\d+", "", file, count=1)
+    program = name or f"{file}:{caller.f_lineno}"
+    return RunContext(partial(_run, program, LinkSettings(**options)))
+
+
+class RunContext(AbstractAsyncContextManager[Report, None], AbstractContextManager[Report, None]):
+    """Begins a run each time that it is entered, or that a function which it decorates is called.
+
+    Args:
+        begin: returns the context of one run.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
+        self._begin = begin
+        self._entered: AsyncExitStack | ExitStack | None = None
+
+    def __call__(self, function: Function) -> Function:
+        @wraps(function)
+        async def in_run(*args: Any, **kwargs: Any) -> Any:
+            async with RunContext(self._begin):
+                return await function(*args, **kwargs)
+
+        @wraps(function)
+        def in_blocking_run(*args: Any, **kwargs: Any) -> Any:
+            with RunContext(self._begin):
+                return function(*args, **kwargs)
+
+        return cast("Function", in_run if iscoroutinefunction(function) else in_blocking_run)
+
+    async def __aenter__(self) -> Report:
+        self._check()
+        async with AsyncExitStack() as stack:
+            this = await stack.enter_async_context(self._begin())
+            stack.enter_context(setting(_current, this))
+            self._entered = stack.pop_all()
+        return this.report
+
+    async def __aexit__(self, *problem: Any) -> None:
+        entered, self._entered = self._entered, None
+        if isinstance(entered, AsyncExitStack):
+            await entered.__aexit__(*problem)
+
+    def __enter__(self) -> Report:
+        self._check()
+        with ExitStack() as stack:
+            if (this := _run_around()) is None:
+                this = stack.enter_context(_RunThread(self._begin))
+                this.entered_in = threading.get_ident()
+                _blocking.append(this)
+                stack.callback(_blocking.remove, this)
+            stack.enter_context(setting(_current, this))
+            # Later than that the run's thread does not run any more, and would be waited for.
+            ended = RuntimeError("the program ended within its run")
+            leave = partial(self.__exit__, RuntimeError, ended, None)
+            stack.callback(atexit.unregister, atexit.register(leave))
+            self._entered = stack.pop_all()
+        return this.report
+
+    def __exit__(self, *problem: Any) -> None:
+        entered, self._entered = self._entered, None
+        if isinstance(entered, ExitStack):
+            entered.__exit__(*problem)
+
+    def _check(self) -> None:
+        if self._entered is not None:
+            raise RuntimeError("this run has not ended; call run() again for one at the same time")
+
+
+class _RunThread(AbstractContextManager["Run", None]):
+    """Keeps a run in a thread with an event loop.
+
+    A process that is forked meanwhile has no such thread, so nothing there may wait for it:
+    leaving does nothing. ``anyio.from_thread.start_blocking_portal`` is a generator, which waits
+    even if it is only thrown away.
+
+    Args:
+        begin: returns the context of the run.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[Run]]) -> None:
+        self._begin = begin
+        self._started: Future[BlockingPortal] = Future()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Run:
+        self._thread.start()
+        self._portal = self._started.result()
+        self._entered = self._portal.wrap_async_context_manager(self._begin())
+        try:
+            self._run = self._entered.__enter__()
+        except BaseException:
+            self._stop()
+            raise
+        return self._run
+
+    def __exit__(self, *problem: Any) -> None:
+        if not self._run.is_forked:
+            try:
+                self._entered.__exit__(*problem)
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        """End the thread, and what an interrupt has left there."""
+        with suppress(RuntimeError):  # It has ended.
+            self._portal.call(self._portal.stop, True)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        async with BlockingPortal() as portal:
+            self._started.set_result(portal)
+            await portal.sleep_until_stopped()
+
+
+@asynccontextmanager
+async def _run(program: str, settings: LinkSettings) -> AsyncGenerator[Run]:
+    if (this := _run_around()) is not None:
+        yield this
+        return
+    listener = settings.listen()
+    try:
+        this = Run(_find_program(program), settings, Report(listener))
+        try:
+            yield this
+        except BaseException:
+            await this.close(learn=False)
+            raise
+        else:
+            await this.close(learn=True)
+    finally:
+        end_trace(listener)
+
+
+def _find_program(name: str) -> Program:
+    with _programs_lock:
+        program = _programs[name] = _programs.pop(name, None) or Program()
+        if len(_programs) > _MOST_PROGRAMS:
+            _warn_of_names()
+            del _programs[next(iter(_programs))]
+    return program
+
+
+@cache
+def _warn_of_names() -> None:
+    logger.warning(
+        "there were more than %d programs, so that what was learned of the oldest is forgotten; "
+        "give the runs of one program the same name, without a user's or a request's",
+        _MOST_PROGRAMS,
+    )
+
+
+class Run:
+    """One run of a program.
+
+    Its links are made in the event loop in which it begins; calls may come from other threads.
+
+    Attributes:
+        entered_in: the thread that has entered it with ``with``; ``None`` with ``async with``.
+        is_forked: whether this process was forked within it, and has nothing that keeps it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        settings: LinkSettings,
+        report: Report,
+    ) -> None:
+        self.is_closed = False
+        self.entered_in: int | None = None
+        self.report = report
+        self._process = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        # What calls of other threads have to say, and whether a task listens to that yet.
+        self._news: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+        self._hears_threads = False
+        self._unanswered: _CallOfThread | None = None
+        self._planner = LearnedLinkPlanner(
+            program, report, self._find_engine, settings, self._find_client
+        )
+        # Those that hear calls, by URL and key.
+        self._hearers: dict[tuple[str, str | None], EngineClient] = {}
+        # By URL, model and headers.
+        self._engines: dict[tuple[str, str, frozenset[tuple[str, str]]], EngineClient] = {}
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def find_observer(self, request: Request, body: Mapping[str, Any]) -> CallObserver | None:
+        """Return the observer of a request that is about to be sent; ``None`` if it is odd."""
+        try:
+            hold_reason = "it asks for several answers" if (body.get("n") or 1) > 1 else None
+            begin = partial(
+                self._planner.observe, calling_agent(), read_request(request, body), hold_reason
+            )
+            return begin() if self._is_here() else self._observe_from_thread(begin)
+        except Exception:
+            # Whatever is wrong with a link, the request must be sent.
+            logger.exception(_UNLINKED)
+            return None
+
+    async def close(self, *, learn: bool) -> None:
+        """End the links; see :meth:`LearnedLinkPlanner.close`."""
+        self.is_closed = True
+        while not self._news.empty():
+            self._news.get_nowait()()
+        try:
+            await self._planner.close(learn=learn)
+        finally:
+            await all_of([engine.close for engine in self._engines.values()])
+
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _observe_from_thread(self, begin: Callable[[], CallObserver]) -> CallObserver | None:
+        # A program may block its event loop until its threads have ended.
+        if self._unanswered is not None and not self._unanswered.has_begun.is_set():
+            return None
+        call = _CallOfThread(self._pass_on, begin)
+        if call.begin():
+            return call
+        self._unanswered = call
+        return None
+
+    def _pass_on(self, news: Callable[[], None]) -> None:
+        """Have a function called in a task of the event loop, after those before it."""
+        with suppress(RuntimeError):  # The event loop, and with it the run, has ended.
+            self._loop.call_soon_threadsafe(self._receive, news)
+
+    def _receive(self, news: Callable[[], None]) -> None:
+        self._news.put_nowait(news)
+        if not self._hears_threads:
+            self._hears_threads = True
+            self._planner.host.start(self._hear_threads)
+
+    async def _hear_threads(self) -> None:
+        while True:
+            (await self._news.get())()
+
+    def _find_engine(self, request: RecordedRequest, sent: SentInPlace) -> EngineClient:
+        return self._connect(request, headers_now(request, sent))
+
+    def _find_client(self, request: RecordedRequest) -> EngineClient | None:
+        """Return a client by which a request is heard, and all others to its server with its key.
+
+        The headers are those of the first such request, as a gateway may need them.
+        """
+        key = (request.url, request.headers.get("authorization"))
+        if key not in self._hearers:
+            try:
+                self._hearers[key] = self._connect(request, request.headers)
+            except NotForecastable:
+                return None
+        return self._hearers[key]
+
+    def _connect(self, request: RecordedRequest, headers: Mapping[str, str]) -> EngineClient:
+        key = (request.url, request.model, frozenset(headers.items()))
+        engine = self._engines.get(key)
+        if engine is None:
+            if len(self._engines) >= _MOST_ENGINES:
+                raise NotForecastable(
+                    f"its run has sent more than {_MOST_ENGINES} different sets of headers"
+                )
+            engine = self._engines[key] = EngineClient(
+                request.url,
+                headers=headers,
+                model=request.model,
+                engine_settings=settings_for(request.url),
+            )
+        return engine
+
+
+class _CallOfThread(CallObserver):
+    """Passes what it hears in one thread on to an observer in the event loop of another one.
+
+    Args:
+        pass_on: has a function called in that event loop, after those before it.
+        begin: makes the observer.
+
+    Attributes:
+        has_begun: whether the event loop has run ``begin``.
+    """
+
+    def __init__(
+        self,
+        pass_on: Callable[[Callable[[], None]], None],
+        begin: Callable[[], CallObserver],
+    ) -> None:
+        super().__init__()
+        self.has_begun = threading.Event()
+        self._pass_on = pass_on
+        self._begin = begin
+        self._observer: CallObserver | None = None
+
+    def begin(self) -> bool:
+        """Have the observer made, and return whether that was done in time."""
+        self._pass_on(self._make)
+        has_begun = False
+        try:
+            has_begun = self.has_begun.wait(_LOOP_SECONDS)
+        finally:
+            if not has_begun:  # Nobody will send the request of an observer made now.
+                self.on_failure(TimeoutError("the run's event loop did not answer"))
+        return has_begun and self._observer is not None
+
+    def on_prompt(self, body: Mapping[str, Any]) -> None:
+        self._tell("on_prompt", body)
+
+    def on_named(self, call_id: str) -> None:
+        self._tell("on_named", call_id)
+
+    def on_text(self, text: str) -> None:
+        self._tell("on_text", text)
+
+    def on_finish(self, result: CallResult) -> None:
+        self._tell("on_finish", result)
+
+    def on_failure(self, error: BaseException) -> None:
+        self._tell("on_failure", error)
+
+    def release_stream(self) -> None:
+        self._tell("release_stream")
+
+    def _make(self) -> None:
+        try:
+            self._observer = observer = self._begin()
+            self.prompt_stream_id = observer.prompt_stream_id
+            self.headers = observer.headers
+            self.channel = observer.channel
+        except Exception:
+            logger.exception(_UNLINKED)
+        finally:
+            self.has_begun.set()
+
+    def _tell(self, method: str, *news: object) -> None:
+        def tell() -> None:
+            if self._observer is not None:
+                try:
+                    getattr(self._observer, method)(*news)
+                except Exception:
+                    logger.exception(_UNLINKED)
+
+        self._pass_on(tell)
+
+
+def current_finder() -> FindObserver | None:
+    """Return what finds the observers of requests in this context; ``None`` outside of runs."""
+    current = _run_of_context() if _current.get() is not None else _run_of_thread()
+    if current is not None and current.is_forked:
+        _warn_of_fork()
+        return None
+    return current.find_observer if current is not None else None
+
+
+@cache
+def _warn_of_fork() -> None:
+    logger.warning(
+        "process %d was forked within a run of its parent, so that its calls run unlinked; enter a "
+        "run in the process itself to have them linked",
+        os.getpid(),
+    )
+
+
+def _run_around() -> Run | None:
+    """Return the run within which another one does nothing."""
+    run = _run_of_context()
+    return None if run is None or run.is_forked else run
+
+
+def _run_of_context() -> Run | None:
+    """Return the run of this context, which threads may inherit, unless it has ended."""
+    run = _current.get()
+    return run if run is not None and not run.is_closed else None
+
+
+def _run_of_thread() -> Run | None:
+    """Return the run of a thread whose context has none.
+
+    Pools of threads do not inherit it. Of several runs, it may be any; an event loop has contexts
+    for what it runs, and so has the thread that has entered the run.
+    """
+    runs = [run for run in _blocking if not run.is_forked] or _blocking.copy()
+    is_plain = len(runs) == 1 and running_loop() is None
+    return runs[0] if is_plain and runs[0].entered_in != threading.get_ident() else None
+
+
+def calling_agent() -> str:
+    """Return the name of the agent that is calling, else the user's functions that call.
+
+    It is the name of :func:`agent`, of a LangGraph node, of an agent of Pydantic AI or of the
+    Agents SDK, or the role of a CrewAI agent. Functions are named with the lines of their calls,
+    the outermost first (``main:12 > ask:31``).
+    """
+    named = _agent.get() or _langgraph_node() or _pydantic_ai_agent() or _crewai_agent()
+    return named or _agents_sdk_agent() or " > ".join(_calling_lines()) or "call"
+
+
+def agent(name: str) -> AbstractContextManager[None]:
+    """Name the agent that makes the calls in this context, in reports, traces and logs.
+
+    Without it calls have the name of their LangGraph node, Pydantic AI agent or agent of the Agents
+    SDK, the role of their CrewAI agent, or the name of the lines of code that make them.
+    """
+    return setting(_agent, name)
+
+
+def _langgraph_node() -> str | None:
+    config_module = sys.modules.get("langchain_core.runnables.config")
+    if config_module is None:
+        return None
+    config: Any = config_module.var_child_runnable_config.get()
+    node: object = config.get("metadata", {}).get("langgraph_node") if config else None
+    return node if isinstance(node, str) else None
+
+
+def _pydantic_ai_agent() -> str | None:
+    module: Any = sys.modules.get("pydantic_ai._run_context")
+    if module is None:
+        return None
+    context = module.get_current_run_context()
+    name: object = getattr(getattr(context, "agent", None), "name", None)
+    return name if isinstance(name, str) else None
+
+
+def _crewai_agent() -> str | None:
+    if "crewai" not in sys.modules:
+        return None
+    # Its models are told who asks, often in a thread without a frame of the user's.
+    calls = (each.f_locals for each in _frames() if each.f_code.co_name in ("call", "acall"))
+    roles = (getattr(call.get("from_agent"), "role", None) for call in calls)
+    return next((role.strip() for role in roles if isinstance(role, str)), None)
+
+
+def _agents_sdk_agent() -> str | None:
+    kind: Any = getattr(sys.modules.get("agents"), "Agent", None)
+    if not isinstance(kind, type):
+        return None
+    # It calls in a task of its own, without a frame of the user's, and no context has the agent.
+    own = (each for each in _frames() if each.f_globals.get("__name__", "").startswith("agents."))
+    held = (value for each in own for value in each.f_locals.values() if isinstance(value, kind))
+    names: Iterator[object] = (getattr(each, "name", None) for each in held)
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def _calling_lines() -> list[str]:
+    frames = (each for each in _frames() if not each.f_code.co_filename.startswith(_LIBRARIES))
+    calls = [f"{each.f_code.co_name}:{each.f_lineno}" for each in islice(frames, _MOST_FRAMES)]
+    return [call for call in reversed(calls) if not call.startswith("<module>")]
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

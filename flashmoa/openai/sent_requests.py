@@ -1,0 +1,158 @@
+"""Read what a client sends, as far as links need it, and tell how it will send more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import openai
+
+from flashmoa.engine import EngineSettings, kv_namespace, prompt_fields
+from flashmoa.engine.connections import engine_url
+from flashmoa.engine.wire import CALL_HEADER, DYNAMO_HEADER
+from flashmoa.link.learned_links import SentInPlace
+from flashmoa.link.learned_runs import RecordedRequest
+from flashmoa.link.prompt import NotForecastable
+from flashmoa.link.response_items import (
+    Message,
+    read_messages,
+    response_fields,
+)
+from flashmoa.openai.requests import is_response
+
+# Headers of one connection or body: the client that links use has its own.
+_OF_TRANSFER = frozenset(
+    """
+    accept-encoding connection expect host keep-alive proxy-authenticate proxy-authorization
+    proxy-connection te trailer transfer-encoding upgrade
+    """.split()  # noqa: SIM905
+)
+# Headers of one request, which would be wrong for others; a server may even repeat an answer by
+# them. OpenAI's client counts retries in ``x-stainless-...``.
+_OF_REQUEST = frozenset("idempotency-key traceparent tracestate x-request-id".split())  # noqa: SIM905
+_BEGINNINGS = ("content-", "x-stainless-", CALL_HEADER.lower(), DYNAMO_HEADER.lower())
+# What clients send to servers that need no key.
+_NO_KEY = "Bearer EMPTY"
+# The clients whose requests are linked.
+linked_clients: WeakKeyDictionary[openai.OpenAI | openai.AsyncOpenAI, None] = WeakKeyDictionary()
+# By HTTP client, which copies of a client share, what it was instrumented with.
+settings_by_http: WeakKeyDictionary[Any, EngineSettings] = WeakKeyDictionary()
+
+
+def read_request(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
+    """Return a request of OpenAI's client, given its HTTP request and the body of that.
+
+    Raises: ValueError, LookupError if it is no request for an answer.
+    """
+    if is_response(request):
+        return _read_response(request, body)
+    return RecordedRequest(
+        url=engine_url(str(request.url).partition("/chat/completions")[0]),
+        model=body.get("model") or "",
+        messages=body["messages"],
+        fields=prompt_fields(body),
+        namespace=kv_namespace(body),
+        headers=_headers_of_client(request.headers),
+    )
+
+
+def _read_response(request: Any, body: Mapping[str, Any]) -> RecordedRequest:
+    messages, unknown = list[Message](), None
+    try:
+        messages = read_messages(body)
+    except NotForecastable as problem:
+        unknown = str(problem)
+    return RecordedRequest(
+        url=engine_url(str(request.url).partition("/responses")[0]),
+        model=body.get("model") or "",
+        messages=messages,
+        fields=response_fields(body),
+        namespace=kv_namespace(body),
+        headers=_headers_of_client(request.headers),
+        is_response=True,
+        unknown=unknown,
+    )
+
+
+def headers_now(request: RecordedRequest, sent: SentInPlace) -> dict[str, str]:
+    """Return the headers with which this run is likely to send a request of an earlier run.
+
+    Each has the value that this run last sent in place of the earlier one to the same server, or
+    the earlier value if this run has sent that to any server, or all open clients of its server
+    send it with each request. Otherwise it is left out: it may be another user's.
+
+    Args:
+        sent: the requests of this run, each after the one of the earlier run that it stands for,
+            or after itself.
+
+    Raises: NotForecastable if the key is left out.
+    """
+    headers: dict[str, str] = {}
+    for name in {*request.headers, *(name for _, now in sent for name in now.headers)}:
+        known = _known_values(name, request, sent)
+        if known and (value := known[-1]) is not None:
+            headers[name] = value
+        earlier = request.headers.get(name)
+        if name == "authorization" and not known and earlier not in (None, _NO_KEY):
+            raise NotForecastable(
+                "its key in the run before is none that this run has sent so far, nor that of all "
+                "clients that are open, and may be another user's"
+            )
+    return headers
+
+
+def _known_values(name: str, request: RecordedRequest, sent: SentInPlace) -> list[str | None]:
+    """Return values that a header may have in this run, the likeliest last; none if unknown.
+
+    ``None`` among them: the request has no such header.
+    """
+    earlier = request.headers.get(name)
+    there = [
+        now.headers.get(name)
+        for before, now in sent
+        if before.url == now.url == request.url and before.headers.get(name) == earlier
+    ]
+    if there:
+        return there
+    if any(now.headers.get(name) == earlier for _, now in sent):
+        return [earlier]
+    of_clients = _headers_of_open_clients(request.url)
+    is_of_all = of_clients and all(of.get(name) == earlier for of in of_clients)
+    return [earlier] if is_of_all else []
+
+
+def _headers_of_open_clients(url: str) -> list[Mapping[str, str]]:
+    """Return the headers that each open client of a server sends with all its requests."""
+    found: list[Mapping[str, str]] = []
+    for client in _open_clients(url):
+        # A header that the client is told to omit has an object that counts as false.
+        own = {name.lower(): value for name, value in client.default_headers.items() if value}
+        found.append({**client._client.headers, **own})
+    return found
+
+
+def settings_for(url: str) -> EngineSettings | None:
+    """Return the settings of an open client of a server that has some."""
+    found = (settings_by_http.get(client._client) for client in _open_clients(url))
+    return next(filter(None, found), None)
+
+
+def _open_clients(url: str) -> list[openai.OpenAI | openai.AsyncOpenAI]:
+    # Other threads may add clients meanwhile.
+    clients = [reference() for reference in linked_clients.keyrefs()]
+    return [
+        client
+        for client in clients
+        if client is not None
+        and not client.is_closed()
+        and str(client.base_url).startswith(f"{url}/")
+    ]
+
+
+def _headers_of_client(headers: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in headers.items()
+        if name not in _OF_TRANSFER | _OF_REQUEST and not name.startswith(_BEGINNINGS)
+    }

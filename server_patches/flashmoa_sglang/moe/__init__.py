@@ -1,0 +1,1 @@
+"""Prefill-only MoE: asynchronous expert parallelism, saturation, engines without a KV cache."""

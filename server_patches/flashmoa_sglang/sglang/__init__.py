@@ -1,0 +1,1 @@
+"""Where the plugin meets SGLang: hooks, releases, used internals and server arguments."""

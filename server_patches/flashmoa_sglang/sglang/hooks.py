@@ -1,0 +1,377 @@
+"""All hooks of the plugin into SGLang, and the checks that SGLang has what the plugin uses.
+
+SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in the HTTP process and
+in each scheduler. SGLang only logs a hook that fails to apply, but half a plugin is worse than
+none. So before the hooks are registered the plugin looks for everything that it uses in SGLang
+(:func:`verify`), and afterwards it checks that each hook was applied. A failure stops the process
+with a message that names the release and what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import multiprocessing
+import pkgutil
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from flashmoa_sglang.http import client_requests, guard, metrics, rendering, sent_answers
+from flashmoa_sglang.http.calibration import calibrate, read_costs
+from flashmoa_sglang.http.engine import Engine, is_ours
+from flashmoa_sglang.http.hearing.calls import HeardCalls, heard_outputs
+from flashmoa_sglang.http.streams import StreamTable
+from flashmoa_sglang.http.tool_gaps import ToolGaps
+from flashmoa_sglang.moe import asyncep, kv_free
+from flashmoa_sglang.scheduler import admission, apply, logits, results, state
+from flashmoa_sglang.sglang import internals, options
+from flashmoa_sglang.sglang.releases import RELEASE, TESTED, installed, too_old
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine
+
+logger = logging.getLogger(__name__)
+
+_MANAGERS = "sglang.srt.managers"
+_KV_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_SCHEDULE_BATCH = f"{_MANAGERS}.schedule_batch.ScheduleBatch"
+_REQUEST_TABLE = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+_POLICY = f"{_MANAGERS}.schedule_policy"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_CHAT = f"{_OPENAI}.serving_chat.OpenAIServingChat"
+_MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
+_RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
+_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of SGLang, and the plugin's function that runs after it or wraps it (around)."""
+
+    target: str
+    kind: Literal["after", "around"]
+    function: Callable[..., Any]
+
+
+def attach_api(_result: None, manager: Any) -> None:
+    """Add the routes and wrap the tokenizer; runs after ``init_request_dispatcher``."""
+    arguments = RELEASE.resolve_arguments(manager.server_args)
+    manager.flashmoa_table = manager.flashmoa_tool_gaps = manager.flashmoa_calls = None
+    if state.stands_aside(arguments):
+        return
+    _refuse_unsupported(arguments)
+    metrics.start(arguments)
+    # The engine keeps the tokenizer's original ``encode``, so it comes before the wrapper.
+    engine = Engine(manager)
+    table = StreamTable(engine)
+    manager.flashmoa_table = table
+    if engine.tokenizer is not None:
+        rendering.wrap_encode(manager.tokenizer)
+    http_server = sys.modules.get(_HTTP_SERVER)
+    if http_server is None:  # This is sglang.Engine.
+        return
+    # Schedulers load this module, too, and need no FastAPI, so this is not imported above.
+    from flashmoa_sglang.http.api import Api, refuse_nesting
+
+    http_server.app.add_exception_handler(RecursionError, refuse_nesting)
+    # An embedding model has no answers to prefill for.
+    if not manager.model_config.is_generation:
+        return
+    renderer = rendering.ChatRenderer(http_server.app.state)
+    if ToolGaps.may_hold(engine):
+        manager.flashmoa_tool_gaps = ToolGaps(engine, table, renderer)
+    if engine.tokenizer is not None:
+        decode = manager.tokenizer.decode
+        table.calls = HeardCalls(engine, decode, http_server.app.state)
+        manager.flashmoa_calls = table.calls
+    Api(engine, table, renderer, manager.flashmoa_calls).add_to(http_server.app)
+    _run_with(http_server.app, lambda: calibrate(engine))
+
+
+def _run_with(app: Any, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Start ``work`` when the application starts, and cancel it when the application ends."""
+    original_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncGenerator[Any]:
+        async with original_lifespan(app) as state:
+            task = asyncio.create_task(work())
+            try:
+                yield state
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+
+    app.router.lifespan_context = lifespan
+
+
+def generate_request(
+    original: Callable[..., Any], manager: Any, obj: Any, request: Any = None
+) -> Any:
+    """Tie requests to their prompt stream; wraps ``TokenizerManager.generate_request``."""
+    if (heard := heard_outputs(obj)) is not None:
+        return heard
+    original = RELEASE.forget_refused(original)
+    if manager.flashmoa_table is None or is_ours(obj):
+        return original(manager, obj, request)
+    outputs = client_requests.generate_request(original, manager, obj, request)
+    gaps: ToolGaps | None = manager.flashmoa_tool_gaps
+    if gaps is not None:
+        outputs = gaps.watch(obj, outputs)
+    calls: HeardCalls | None = manager.flashmoa_calls
+    return outputs if calls is None else calls.watch(obj, request, outputs)
+
+
+async def handle_chat(
+    original: Callable[..., Any], chat: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """Do the same for chats; wraps ``OpenAIServingChat.handle_request``, and what does the like for
+    the Responses API."""
+    table: StreamTable | None = chat.tokenizer_manager.flashmoa_table
+    if table is None:
+        return await original(chat, request, raw_request)
+    try:
+        stream_request = client_requests.bind(table, raw_request)
+    except ValueError as error:
+        return chat.create_error_response(str(error))
+    # SGLang may process its messages in a worker thread, from which this context learns nothing.
+    rendering.served.set(request)
+    gaps: ToolGaps | None = chat.tokenizer_manager.flashmoa_tool_gaps
+    serving = original(chat, request, raw_request)
+    if gaps is None:
+        result = await serving
+    else:
+        api = sent_answers.CHAT if hasattr(request, "messages") else sent_answers.RESPONSES
+        result = await gaps.follow(api, serving)
+    if stream_request is None:
+        return result
+    return client_requests.annotate_chat(result, stream_request)
+
+
+async def handle_messages(
+    original: Callable[..., Any], messages: Any, request: Any, raw_request: Any
+) -> Any:
+    """Follow the answer of Anthropic's API; wraps ``AnthropicServing.handle_messages``."""
+    serving = original(messages, request, raw_request)
+    gaps: ToolGaps | None = messages.openai_serving_chat.tokenizer_manager.flashmoa_tool_gaps
+    return await (serving if gaps is None else gaps.follow(sent_answers.MESSAGES, serving))
+
+
+async def without_streams(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close all prompt streams before a change; wraps methods of ``TokenizerManager``.
+
+    SGLang changes weights and adapters when no request runs. It does not know of prompt streams,
+    whose increments are made in the schedulers.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, *args, **kwargs)
+    async with manager.flashmoa_table.closed():
+        return await original(manager, *args, **kwargs)
+
+
+async def unload_adapter(
+    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Close an adapter's streams; wraps ``TokenizerManager._unload_lora_adapter_locked``.
+
+    SGLang itself waits for the adapter's requests only; the others go on. It unloads adapters for
+    requests of others, too, where it has room for a few.
+    """
+    if manager.flashmoa_table is None:
+        return await original(manager, obj, *args, **kwargs)
+    async with manager.flashmoa_table.closed(obj.lora_name):
+        return await original(manager, obj, *args, **kwargs)
+
+
+def update_weights(*result: Any) -> Callable[..., Any]:
+    """Make the wrapper of ``TokenizerManager.update_weights_from_...``.
+
+    Args: result: what the method returns after ``False`` and the message, if it is refused.
+    """
+
+    async def update(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if options.Options.from_environment().asyncep != "off":
+            return False, asyncep.WEIGHTS_REFUSED, *result
+        return await without_streams(original, manager, *args, **kwargs)
+
+    return update
+
+
+SCHEDULER_HOOKS = [
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
+    Hook(f"{_SCHEDULER}.handle_generate_request", "around", state.handle_request),
+    Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "around", admission.allocatable_requests),
+    Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
+    *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", apply.next_prefill_batch),
+    Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
+    Hook(f"{_SCHEDULER}.run_batch", "around", state.run_batch),
+    Hook(f"{_SCHEDULER}.process_batch_result", "around", state.process_result),
+    Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
+    Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
+    Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
+    Hook(f"{_SCHEDULE_BATCH}.filter_batch", "around", results.drop_increments),
+    Hook(f"{_POLICY}.PrefillAdder.add_one_req", "around", admission.admit),
+    Hook(f"{_POLICY}.SchedulePolicy.calc_priority", "after", admission.order_queue),
+    Hook(RELEASE.STREAM_OUTPUT, "around", results.stream_output),
+    Hook("sglang.srt.layers.sampler.Sampler._preprocess_logits", "around", logits.keep_finite),
+    Hook(RELEASE.CREATE_OFFLOADER, "around", asyncep.create_offloader),
+    Hook(f"{_KV_POOL}._create_buffers", "around", kv_free.create_buffers),
+    Hook(f"{_KV_POOL}.get_kv_size_bytes", "around", kv_free.get_kv_size_bytes),
+    *(Hook(target, "around", function) for target, function in RELEASE.SCHEDULER_FIXES),
+]
+HTTP_HOOKS = [
+    Hook(f"{_SERVER_ARGS}.add_cli_args", "after", options.Options.add_arguments),
+    Hook(f"{_SERVER_ARGS}.from_cli_args", "around", asyncep.choose_arguments),
+    Hook(f"{_TOKENIZER_MANAGER}.init_request_dispatcher", "after", attach_api),
+    Hook(f"{_TOKENIZER_MANAGER}.generate_request", "around", generate_request),
+    Hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", "after", guard.refuse_harmful),
+    Hook(f"{_CHAT}.handle_request", "around", handle_chat),
+    Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
+    Hook(f"{_MESSAGES}.handle_messages", "around", handle_messages),
+    Hook(f"{_CHAT}._convert_to_internal_request", "around", client_requests.convert_chat),
+    *(
+        Hook(target, "around", function)
+        for target, function in (
+            (RELEASE.CHAT_ENCODER, rendering.encode_chat),
+            (RELEASE.PARTS_ENCODER, rendering.encode_parts),
+        )
+        if target
+    ),
+    # SGLang starts without this package, but has no Responses API then.
+    *(
+        Hook(f"{_RESPONSES}.create_responses", "around", handle_chat)
+        for found in [find_spec("openai_harmony")]
+        if found
+    ),
+    # This method also returns the number of requests that were paused.
+    Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
+    *(
+        Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_{way}", "around", update_weights())
+        for way in ("distributed", "tensor", "ipc")
+    ),
+    Hook(f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", "around", unload_adapter),
+    Hook(f"{_TOKENIZER_MANAGER}.release_memory_occupation", "around", without_streams),
+    *(Hook(target, "around", function) for target, function in RELEASE.HTTP_FIXES),
+]
+
+
+def register() -> None:
+    """Register this process's hooks with SGLang, or end the process.
+
+    Raises:
+        SystemExit: if SGLang lacks something that the plugin uses; later, if SGLang has not applied
+            a hook.
+    """
+    if problem := too_old(installed()):
+        raise SystemExit(f"flashmoa-sglang cannot run: {problem}")
+    verify()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if installed() not in TESTED:
+        logger.warning(
+            "flashmoa-sglang was tested with SGLang %s; this is %s",
+            ", ".join(TESTED),
+            installed(),
+        )
+    hooks = _hooks_of_this_process()
+    originals = {hook.target: _resolve(hook.target) for hook in hooks}
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    _verify_application(HookRegistry, originals)
+
+
+def verify(arguments: Any = None) -> None:
+    """Verify that SGLang has what this engine uses, once for this process and its forks.
+
+    Args: arguments: SGLang's; ``None`` before they are read, when only some features are known.
+
+    Raises: SystemExit if something is missing.
+    """
+    own = options.Options.from_environment()
+    is_pair = arguments is not None and arguments.disaggregation_mode not in (None, "null")
+    uses = {
+        internals.EVERYBODY: True,
+        internals.CPU: options.lacks_accelerator(),
+        internals.ASYNCEP: own.asyncep != "off",
+        internals.KV_OFF: own.kv_cache == "off",
+        internals.PD: is_pair,
+    }
+    for feature in (feature for feature, is_used in uses.items() if is_used):
+        if problem := _problem(feature):
+            _stop(
+                problem if feature == internals.EVERYBODY else f"{problem}, which {feature} needs"
+            )
+
+
+@cache
+def _problem(feature: str) -> str:
+    source = internals.installed()
+    if source is None:
+        return ""
+    return internals.looked_at(installed(), source, feature, hooked(feature)).problem
+
+
+def hooked(feature: str) -> dict[str, Callable[..., Any]]:
+    hooks = [*HTTP_HOOKS, *SCHEDULER_HOOKS] if feature == internals.EVERYBODY else []
+    return {hook.target: hook.function for hook in hooks}
+
+
+def _hooks_of_this_process() -> list[Hook]:
+    # Schedulers are child processes. A main process may fork them, and they inherit its hooks.
+    if multiprocessing.parent_process() is not None:
+        return SCHEDULER_HOOKS
+    return HTTP_HOOKS + SCHEDULER_HOOKS
+
+
+def _resolve(target: str) -> Any:
+    owner, _, name = target.rpartition(".")
+    try:
+        return inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except (ImportError, AttributeError) as error:
+        _stop(f"has no {target} ({error})")
+
+
+def _verify_application(registry: Any, originals: dict[str, Any]) -> None:
+    """Check each hook after SGLang has applied them, when all plugins have registered theirs."""
+    apply_hooks = registry.apply_hooks
+
+    def apply_and_verify() -> None:
+        apply_hooks()
+        for target, original in originals.items():
+            if _resolve(target) is original:
+                _stop(f"did not take the hook on {target}")
+
+    registry.apply_hooks = apply_and_verify
+
+
+def _stop(problem: str) -> NoReturn:
+    raise SystemExit(
+        f"flashmoa-sglang cannot run: SGLang {installed()} {problem}. "
+        f"Tested releases: {', '.join(TESTED)}. Install one of them, or start "
+        "without the plugin (SGLANG_PLUGINS=none)."
+    )
+
+
+def _refuse_unsupported(arguments: Any) -> None:
+    own = options.Options.from_environment()
+    if problem := asyncep.problem(arguments, own):
+        raise SystemExit(problem)
+    if own.costs:
+        try:
+            read_costs(own.costs)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+    if kv_free.is_on():
+        kv_free.refuse_unsupported(arguments)
+    verify(arguments)

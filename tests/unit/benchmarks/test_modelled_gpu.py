@@ -1,0 +1,339 @@
+"""Test the time that a modelled GPU takes, and how its clock passes it."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_bench.modelled_gpu.gpu import (
+    Forward,
+    Gpu,
+    MeasuredTables,
+    Model,
+    ModelledGpu,
+    Prefills,
+    Roofline,
+    kv_tokens,
+    memory_fraction,
+    modelled_gpu,
+)
+from flashmoa_bench.modelled_gpu.hash_model import write_hash_model
+from flashmoa_bench.modelled_gpu.hooks import Clock, TimedForwards, TimedTransfers, describe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+QWEN = "Qwen/Qwen3-32B"
+REQUESTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 4000)), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def tables() -> MeasuredTables:
+    return MeasuredTables("a100_sxm", QWEN)
+
+
+@given(REQUESTS)
+def test_equal_prefills_have_the_tokens_and_the_attention_of_the_real_ones(
+    requests: list[tuple[int, int]],
+) -> None:
+    equal = Prefills.of(requests)
+    assert equal.requests == len(requests)
+    assert equal.tokens == sum(new for _, new in requests)
+    compared = sum(new * (cached + new / 2) for cached, new in requests)
+    of_equal = equal.tokens * (equal.cached + equal.tokens / equal.requests / 2)
+    if equal.cached:
+        assert of_equal == pytest.approx(compared, abs=equal.tokens)
+    else:
+        # Requests of unequal length compare more than equal ones with nothing cached.
+        assert of_equal <= compared + equal.tokens
+
+
+def test_equal_prefills_stay_as_they_are() -> None:
+    assert Prefills.of([(700, 64)] * 5) == Prefills(5, 320, 700)
+    assert Prefills.of([]) == Prefills.of([(9, 0)]) == Prefills()
+
+
+def test_measured_times_are_those_of_the_package(tables: MeasuredTables) -> None:
+    for cached, new in ((0, 1), (0, 2048), (2000, 64), (8000, 512)):
+        expected = tables.engine.predict_prefill_latency(1, cached + new, cached) / 1000
+        assert tables.seconds(Forward(Prefills.of([(cached, new)]))) == pytest.approx(expected)
+    for requests, context in ((1, 100), (8, 2000), (64, 4000)):
+        expected = tables.engine.predict_decode_latency(requests, context) / 1000
+        decoding = Forward(decodes=requests, context=context)
+        assert tables.seconds(decoding) == pytest.approx(expected)
+    assert tables.seconds(Forward()) == 0
+
+
+def test_a_mixed_forward_costs_more_than_either_part_and_less_than_both(
+    tables: MeasuredTables,
+) -> None:
+    prefills = Prefills.of([(2000, 256)])
+    parts = tables.seconds(Forward(prefills)), tables.seconds(Forward(decodes=8, context=2000))
+    mixed = tables.seconds(Forward(prefills, 8, 2000))
+    assert max(parts) < mixed < sum(parts)
+
+
+def test_a_step_of_one_block_of_tokens_is_faster_than_one_with_a_token_more(
+    tables: MeasuredTables,
+) -> None:
+    for decodes in (1, 4, 7):
+        two, one, more = (
+            tables.seconds(Forward(Prefills(1, 128 - decodes + extra, 1024), decodes, 1024))
+            for extra in (-1, 0, 1)
+        )
+        assert more - one > 0.01 > 10 * abs(one - two)
+
+
+@settings(deadline=None)  # The first query loads the tables.
+@given(st.integers(1, 200), st.integers(1, 8000), st.integers(0, 64), st.integers(1, 8000))
+def test_no_measured_forward_is_faster_than_its_roofline(
+    requests: int, new: int, decodes: int, context: int
+) -> None:
+    gpu, model = Gpu.load("h100_sxm"), Model.load(QWEN)
+    forward = Forward(
+        Prefills.of([(context, max(1, new // requests))] * requests), decodes, context
+    )
+    bound = Roofline(gpu, model).seconds(forward)
+    assert 0 < bound < measured_h100().seconds(forward)
+
+
+@cache
+def measured_h100() -> MeasuredTables:
+    return MeasuredTables("h100_sxm", QWEN)
+
+
+def test_a_decode_step_reads_all_weights_and_a_prefill_is_bound_by_arithmetic() -> None:
+    gpu, model = Gpu("gpu", 10**11, 1e12, 1e15, 1e10), Model.load(QWEN)
+    roofline = Roofline(gpu, model)
+    # Of the embeddings, a step reads the rows of its tokens only.
+    read = model.weight_bytes - 2 * model.head_weights
+    assert roofline.seconds(Forward(decodes=1, context=1)) == pytest.approx(read / 1e12, rel=1e-3)
+    layers = model.weight_bytes / 2 - 2 * model.head_weights
+    prefill = roofline.seconds(Forward(Prefills.of([(0, 8192)])))
+    pairs = 8192**2 / 2 * 4 * 64 * 128 * model.layers
+    assert prefill == pytest.approx((2 * layers * 8192 + pairs) / 1e15, rel=0.01)
+    assert Roofline(gpu, model, 2).seconds(Forward(decodes=1, context=1)) == pytest.approx(
+        read / 2e12, rel=1e-3
+    )
+
+
+def test_a_step_of_a_model_with_experts_reads_those_that_its_tokens_need() -> None:
+    model = Model.load("Qwen/Qwen3-30B-A3B")
+    roofline = Roofline(Gpu("gpu", 10**11, 1e12, 1e18, 1e10), model)
+    one, many = (roofline.seconds(Forward(decodes=n, context=1)) for n in (1, 4096))
+    experts = 2 * model.layers * model.expert_weights / 1e12
+    assert many - one == pytest.approx(
+        (model.experts - model.experts_per_token) * experts, rel=0.02
+    )
+    assert model.weight_bytes == pytest.approx(61e9, rel=0.02)
+
+
+def test_a_model_that_sees_has_the_sizes_of_its_decoder() -> None:
+    seeing, plain = Model.load("Qwen/Qwen3-VL-32B-Instruct"), Model.load(QWEN)
+    assert (seeing.layers, seeing.weight_bytes) == (plain.layers, plain.weight_bytes)
+    assert seeing.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+def test_the_kv_pool_is_what_the_weights_leave() -> None:
+    gpu, model = Gpu.load("a100_sxm"), Model.load(QWEN)
+    assert model.weight_bytes == pytest.approx(65.5e9, rel=0.01)
+    assert model.kv_bytes_per_token == 64 * 2 * 2 * 8 * 128
+    left = 0.9 * gpu.memory - model.weight_bytes
+    assert kv_tokens(gpu, model, 1, 0.9) == int(left / model.kv_bytes_per_token)
+    assert 0.8 < memory_fraction(gpu, 1) < 0.9
+    with pytest.raises(ValueError, match="--flashmoa-device-tp"):
+        kv_tokens(Gpu.load("l40s"), model, 1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "problem"),
+    [
+        ("h300", QWEN, "No data sheet of a GPU 'h300'. Known are: .*h200_sxm"),
+        ("h200_sxm", "Qwen/Nobody", "No config.json of the model 'Qwen/Nobody'"),
+        ("h200_sxm", "", "needs --flashmoa-device-model"),
+        ("h200_sxm", "deepseek-ai/DeepSeek-V3", "has latent attention"),
+        ("sheet.json", QWEN, "sheet.json cannot be read"),
+    ],
+)
+def test_what_is_not_known_is_said(
+    device: str, model: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHMOA_DEVICE", device)
+    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", model)
+    with pytest.raises(ValueError, match=problem):
+        modelled_gpu.__wrapped__()
+
+
+def test_a_data_sheet_of_ones_own_gives_a_roofline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = {"name": "mine", "memory": 10**11, "bandwidth": 1e12, "flops": 1e15, "link": 1e10}
+    (tmp_path / "mine.json").write_text(json.dumps(sheet))
+    monkeypatch.setenv("FLASHMOA_DEVICE", str(tmp_path / "mine.json"))
+    monkeypatch.setenv("FLASHMOA_DEVICE_MODEL", QWEN)
+    monkeypatch.setenv("FLASHMOA_DEVICE_SLOWDOWN", "2")
+    gpu = modelled_gpu.__wrapped__()
+    assert gpu is not None
+    assert gpu.name == "modelled roofline of mine (Qwen/Qwen3-32B, TP1, 2 times slower)"
+    arguments = SimpleNamespace(mem_fraction_static=0.8, max_total_tokens=None)
+    gpu.size_engine(arguments)
+    assert arguments.max_total_tokens == kv_tokens(gpu.gpu, gpu.model, 1, 0.8)
+
+
+def test_weights_in_fp8_are_half_as_large_and_faster() -> None:
+    gpu = Gpu.load("h200_sxm")
+    plain, fp8 = Model.load(QWEN), Model.load(QWEN, "fp8_block")
+    assert fp8.weight_bytes == pytest.approx(plain.weight_bytes / 2, rel=0.05)
+    step = Forward(decodes=1, context=1)
+    assert Roofline(gpu, fp8).seconds(step) < 0.6 * Roofline(gpu, plain).seconds(step)
+    tables = (MeasuredTables("h200_sxm", QWEN, 1, weights) for weights in ("bfloat16", "fp8_block"))
+    in_bfloat16, in_fp8 = (table.seconds(step) for table in tables)
+    assert Roofline(gpu, fp8).seconds(step) < in_fp8 < 0.8 * in_bfloat16
+    with pytest.raises(ValueError, match="a100_sxm has no FP8"):
+        Roofline(Gpu.load("a100_sxm"), fp8)
+    with pytest.raises(ValueError, match=r"no times for .* \(fp8\) on a100_sxm"):
+        MeasuredTables("a100_sxm", QWEN, 1, "fp8")
+
+
+def test_a_hash_model_needs_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        write_hash_model(f"hash:{tmp_path}", 4096)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000).map(lambda n: n / 64)] * 3), min_size=1))
+def test_forwards_run_one_after_the_other(steps: list[tuple[float, float, float]]) -> None:
+    """Each begins when it is launched and the one before has ended."""
+    clock, now, free, overruns, starved = Clock(), 0.0, 0.0, 0, 0.0
+    for number, (idle, seconds, computing) in enumerate(steps):
+        now += idle
+        follows = number % 2 == 1
+        starved += max(0.0, now - free) if follows else 0.0
+        free = max(free, now) + seconds
+        launched, now = now, now + computing
+        assert clock.launch(seconds, launched, now, follows=follows) == free
+        overruns += now > free
+    assert (clock.forwards, clock.overruns) == (len(steps), overruns)
+    assert clock.starved_seconds == starved
+    assert clock.device_seconds == pytest.approx(sum(seconds for _, seconds, _ in steps))
+
+
+class Machine:
+    """A clock that passes only when somebody sleeps or computes."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def timed(machine: Machine, seconds: float) -> TimedForwards:
+    gpu = ModelledGpu(
+        Gpu("gpu", 1, 1, 1, 1), Model("model", {}), 1, SimpleNamespace(seconds=lambda _: seconds)
+    )
+    return TimedForwards(gpu, Clock(machine.now, machine.sleep))
+
+
+def decoding(requests: int = 4, tokens: int = 400) -> Any:
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    return SimpleNamespace(forward_mode=mode, batch_size=requests, seq_lens_sum=tokens)
+
+
+def extending(prefixes: list[int], news: list[int], mixed: bool) -> Any:
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: False, is_mixed=lambda: mixed)
+    return SimpleNamespace(
+        forward_mode=mode, extend_prefix_lens_cpu=prefixes, extend_seq_lens_cpu=news
+    )
+
+
+def test_a_batch_is_described_by_its_prefills_and_decodes() -> None:
+    assert describe(decoding()) == Forward(decodes=4, context=100)
+    assert describe(extending([10, 10], [5, 5], mixed=False)) == Forward(Prefills(2, 10, 10))
+    mixed = describe(extending([10, 99, 199], [5, 1, 1], mixed=True))
+    assert mixed == Forward(Prefills(1, 5, 10), 2, 150)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_result_is_there_when_the_gpu_has_it(overlap: bool) -> None:
+    machine = Machine()
+    forwards = timed(machine, 1.0)
+    compute = forwards.notice(lambda _runner, _batch: machine.sleep(0.25))
+
+    def run(_scheduler: Any, batch: Any) -> Any:
+        if batch is not None:
+            compute(None, batch)
+        return SimpleNamespace(copy_done=None)
+
+    run_batch = forwards.delay(run)
+    scheduler = SimpleNamespace(enable_overlap=overlap, last_batch=None)
+    first = run_batch(scheduler, decoding())
+    scheduler.last_batch = "the first"
+    second = run_batch(scheduler, decoding())
+    if overlap:
+        # Both were launched at once, and the GPU computes them one after the other.
+        assert machine.time == 0.5 and not first.copy_done.query()
+        second.copy_done.synchronize()
+        assert first.copy_done.query()
+    assert machine.time == 2.0
+    assert run_batch(scheduler, None).copy_done is None
+    state = SimpleNamespace(internal_state={})
+    told = forwards.report(lambda _scheduler, _request: state)(scheduler, None)
+    assert told.internal_state["modelled_gpu"]["forwards"] == 2
+    assert told.internal_state["modelled_gpu"]["overruns"] == 0
+    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0
+    machine.time += 0.5
+    run_batch(scheduler, decoding())
+    forwards.report(lambda _scheduler, _request: state)(scheduler, None)
+    assert told.internal_state["modelled_gpu"]["starved_seconds"] == 0.5
+
+
+def test_the_cpu_time_of_computing_forwards_is_counted() -> None:
+    forwards = timed(Machine(), 1.0)
+    state = SimpleNamespace(internal_state={})
+
+    def compute(_runner: Any, _batch: Any) -> None:
+        until = time.process_time() + 0.01
+        while time.process_time() < until:
+            pass
+
+    forwards.notice(compute)(None, decoding())
+    told = forwards.report(lambda _scheduler, _request: state)(None, None)
+    assert told.internal_state["modelled_gpu"]["computing_seconds"] >= 0.01
+
+
+def test_kv_arrives_when_the_link_has_sent_it() -> None:
+    machine = Machine()
+    model = Model("model", {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 250})
+    # A token's KV has 1,000 bytes, and each of two ranks sends 50,000 bytes per second.
+    gpu = ModelledGpu(Gpu("gpu", 1, 1, 1, 50_000), model, 2, SimpleNamespace())
+    numbers: Any = SimpleNamespace(Success=4, Transferring=3)
+    transfers = TimedTransfers(gpu, numbers, Clock(machine.now, machine.sleep))
+    queue = SimpleNamespace(
+        scheduler=SimpleNamespace(server_args=SimpleNamespace(chunked_prefill_size=200))
+    )
+    states = [3, 4, 4]
+    awaited = [
+        SimpleNamespace(
+            req=SimpleNamespace(origin_input_ids=range(tokens)),
+            kv_receiver=SimpleNamespace(poll=lambda i=i: states[i], room=i),
+        )
+        for i, tokens in enumerate((100, 100, 450))
+    ]
+    transfers.delay(lambda _queue, requests: requests)(queue, awaited)
+    poll = [each.kv_receiver.poll for each in awaited]
+    assert awaited[2].kv_receiver.room == 2
+    assert [one() for one in poll] == [3, 3, 3]
+    machine.time = 1.0
+    assert [one() for one in poll] == [3, 4, 3]
+    # Of the third, the last chunk of 50 tokens was sent after that.
+    machine.time = 1.5
+    assert [one() for one in poll] == [3, 4, 4]
+    states[0] = 0
+    assert poll[0]() == 0

@@ -1,0 +1,69 @@
+"""The CPU's paged allocator: requests get whole pages, and no slot is given twice."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def allocator_class() -> type:
+    from flashmoa_sglang.sglang import torchvision_ops
+
+    torchvision_ops.allow_mismatched_build()
+    from flashmoa_cpu.allocator import CpuPagedAllocator
+
+    return CpuPagedAllocator
+
+
+def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
+    """Extend each request's slots by a count; return whether there was room."""
+    olds = [len(row) for row in rows]
+    news = [old + count for old, count in zip(olds, counts, strict=True)]
+    old_lens, new_lens = torch.tensor(olds), torch.tensor(news)
+    last = torch.tensor([row[-1] if row else -1 for row in rows])
+    out = allocator.alloc_extend(old_lens, old_lens, new_lens, new_lens, last, sum(counts))
+    if out is None:
+        return False
+    at = 0
+    for row, count in zip(rows, counts, strict=True):
+        row.extend(out[at : at + count].tolist())
+        at += count
+    return True
+
+
+@pytest.mark.parametrize("page", [2, 16])
+def test_rows_consist_of_whole_pages_and_no_slot_is_given_twice(
+    allocator_class: type, page: int
+) -> None:
+    import random
+
+    dice = random.Random(page)
+    pages = 64
+    allocator = allocator_class(pages * page, page, torch.float32, "cpu", None, False)
+    rows: list[list[int]] = [[], [], []]
+    while grow(allocator, rows, [dice.randrange(0, 2 * page) for _ in rows]):
+        used = [slot for row in rows for slot in row]
+        assert len(set(used)) == len(used)
+        for row in rows:
+            for position, slot in enumerate(row):
+                assert slot // page == row[position - position % page] // page
+                assert slot % page == position % page
+        held = sum(-(-len(row) // page) for row in rows)
+        assert allocator.available_size() == (pages - held) * page
+    for row in rows:
+        allocator.free(torch.tensor(row))
+    assert allocator.available_size() == pages * page
+
+
+def test_decode_fills_a_page_before_it_takes_another(allocator_class: type) -> None:
+    allocator = allocator_class(64, 4, torch.float32, "cpu", None, False)
+    rows: list[list[int]] = [[]]
+    assert grow(allocator, rows, [3])
+    for length in (4, 5):
+        lens = torch.tensor([length])
+        out = allocator.alloc_decode(lens, lens, torch.tensor([rows[0][-1]]))
+        rows[0].extend(out.tolist())
+    assert [slot % 4 for slot in rows[0]] == [0, 1, 2, 3, 0]
+    assert allocator.available_size() == 64 - 8

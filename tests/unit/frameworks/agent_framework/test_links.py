@@ -1,0 +1,172 @@
+"""Test which clients a link observes, and what is refused; no engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_framework import Agent, ChatResponse, Message, Workflow, WorkflowBuilder
+from agent_framework.openai import OpenAIChatCompletionClient
+from agent_framework.orchestrations import (
+    ConcurrentBuilder,
+    GroupChatBuilder,
+    HandoffBuilder,
+    MagenticBuilder,
+    SequentialBuilder,
+)
+from openai import AsyncOpenAI
+
+from flashmoa.agent_framework import FlashMoAChatClient, link
+from flashmoa.frameworks.agent_framework import client as _client
+from flashmoa.observe.events import FIRST
+from tests.unit.frameworks.agent_framework.fakes import agent, chain, make_client
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_refused_workflow_leaves_an_existing_trace_as_it_is(tmp_path: Path) -> None:
+    client, _ = make_client()
+    file, workflow = tmp_path / "run.jsonl", chain(client)
+    linked = link(workflow, trace=file)
+    await workflow.run("task")
+    await linked.close()
+    written = file.read_text()
+    stock = OpenAIChatCompletionClient("m", api_key="none")
+    with pytest.raises(ValueError, match="Give the agents one"):
+        link(SequentialBuilder(participants=[Agent(stock, name="a")]).build(), trace=file)
+    assert written and file.read_text() == written
+
+
+def test_nested_workflows_are_named_if_there_is_nothing_else_to_link() -> None:
+    client, _ = make_client()
+    builder = SequentialBuilder(participants=[agent(client, name) for name in "ab"])
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] run workflows of their own"):
+        link(builder.with_request_info().build())
+
+
+def group_chat(client: FlashMoAChatClient) -> Workflow:
+    turns = iter("ab")
+    members = [agent(client, name) for name in "ab"]
+    return GroupChatBuilder(
+        participants=members, max_rounds=2, selection_func=lambda _: next(turns)
+    ).build()
+
+
+def handoff(client: FlashMoAChatClient) -> Workflow:
+    settings = {"require_per_service_call_history_persistence": True}
+    members = [agent(client, name, **settings) for name in "ab"]
+    return HandoffBuilder(participants=members).with_start_agent(members[0]).build()
+
+
+def magentic(client: FlashMoAChatClient) -> Workflow:
+    members = [agent(client, "a")]
+    boss = agent(client, "boss")
+    return MagenticBuilder(participants=members, manager_agent=boss, max_round_count=1).build()
+
+
+def concurrent(client: FlashMoAChatClient) -> Workflow:
+    return ConcurrentBuilder(participants=[agent(client, name) for name in "abc"]).build()
+
+
+def conditional(client: FlashMoAChatClient) -> Workflow:
+    one, two = [agent(client, name) for name in "ab"]
+    return WorkflowBuilder(start_executor=one).add_edge(one, two, condition=bool).build()
+
+
+@pytest.mark.parametrize(
+    ("make", "logged", "reasons"),
+    [
+        (group_chat, "GroupChatBuilder is not linked", {"GroupChatBuilder is not linked"}),
+        (handoff, "HandoffBuilder is not linked", {"HandoffBuilder is not linked"}),
+        (magentic, "MagenticBuilder is not linked", {"MagenticBuilder is not linked"}),
+        (concurrent, "is certain to read", {FIRST, "it reads no agent's text"}),
+        (
+            conditional,
+            "is certain to read",
+            {FIRST, "it is not certain what it reads, by the edges that lead to it"},
+        ),
+    ],
+)
+async def test_a_workflow_in_which_nothing_is_linked_says_so_when_it_is_linked_and_in_its_report(
+    make: Callable[[FlashMoAChatClient], Workflow],
+    logged: str,
+    reasons: set[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client, _ = make_client()
+    workflow = make(client)
+    with caplog.at_level(logging.WARNING, "flashmoa"):
+        linked = link(workflow)
+    (warning,) = caplog.messages
+    assert warning.startswith("link(workflow) links nothing: ") and logged in warning
+    await workflow.run("task")
+    assert linked.report.summary.linked == 0
+    assert {call.started.unlinked for call in linked.report.calls} == reasons
+    shown = " ".join(str(linked).split())
+    assert all(reason in shown for reason in reasons - {FIRST})
+    await linked.close()
+
+
+def test_a_workflow_with_an_agent_that_can_be_linked_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link(chain(make_client()[0]))
+    assert caplog.messages == []
+
+
+async def test_an_agent_after_one_with_another_client_says_so() -> None:
+    client, _ = make_client()
+    stock = OpenAIChatCompletionClient("m", api_key="none")
+    answer = ChatResponse(messages=[Message("assistant", ["text"])])
+
+    async def respond(**_: object) -> ChatResponse:
+        return answer
+
+    stock._inner_get_response = respond  # type: ignore[method-assign,assignment]
+    members = [agent(client, "a"), agent(stock, "b"), agent(client, "c")]
+    workflow = SequentialBuilder(participants=members).build()
+    linked = link(workflow)
+    await workflow.run("task")
+    assert [call.started.unlinked for call in linked.report.calls] == [
+        FIRST,
+        "it reads what b writes, which has no FlashMoAChatClient",
+    ]
+    await linked.close()
+
+
+def test_a_builder_is_refused() -> None:
+    client, _ = make_client()
+    with pytest.raises(TypeError, match="build it"):
+        link(SequentialBuilder(participants=[agent(client, "a")]))  # type: ignore[arg-type]
+
+
+def test_a_client_of_openai_is_refused() -> None:
+    """Its requests would go to another server than the links to their prompts."""
+    mine = AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="k")
+    with pytest.raises(ValueError, match="give base_url"):
+        FlashMoAChatClient("m", async_client=mine)
+
+
+async def test_the_calling_executor_is_sought_once_for_all_linked_teams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client may be used by thousands of workflows, and to seek it takes a walk of the stack."""
+    client, fake = make_client()
+    others = [chain(client) for _ in range(5)]
+    for workflow in others:
+        link(workflow)
+    found: list[object] = []
+    find = _client.find_calling_executor
+
+    def count() -> object:
+        found.append(find())
+        return found[-1]
+
+    monkeypatch.setattr(_client, "find_calling_executor", count)
+    workflow = chain(client)
+    link(workflow)
+    await workflow.run("task")
+    assert found == [workflow.executors["a"], workflow.executors["b"]]
+    assert [sent.status for sent in fake.sent] == [None, "hit"]

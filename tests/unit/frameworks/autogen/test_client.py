@@ -1,0 +1,322 @@
+"""What a client asks its engine and sends it, and which linked teams observe its calls."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Generator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from autogen_core import Image
+from autogen_core.models import UserMessage
+from autogen_core.tools import FunctionTool
+from openai import APIConnectionError
+
+from flashmoa.autogen import FlashMoAChatCompletionClient
+from flashmoa.errors import BadAnswer
+from flashmoa.frameworks.autogen.client import SynchronousEngine
+from flashmoa.frameworks.autogen.dry_run import CapturingClient
+from flashmoa.link.calls import CallObserver, CallRequest
+from flashmoa.link.forecasts import first_request
+from tests.unit.openai.fake_server import TEXT, URL, serve
+
+pytestmark = pytest.mark.anyio
+BLIND = {"has_image_understanding": False, "tool_call_parser": None}
+SEEING = {"has_image_understanding": True, "tool_call_parser": "hermes"}
+
+
+def test_a_client_without_a_model_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not ask the engine before."""
+    monkeypatch.setattr(httpx, "request", None)
+    for options in ({}, {"model": None}, {"model": ""}):
+        with pytest.raises(ValueError, match="FlashMoAChatCompletionClient needs model=NAME"):
+            FlashMoAChatCompletionClient(base_url=URL, **options)
+
+
+class Engine:
+    """Answers synchronous requests; is down as long as it has no answer.
+
+    Attributes:
+        threads: those in which it was asked.
+        requests: the options of the requests.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer: dict[str, Any] | None = None
+        self.status = 200
+        self.threads: list[int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.now = 0.0
+        monkeypatch.setattr(httpx, "request", self.request)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("flashmoa.frameworks.autogen.client.time", clock)
+
+    def request(self, method: str, url: str, **more: Any) -> httpx.Response:
+        self.threads.append(threading.get_ident())
+        self.requests.append(more)
+        self.now += 1.0
+        request = httpx.Request(method, url)
+        if self.answer is None:
+            raise httpx.ConnectError("refused", request=request)
+        return httpx.Response(self.status, json=self.answer, request=request)
+
+
+def make() -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient(model="m", base_url=URL)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def by_pickle(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
+    return pickle.loads(pickle.dumps(client))
+
+
+def by_dump(client: FlashMoAChatCompletionClient) -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient.load_component(client.dump_component())
+
+
+async def test_only_an_engine_that_was_not_reached_is_said_not_to_be() -> None:
+    call = partial(
+        FlashMoAChatCompletionClient.create, messages=[UserMessage(content="?", source="user")]
+    )
+    client = FlashMoAChatCompletionClient(model="m", base_url="http://127.0.0.1:9", max_retries=0)
+    with pytest.raises(APIConnectionError) as raised:
+        await call(client)
+    assert any("cannot be reached" in each for each in raised.value.__notes__)
+    await client.close()
+    with pytest.raises(APIConnectionError) as raised:
+        await call(client)
+    assert not getattr(raised.value, "__notes__", [])
+
+
+async def test_an_engine_that_was_down_is_asked_again_and_the_guess_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(monkeypatch)
+    client = make()
+    (warning,) = warnings(caplog)
+    assert URL in warning and "refused" in warning and "asked again" in warning
+    # It is not asked all the time: each try may block.
+    assert [client.model_info["function_calling"] for _ in range(3)] == [True] * 3
+    assert len(engine.threads) == 1
+    engine.now += 10
+    assert client.model_info["vision"] is False and len(engine.threads) == 2
+    engine.now += 10
+    engine.answer = SEEING
+    assert client.model_info["vision"] is True
+    engine.now += 1000
+    assert client.model_info["vision"] is True and len(engine.threads) == 3
+    assert warnings(caplog) == [warning]
+
+
+async def test_a_call_asks_again_without_blocking_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch)
+    engine = Engine(monkeypatch)
+    client = make()
+    engine.now += 10
+    engine.answer = BLIND
+    answer = await client.create([UserMessage(content="Go.", source="user")])
+    assert answer.content == TEXT
+    assert len(engine.threads) == 2 and engine.threads[1] != threading.get_ident()
+    assert client.model_info["function_calling"] is False
+    await client.close()
+
+
+async def test_tools_without_a_parser_at_the_engine_are_explained_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Engine(monkeypatch).answer = BLIND
+    client = make()
+    tool: Any = {"name": "search", "description": "Search."}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="function calling"):
+            await client.create([UserMessage(content="Go.", source="user")], tools=[tool])
+    assert [("--tool-call-parser" in text) for text in warnings(caplog)] == [True]
+    await client.close()
+
+
+@pytest.mark.parametrize("copy", [by_pickle, by_dump])
+async def test_a_copy_of_a_client_takes_no_guess_for_what_the_engine_told(
+    monkeypatch: pytest.MonkeyPatch,
+    copy: Callable[[FlashMoAChatCompletionClient], FlashMoAChatCompletionClient],
+) -> None:
+    engine = Engine(monkeypatch)
+    guessing = make()
+    engine.answer = SEEING
+    told = copy(guessing)
+    assert told.model_info["vision"] is True
+    engine.answer = BLIND
+    assert copy(told).model_info["vision"] is True
+
+
+@pytest.mark.parametrize(("status", "tries"), [(404, 1), (503, 2)])
+async def test_a_server_without_the_route_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int, tries: int
+) -> None:
+    engine = Engine(monkeypatch)
+    engine.answer, engine.status = {}, status
+    client = make()
+    engine.now += 1000
+    assert client.model_info["function_calling"] is True
+    assert len(engine.threads) == tries and len(warnings(caplog)) == tries - 1
+
+
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAA"
+    "DUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def test_images_are_for_models_with_vision(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    message = UserMessage(content=["Look:", Image.from_base64(PIXEL)], source="user")
+    engine.answer = SEEING
+    assert "image_url" in str(make()._request([message]).body["messages"])
+    engine.answer = BLIND
+    with pytest.raises(ValueError, match="vision"):
+        make()._request([message])
+
+
+def test_the_default_url_is_that_of_the_environment_or_sglangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://127.0.0.1:30000"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere:1/v1")
+    assert FlashMoAChatCompletionClient(model="gpt-4o").engine.url == "http://elsewhere:1"
+    with pytest.raises(ValueError, match="give http://HOST:PORT"):
+        FlashMoAChatCompletionClient(model="gpt-4o", base_url="localhost:30000")
+
+
+MODELS = {"data": [{"id": "other", "max_model_len": 111}, {"id": "m", "max_model_len": 9999}]}
+
+
+@pytest.mark.parametrize(("model", "expected"), [("m", 9999), ("other", 111), ("unlisted", 111)])
+def test_context_is_that_of_the_clients_model_and_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch, model: str, expected: int
+) -> None:
+    engine = Engine(monkeypatch)
+    engine.answer = MODELS
+    asked = SynchronousEngine(URL, {"x-tenant": "a"})
+    assert [asked.context_length(model) for _ in range(2)] == [expected] * 2
+    assert [request["headers"] for request in engine.requests] == [{"x-tenant": "a"}]
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"data": []}, {"data": None}, {"data": [{"id": "m", "max_model_len": None}]}]
+)
+def test_engine_that_tells_no_context_is_named(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]
+) -> None:
+    Engine(monkeypatch).answer = answer
+    with pytest.raises(BadAnswer, match=f"{URL}/v1/models is not an engine's"):
+        SynchronousEngine(URL, {}).context_length("m")
+
+
+MESSAGES = [UserMessage(content="Hi", source="user")]
+ARGS = {"enable_thinking": False}
+
+
+def look(place: str) -> str:
+    """Look at a place."""
+    return place
+
+
+@pytest.fixture
+def client() -> FlashMoAChatCompletionClient:
+    return FlashMoAChatCompletionClient(
+        model="tiny",
+        base_url="http://127.0.0.1:9",
+        reasoning_effort="high",
+        extra_body={"chat_template_kwargs": ARGS, "reasoning": {"enabled": True}},
+    )
+
+
+async def test_a_predicted_call_is_rendered_with_its_own_fields(
+    client: FlashMoAChatCompletionClient,
+) -> None:
+    tools = [FunctionTool(look, "Look.")]
+    request = await first_request(
+        CapturingClient(client).create(
+            MESSAGES,
+            tools=tools,
+            tool_choice=tools[0],
+            extra_create_args={"reasoning_effort": "low"},
+            json_output=False,
+        )
+    )
+    fields = request.fields
+    assert [tool["function"]["name"] for tool in fields.pop("tools")] == ["look"]
+    assert fields == {
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "reasoning_effort": "low",
+        "reasoning": {"enabled": True},
+        "chat_template_kwargs": ARGS,
+    }
+
+
+async def test_a_scored_call_is_rendered_with_what_scoring_gives_templates(
+    client: FlashMoAChatCompletionClient,
+) -> None:
+    request = await first_request(CapturingClient(client).score(MESSAGES, ["yes", "no"]))
+    assert request.fields == {"chat_template_kwargs": ARGS}
+
+
+def test_tokens_are_counted_with_the_clients_fields(
+    client: FlashMoAChatCompletionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(monkeypatch)
+    engine.answer = {"tokens": [1, 2, 3]}
+    assert client.count_tokens(MESSAGES) == 3
+    body = engine.requests[-1]["json"]
+    assert body["reasoning_effort"] == "high" and body["chat_template_kwargs"] == ARGS
+
+
+class Team:
+    def observe(self, caller: object, request: CallRequest) -> CallObserver | None:
+        return None
+
+
+@pytest.fixture
+def frequent_switches() -> Generator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("frequent_switches")
+def test_calls_find_teams_while_other_threads_link_and_forget_theirs() -> None:
+    client = FlashMoAChatCompletionClient(model="gpt-4o", base_url="http://engine")
+    linked: Any = client.linked_teams
+    kept = [Team() for _ in range(100)]
+    for team in kept:
+        linked.add(team)
+    ended = threading.Event()
+
+    def link() -> None:
+        while not ended.is_set():
+            teams = [Team() for _ in range(20)]
+            for team in teams:
+                linked.add(team)
+            for team in teams[:10]:
+                linked.discard(team)
+
+    other = threading.Thread(target=link)
+    other.start()
+    try:
+        request = CallRequest("http://engine", "m", None)
+        found = [linked.observe(None, request) for _ in range(3000)]
+    finally:
+        ended.set()
+        other.join()
+    assert found == [[]] * 3000
+    assert set(map(id, linked)) >= set(map(id, kept))

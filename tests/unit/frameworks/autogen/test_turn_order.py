@@ -1,0 +1,130 @@
+"""Who may speak next, read from managers without a runtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from autogen_agentchat.messages import HandoffMessage
+from autogen_agentchat.teams._group_chat._graph._digraph_group_chat import (
+    DiGraph,
+    DiGraphEdge,
+    DiGraphNode,
+    GraphFlowManager,
+)
+from autogen_agentchat.teams._group_chat._round_robin_group_chat import RoundRobinGroupChatManager
+from autogen_agentchat.teams._group_chat._selector_group_chat import SelectorGroupChatManager
+from autogen_agentchat.teams._group_chat._swarm_group_chat import SwarmGroupChatManager
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.frameworks.autogen.team_members import MANAGER, first_turns, upcoming_turns
+from flashmoa.link.forecasts import Turn, Writers
+
+Edges = set[tuple[int, int]]
+
+
+def graph_manager(edges: Edges, size: int, conditions: Edges = frozenset()) -> Any:  # type: ignore[assignment]
+    """Make a ``GraphFlowManager`` as it is before its first step, without a runtime."""
+    nodes = {f"a{n}": DiGraphNode(name=f"a{n}", edges=[]) for n in range(size)}
+    for start, end in sorted(edges):
+        word = "yes" if (start, end) in conditions else None
+        nodes[f"a{start}"].edges.append(DiGraphEdge(target=f"a{end}", condition=word))
+    graph = DiGraph(nodes=nodes)
+    manager: Any = GraphFlowManager.__new__(GraphFlowManager)
+    manager._edges = {name: node.edges for name, node in nodes.items()}
+    manager._build_lookup_tables(graph)
+    manager._triggered_activation_groups = {}
+    manager._remaining = {t: Counter(g) for t, g in graph.get_remaining_map().items()}
+    manager._origin_remaining = {t: Counter(g) for t, g in manager._remaining.items()}
+    manager._graph = graph
+    manager._ready = []
+    manager._active_speakers = []
+    manager._max_turns = None
+    manager._current_turn = 0
+    return manager
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[Edges, int]:
+    size = draw(st.integers(2, 7))
+    edges = {(draw(st.integers(0, end - 1)), end) for end in range(1, size)}
+    pairs = [(start, end) for end in range(size) for start in range(end)]
+    return edges | set(draw(st.lists(st.sampled_from(pairs), max_size=6))), size
+
+
+def oracle(edges: Edges, size: int) -> list[Writers]:
+    """Compute the steps of a graph without conditions: agents run once all parents have spoken."""
+    spoken: set[int] = set()
+    steps: list[Writers] = []
+    while len(spoken) < size:
+        step = {
+            n
+            for n in range(size)
+            if n not in spoken and {start for start, end in edges if end == n} <= spoken
+        }
+        steps.append(frozenset(f"a{n}" for n in step))
+        spoken |= step
+    return steps
+
+
+@given(graph=graphs())
+def test_turns_of_an_unconditional_graph_are_forecast_to_its_end(graph: tuple[Edges, int]) -> None:
+    edges, size = graph
+    manager = graph_manager(edges, size)
+    steps = oracle(edges, size)
+    manager._active_speakers = sorted(steps[0])
+    expected = {
+        Turn(name, tuple(steps[:place])) for place in range(1, len(steps)) for name in steps[place]
+    }
+    before = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
+    assert set(upcoming_turns(manager, "a0")) == expected
+    after = repr((manager._remaining, manager._ready, manager._triggered_activation_groups))
+    assert before == after
+
+
+def test_turns_after_a_condition_are_unsure_and_the_last_ones_forecast() -> None:
+    edges: Edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
+    manager = graph_manager(edges, 4, conditions={(0, 1), (0, 2)})
+    manager._active_speakers = ["a0"]
+    step = frozenset(["a0"])
+    assert upcoming_turns(manager, "a0") == [Turn("a1", (step,), False), Turn("a2", (step,), False)]
+
+
+def test_no_turns_are_forecast_beyond_max_turns() -> None:
+    manager = graph_manager({(0, 1), (1, 2)}, 3)
+    manager._active_speakers = ["a0"]
+    manager._max_turns = 2
+    assert [turn.agent for turn in upcoming_turns(manager, "a0")] == ["a1"]
+
+
+def test_an_unknown_manager_has_no_turns() -> None:
+    assert upcoming_turns(SimpleNamespace(), "one") == []  # type: ignore[arg-type]
+    assert first_turns(SimpleNamespace()) == []  # type: ignore[arg-type]
+
+
+def idle_manager(kind: Any, **state: Any) -> Any:
+    """Make the manager of a team whose run has ended, without a runtime."""
+    manager = kind.__new__(kind)
+    vars(manager).update(_participant_names=["one", "two", "three"], _message_thread=[], **state)
+    return manager
+
+
+def test_the_first_turns_of_the_next_run_are_forecast_by_every_manager() -> None:
+    handoff = HandoffMessage(content="Go.", source="one", target="three")
+    swarm = idle_manager(SwarmGroupChatManager, _current_speaker="one")
+    assert first_turns(swarm) == [Turn("one", sure=False)]
+    swarm._message_thread.append(handoff)
+    assert first_turns(swarm) == [Turn("three", sure=False)]
+    to_user = HandoffMessage(content="Your turn.", source="three", target="user")
+    swarm._message_thread.append(to_user)
+    assert first_turns(swarm) == []
+    order = idle_manager(RoundRobinGroupChatManager, _next_speaker_index=1)
+    assert first_turns(order) == [Turn("two", sure=False)]
+    graph = idle_manager(GraphFlowManager, _ready=["one", "two"])
+    assert first_turns(graph) == [Turn("one", sure=False), Turn("two", sure=False)]
+    selector = idle_manager(SelectorGroupChatManager, _selector_func=None, _candidate_func=None)
+    assert first_turns(selector) == [Turn(MANAGER, sure=False)]
+    selector._selector_func = lambda thread: "one"
+    assert first_turns(selector) == []

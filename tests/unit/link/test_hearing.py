@@ -1,0 +1,248 @@
+"""Test that calls are heard on a channel of their engine."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from flashmoa import EngineClient
+from flashmoa._concurrency import TaskHost
+from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.link import hearing, reasons
+from flashmoa.link.hearing import CallChannel
+from tests.unit.openai.fake_server import URL, Channel, FakeServer, serve
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+
+
+class Listener:
+    """Listens to a fake server, on whose side channels are told what a test says."""
+
+    def __init__(self, server: FakeServer, engine: EngineClient, host: TaskHost) -> None:
+        self.server = server
+        self.host = host
+        self.channel = CallChannel(engine, host)
+        self._calls = ExitStack()
+
+    def call(self, pieces: list[str]) -> str:
+        """Begin to hear a call; return its id."""
+        return self._calls.enter_context(self.channel.hearing(pieces.append))
+
+    def end_calls(self) -> None:
+        self._calls.close()
+
+    async def opened(self) -> Channel:
+        """Return the channel that the listener has opened last, once it is open."""
+        self.channel.open()
+        await until(lambda: self.server.channels and self.server.channels[-1][1].is_open)
+        return self.server.channels[-1][1]
+
+    async def tell(self, *lines: dict[str, Any]) -> None:
+        """Tell lines, and wait until they are heard."""
+        channel = await self.opened()
+        channel.tell(*lines)
+        await until(lambda: channel.is_read)
+
+
+@pytest.fixture
+async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Listener]:
+    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 0.0)
+    server, host = serve(monkeypatch), TaskHost("Listening failed")
+    server.told = lambda _: []
+    async with EngineClient(URL) as engine:
+        yield Listener(server, engine, host)
+        await host.close()
+
+
+def text(call: str, content: str, at: int) -> dict[str, Any]:
+    return {"call": call, "content": content, "at": at}
+
+
+async def test_a_call_is_heard_from_its_beginning_though_the_channel_opens_later(
+    listener: Listener,
+) -> None:
+    pieces: list[str] = []
+    call = listener.call(pieces)
+    assert not listener.server.channels
+    await listener.tell(text(call, "The ", 0))
+    await listener.tell(text(call, "quick\u2028", 4), text(call, "\U0001f98a", 10))
+    assert pieces == ["The ", "quick\u2028", "\U0001f98a"]
+
+
+async def test_each_call_gets_its_own_text_and_no_reasoning(listener: Listener) -> None:
+    first, second = list[str](), list[str]()
+    calls = listener.call(first), listener.call(second)
+    await listener.tell(
+        {"call": calls[0], "reasoning": "Hm", "at": 0},
+        text(calls[1], "two", 0),
+        {"call": calls[0], "text": "one", "at": 0},
+        {"call": calls[0], "tool": "look"},
+        {"call": calls[0], "end": "stop", "usage": None},
+        text("0" * 32, "another's", 0),
+    )
+    assert (first, second) == (["one"], ["two"])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{}, {"call": None}, {"content": 7, "at": 0}, {"content": "a"}, {"content": "a", "at": "0"}],
+)
+async def test_odd_lines_are_passed_over(listener: Listener, odd: dict[str, Any]) -> None:
+    pieces: list[str] = []
+    call = listener.call(pieces)
+    await listener.tell({"call": call, **odd}, text(call, "a", 0))
+    assert pieces == ["a"]
+
+
+async def test_text_that_is_told_again_is_passed_on_once(listener: Listener) -> None:
+    pieces: list[str] = []
+    call = listener.call(pieces)
+    told = [("ab", 0), ("ab", 0), ("b", 1), ("abc", 0), ("bcd", 1), ("a", 0), ("e", 4)]
+    await listener.tell(*(text(call, *each) for each in told))
+    assert pieces == ["ab", "c", "d", "e"]
+
+
+async def test_a_gap_ends_the_hearing_of_its_call_only(listener: Listener) -> None:
+    first, second = list[str](), list[str]()
+    calls = listener.call(first), listener.call(second)
+    await listener.tell(text(calls[0], "a", 0), text(calls[1], "a", 0))
+    await listener.tell(text(calls[0], "c", 2), text(calls[1], "b", 1), text(calls[0], "d", 3))
+    assert (first, second) == (["a"], ["a", "b"])
+
+
+async def test_a_channel_that_breaks_off_is_opened_again(listener: Listener) -> None:
+    pieces: list[str] = []
+    call = listener.call(pieces)
+    await listener.tell(text(call, "a", 0))
+    for number, end in enumerate([None, b"not JSON\n", b"[1]\n"], 1):
+        broken = await listener.opened()
+        broken.send(end)
+        await until(lambda broken=broken: listener.server.channels[-1][1] is not broken)
+        await listener.tell(text(call, "abcd"[number], number))
+    assert "".join(pieces) == "abcd"
+    # An engine knows a client's calls by the id of its channel.
+    assert {name for name, _ in listener.server.channels} == {call[:16]}
+    assert listener.channel.problem is None
+    # Each connection but the last one is closed.
+    assert [each.is_open for _, each in listener.server.channels] == [False] * 3 + [True]
+
+
+async def test_the_problem_says_why_nothing_is_heard(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hearing, "_RETRY_SECONDS", 600.0)
+    assert listener.channel.problem is None
+    (await listener.opened()).send(b"<html>\n")
+    await until(lambda: listener.channel.problem)
+    assert "is not an engine's" in f"{listener.channel.problem}"
+
+
+async def test_a_server_without_the_plugin_is_asked_once_a_minute(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(hearing, "time", SimpleNamespace(monotonic=lambda: now))
+    told, listener.server.told = listener.server.told, None
+    for minute in (1, 2):
+        for _ in range(3):
+            listener.channel.open()
+            await anyio.wait_all_tasks_blocked()
+        assert len(listener.server.channels) == minute
+        assert listener.channel.problem == reasons.UNHEARD
+        now += 61.0
+    listener.server.told = told
+    pieces: list[str] = []
+    call = listener.call(pieces)
+    await listener.tell(text(call, "a", 0))
+    assert pieces == ["a"] and listener.channel.problem is None
+
+
+async def test_closing_gives_everything_back(listener: Listener) -> None:
+    before = asyncio.all_tasks()
+    channel = await listener.opened()
+    await until(lambda: channel.is_read)
+    listener.channel.close()
+    await until(lambda: asyncio.all_tasks() == before)
+    assert not channel.is_open and len(listener.server.channels) == 1
+
+
+async def test_a_channel_that_is_closed_before_it_has_opened_stays_closed(
+    listener: Listener,
+) -> None:
+    before = asyncio.all_tasks()
+    listener.channel.open()
+    listener.channel.close()
+    await until(lambda: asyncio.all_tasks() == before)
+    assert not any(each.is_open for _, each in listener.server.channels)
+
+
+async def test_a_closed_channel_is_not_opened_again(listener: Listener) -> None:
+    before = asyncio.all_tasks()
+    first = await listener.opened()
+    listener.channel.close()
+    listener.channel.open()
+    await until(lambda: asyncio.all_tasks() == before)
+    assert not first.is_open and len(listener.server.channels) == 1
+
+
+async def test_a_host_that_closes_ends_the_channel(listener: Listener) -> None:
+    channel = await listener.opened()
+    await listener.host.close()
+    assert not channel.is_open
+
+
+async def test_each_attempt_has_an_id_of_its_own_that_begins_with_the_channels(
+    listener: Listener,
+) -> None:
+    await listener.opened()
+    ids: list[str] = []
+    for _ in range(3):
+        with listener.channel.hearing(lambda _: None) as call:
+            headers = listener.channel.headers(call)
+            name = headers[CALL_HEADER]
+            assert headers == {CALL_HEADER: name}
+            assert str(uuid.UUID(name)) == name
+            ids.append(name.replace("-", ""))
+    ((channel, _),) = listener.server.channels
+    assert len(channel) == 16 and {each[:16] for each in ids} == {channel}
+    assert len(set(ids)) == 3
+    assert CallChannel(listener.channel.engine, listener.host)._id != channel
+
+
+async def test_text_that_comes_after_the_end_of_its_call_is_not_passed_on(
+    listener: Listener,
+) -> None:
+    first, second = list[str](), list[str]()
+    call = listener.call(first)
+    await listener.tell(text(call, "a", 0))
+    listener.end_calls()
+    other = listener.call(second)
+    await listener.tell(text(call, "b", 1), text(other, "c", 0))
+    assert (first, second) == (["a"], ["c"])
+
+
+async def test_a_call_of_a_thread_is_heard_in_the_event_loop(listener: Listener) -> None:
+    pieces: list[str] = []
+    channel, loop = await listener.opened(), asyncio.get_running_loop()
+
+    def hear(piece: str) -> None:
+        assert asyncio.get_running_loop() is loop
+        pieces.append(piece)
+
+    def call() -> None:
+        with listener.channel.hearing(hear) as call_id:
+            for at, word in enumerate("ab"):
+                channel.tell(text(call_id, word, at))
+            anyio.from_thread.run(until, lambda: channel.is_read)
+
+    await anyio.to_thread.run_sync(call)
+    assert pieces == ["a", "b"]

@@ -1,0 +1,399 @@
+"""Test which calls of a program are expected, and with which messages."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.link import learned_runs
+from flashmoa.link.learned_runs import LearnedRun, Program, RecordedRequest
+
+PLAN = "Walk, eat and rest."
+
+
+def make_request(
+    *contents: str, url: str = "http://engine", model: str = "tiny", **fields: Any
+) -> RecordedRequest:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return RecordedRequest(url, model, messages, fields)
+
+
+def play(run: LearnedRun, name: str, request: RecordedRequest, answer: str | None) -> str:
+    """Make one call of a run. Return its key."""
+    call = run.begin(name, request)
+    run.complete(call, answer)
+    return call.key
+
+
+def learn(*calls: tuple[str, RecordedRequest, str | None]) -> Program:
+    """Return a program after one run with these calls."""
+    program = Program()
+    run = LearnedRun(program)
+    for call in calls:
+        play(run, *call)
+    run.finish()
+    return program
+
+
+def chain(place: str = "Nepal") -> Program:
+    return learn(
+        ("plan", make_request(f"A trip to {place}"), PLAN),
+        ("check", make_request(f"Check this for {place}:\n{PLAN}"), "Fine."),
+        ("sum", make_request(f"{PLAN}\nFine."), "Done."),
+    )
+
+
+def test_names_of_which_calls_were_at_the_same_time_are_known() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    play(run, "turns", make_request("a"), "b")
+    run.fail(run.begin("turns", make_request("c")))
+    play(run, "turns", make_request("d"), "e")
+    # One of them is never answered.
+    crowds = [run.begin("crowd", make_request(f"{number}")) for number in range(3)]
+    assert run.parallel == {"crowd"}
+    run.complete(crowds[0], "x")
+    run.complete(crowds[2], "x")
+    play(run, "turns", make_request("f"), "g")
+    run.finish()
+    # It is known before the calls of the next run begin.
+    assert LearnedRun(program).parallel == {"crowd"}
+
+
+def contents(messages: Any) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+def test_a_call_is_expected_with_the_texts_of_this_run() -> None:
+    run = LearnedRun(chain())
+    play(run, "plan", make_request("A trip to Norway"), "Ski.")
+    texts = {"plan": "Ski.", "check": "<check>", "sum": "<sum>"}
+    assert contents(run.predict("check", texts)) == ["Check this for Norway:\nSki."]
+    assert contents(run.predict("sum", texts)) == ["Ski.\n<check>"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "texts", "expected"),
+    [
+        # The program strips an answer.
+        ([f" {PLAN}\n"], [f"Check: {PLAN}"], {"plan": " Ski.\n"}, ["Check: Ski."]),
+        # An empty answer stands for nothing.
+        ([" "], ["", "Check"], {"plan": "Ski.", "check": "Fine."}, ["", "Check"]),
+        # Of equal answers the last one that is known counts.
+        ([PLAN, PLAN], [f"Check: {PLAN}"], {"plan": "Ski.", "plan (2)": "Swim."}, ["Check: Swim."]),
+        ([PLAN, PLAN], [f"Check: {PLAN}"], {"plan": "Ski."}, ["Check: Ski."]),
+    ],
+)
+def test_answers_in_messages_are_found(
+    answers: list[str], asked: list[str], texts: dict[str, str], expected: list[str]
+) -> None:
+    plans = [("plan", make_request(f"Trip {n}"), answer) for n, answer in enumerate(answers)]
+    program = learn(*plans, ("check", make_request(*asked), ""))
+    assert contents(LearnedRun(program).predict("check", texts)) == expected
+
+
+def test_a_prompt_has_no_answer_that_came_after_it() -> None:
+    """A word of the instructions may be the whole answer, or another agent's."""
+    program = Program()
+    run = LearnedRun(program)
+    play(run, "plan", make_request("A trip to Nepal"), PLAN)
+    request = make_request(f"Say fine or poor.\n{PLAN}")
+    judge, other = run.begin("judge", request), run.begin("other", make_request("Poor?"))
+    run.complete(other, "poor")
+    run.complete(judge, "fine")
+    run.finish()
+    texts = {"plan": "<plan>", "judge": "<judge>", "other": "<other>"}
+    predicted = LearnedRun(program).predict("judge", texts)
+    assert contents(predicted) == ["Say fine or poor.\n<plan>"]
+
+
+def test_what_could_not_be_predicted_is_not_predicted_again() -> None:
+    program = learn(
+        ("plan", make_request("A trip"), PLAN),
+        ("check", make_request(f"It is 12:01. Check:\n{PLAN}"), "Fine."),
+    )
+    run = LearnedRun(program)
+    play(run, "plan", make_request("A trip"), PLAN)
+    play(run, "check", make_request(f"It is 12:07. Check:\n{PLAN}"), "Fine.")
+    run.finish()
+    differed = program.example["check"].differed
+    assert differed is not None and (differed.message, differed.offset) == (0, len("It is 12:0"))
+
+
+def test_as_many_calls_of_one_agent_as_there_may_be_are_told_apart() -> None:
+    reviews = [make_request(f"Reviewer {number}.", PLAN) for number in range(20)]
+    program = learn(*[("review", review, "1") for review in reviews])
+    run = LearnedRun(program)
+    keys = [play(run, "review", review, "1") for review in reversed(reviews)]
+    assert keys == list(program.example)[::-1]
+
+
+@pytest.mark.parametrize("question", ["Translate: {}", "{}"])
+def test_calls_that_nothing_tells_apart_are_expected_in_their_order(question: str) -> None:
+    def ask(run: LearnedRun, word: str) -> str:
+        return play(run, "ask", make_request(question.format(word)), "")
+
+    run = LearnedRun(program := Program())
+    assert [ask(run, word) for word in ("Black", "Red", "Blue")] == ["ask", "ask (2)", "ask (3)"]
+    run.finish()
+    run = LearnedRun(program)
+    assert [ask(run, word) for word in ("Rose", "Brown", "Ruby")] == list(program.example)
+
+
+class CountingRun(LearnedRun):
+    """Counts its predictions."""
+
+    predictions = 0
+
+    def predict(self, key: str, texts: Mapping[str, str]) -> Any:
+        self.predictions += 1
+        return super().predict(key, texts)
+
+
+def test_a_call_is_predicted_a_few_times_however_many_there_are() -> None:
+    requests = [make_request(f"Summarise: {number}") for number in range(100)]
+    run = CountingRun(learn(*[("ask", request, "Short.") for request in requests]))
+    for request in requests:
+        before = run.predictions
+        play(run, "ask", request, "Short.")
+        assert run.predictions <= before + 10
+
+
+def count_lines(work: Callable[[], object]) -> int:
+    """Return how many lines of Python some work runs, with each round of a loop."""
+    lines = 0
+
+    def trace(_frame: object, event: str, _value: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def ask_number(run: LearnedRun, number: int) -> None:
+    play(run, "ask", make_request(f"Summarise: {number}"), f"Page {number}, in short.")
+
+
+def fail_number(run: LearnedRun, number: int) -> None:
+    run.fail(run.begin("ask", make_request(f"Summarise: {number}", url="http://down")))
+    ask_number(run, number)
+
+
+def use_tool(run: LearnedRun, number: int) -> None:
+    messages = [{"role": "user", "content": f"Look up {number}"}]
+    function = {"name": "look", "arguments": f"{number}"}
+    answer = {"role": "assistant", "tool_calls": [{"id": f"id {number}", "function": function}]}
+    call = run.begin("look", RecordedRequest("http://engine", "tiny", messages))
+    run.complete(call, tool_answer=answer)
+    run.next_key(call)
+    result = {"role": "tool", "content": f"It is {number}."}
+    request = RecordedRequest("http://engine", "tiny", [*messages, answer, result])
+    following = run.begin("look", request)
+    assert following.follows == call.key
+    run.complete(following, "There.")
+
+
+@pytest.mark.parametrize("step", [ask_number, fail_number, use_tool])
+def test_the_work_for_a_call_does_not_grow_with_the_number_of_calls(
+    step: Callable[[LearnedRun, int], None],
+) -> None:
+    program = Program()
+    for _ in range(3):
+        run = LearnedRun(program)
+
+        def take_step(number: int, run: LearnedRun = run) -> None:
+            step(run, number)
+            run.upcoming(2)
+            for key in islice(run.example, 1):
+                run.predict(key, run.texts())
+
+        costs: list[int] = []
+        for number in range(600):
+            if number in (100, 500):
+                costs.append(count_lines(partial(take_step, number)))
+            else:
+                take_step(number)
+        run.finish()
+        assert costs[1] <= 1.2 * costs[0] + 50
+
+
+def test_no_more_calls_are_expected_at_once_than_an_engine_has_streams_for() -> None:
+    program = Program()
+    run = LearnedRun(program)
+    for number in range(300):
+        run.begin("ask", make_request(f"Summarise: {number}"))
+    run.finish()
+    assert LearnedRun(program).upcoming(2) == list(run.calls)[:256]
+
+
+def test_what_calls_have_in_common_is_in_memory_once() -> None:
+    run, answer = LearnedRun(Program()), "".join(["Walk", " and eat."])
+    first = run.begin("first", make_request("System.", "Plan.", tools=[{"strict": True}]))
+    run.complete(first, answer)
+    contents = ("System.", "Plan.", "Walk" + " and eat.", "Go on.")
+    second = run.begin("second", make_request(*contents, tools=[{"strict": 1}, {"strict": True}]))
+    messages = second.request.messages
+    assert all(map(operator.is_, first.request.messages, messages))
+    assert messages[2]["content"] is first.answer
+    tools = second.request.fields["tools"]
+    assert tools[1] is first.request.fields["tools"][0] and tools[0] is not tools[1]
+    assert repr(tools[0]) == "{'strict': 1}"
+
+
+def test_of_a_run_that_is_too_long_the_beginning_is_learned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(learned_runs, "_MOST_BYTES", 50_000)
+    learned_runs._warn_of_size.cache_clear()
+    program = Program()
+    for _ in range(2):
+        run = LearnedRun(program)
+        keys = [play(run, "ask", make_request(f"{number}"), "Yes.") for number in range(100)]
+        assert len(set(keys)) == 100
+        late = run.begin("late", make_request("Is it?"))
+        run.complete(late, "It is.")  # Its call is not known any more when its answer comes again.
+        run.complete(late, "It is.")
+        run.finish()
+        assert [*program.recorded] == keys[: len(program.recorded)]
+        assert 10 < len(program.recorded) < 40 and [*run.calls] == [*program.recorded]
+    (warning,) = caplog.records
+    assert "only its beginning is learned from" in warning.getMessage()
+
+
+def test_lengths_of_answers_are_forgotten_with_their_calls() -> None:
+    """As names of agents that hold a user's, which would be kept for ever."""
+    program = Program()
+    for number in range(3):
+        run = LearnedRun(program)
+        key = play(run, f"agent of user {number}", make_request("A trip"), PLAN)
+        program.output_lengths.add(key, 7)
+        run.finish()
+        known = [f"agent of user {each}" for each in range(3)]
+        assert [program.output_lengths.expect(each) for each in known].count(7) == 1
+
+
+def test_a_call_that_can_be_only_one_is_predicted_once() -> None:
+    run = CountingRun(chain())
+    play(run, "plan", make_request("A trip to Norway"), "Ski.")
+    assert run.predictions == 1
+
+
+def test_a_retried_request_is_the_same_call() -> None:
+    run = LearnedRun(Program())
+    call = run.begin("plan", make_request("A trip"))
+    run.fail(call)
+    again = replace(make_request("A trip"), headers={"authorization": "Bearer of now"})
+    assert run.begin("plan", again) is call
+    assert call.request.headers == {"authorization": "Bearer of now"}
+    assert run.begin("plan", make_request("A trip")).key == "plan (2)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"url": "http://one"}, {"url": "http://other"}),
+        ({"model": "one"}, {"model": "other"}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+    ],
+)
+def test_the_same_question_to_two_servers_or_models_is_told_apart(one: Any, other: Any) -> None:
+    program = learn(
+        ("ask", make_request("A trip", **one), "1"), ("ask", make_request("A trip", **other), "2")
+    )
+    run = LearnedRun(program)
+    assert play(run, "ask", make_request("A tour", **other), "2") == "ask (2)"
+    assert play(run, "ask", make_request("A tour", **one), "1") == "ask"
+
+
+def test_a_call_goes_to_another_server_and_is_the_same_if_none_fits_better() -> None:
+    run = LearnedRun(learn(("ask", make_request("A trip", url="http://one"), "1")))
+    assert run.begin("ask", make_request("A trip", url="http://other")).key == "ask"
+
+
+def test_a_call_that_is_like_none_of_its_name_is_a_new_one() -> None:
+    program = learn(
+        ("ask", make_request("A trip"), PLAN), ("ask", make_request(f"Check:\n{PLAN}"), "Fine.")
+    )
+    run = LearnedRun(program)
+    play(run, "ask", make_request("A trip"), PLAN)
+    assert play(run, "ask", make_request("Which month?"), "May.") == "ask (3)"
+    assert play(run, "ask", make_request(f"Check:\n{PLAN}"), "Fine.") == "ask (2)"
+
+
+def play_with_dead_server(program: Program) -> tuple[list[str], list[str]]:
+    """Ask a server that is down and then another one, twice. Return the keys and the failed ones.
+
+    All calls have the same name.
+    """
+    run = LearnedRun(program)
+    kept: list[str] = []
+    failed: list[str] = []
+    for content in ("A trip", f"Check:\n{PLAN}"):
+        call = run.begin("go", make_request(content, url="http://down"))
+        run.fail(call)
+        failed.append(call.key)
+        kept.append(play(run, "go", make_request(content), PLAN))
+    run.finish()
+    return kept, failed
+
+
+def test_a_request_to_a_server_that_is_down_takes_no_other_calls_place() -> None:
+    program = Program()
+    first = play_with_dead_server(program)
+    assert first == (["go (2)", "go (4)"], ["go", "go (3)"])
+    assert list(program.example) == first[0]
+    assert play_with_dead_server(program) == first == play_with_dead_server(program)
+
+
+@given(st.lists(st.integers(0, 9), max_size=24), st.sets(st.integers(0, 9)), st.integers(1, 3))
+def test_the_calls_that_may_come_need_only_such_as_have_begun(
+    steps: list[int], begun: set[int], ahead: int
+) -> None:
+    """A number begins its call, the second time it completes it."""
+    program = Program()
+    run = LearnedRun(program)
+    done: set[str] = set()
+    needs: dict[str, set[str]] = {}
+    for step in steps:
+        name = f"agent {step}"
+        if name not in needs:
+            run.begin(name, make_request(name))
+            needs[name] = set(done)
+        else:
+            run.complete(run.calls[name])
+            done.add(name)
+    run.finish()
+    again = LearnedRun(program)
+    known = {f"agent {step}" for step in begun} & needs.keys()
+    for name in known:
+        again.begin(name, make_request(name))
+    expected: set[str] = set()
+    for _ in range(ahead):
+        expected |= {name for name, needed in needs.items() if needed <= known | expected}
+    assert set(again.upcoming(ahead)) == expected - known
+
+
+def test_a_tool_call_has_no_text_that_others_get() -> None:
+    program = learn(
+        ("ask", make_request("Where?"), None), ("tell", make_request("Where?", "Here."), "There.")
+    )
+    run = LearnedRun(program)
+    run.begin("ask", make_request("Where?"))
+    assert run.upcoming(1) == ["tell"]
+    assert contents(run.predict("tell", {})) == ["Where?", "Here."]

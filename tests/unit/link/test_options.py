@@ -1,0 +1,316 @@
+"""The options of links mean the same in AutoGen, in Agent Framework, in runs and in workflows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from agent_framework import Agent
+from agent_framework.orchestrations import SequentialBuilder
+from anyio.abc import SocketStream
+from autogen_agentchat.agents import AssistantAgent
+from autogen_agentchat.teams import RoundRobinGroupChat
+
+import flashmoa.agent_framework
+import flashmoa.autogen
+import flashmoa.openai
+from flashmoa import Answer, EngineClient, LinkOptions, Workflow
+from flashmoa.engine.wire import CALL_HEADER
+from flashmoa.link.link import Ahead
+from flashmoa.link.options import LinkSettings, SessionOf
+from flashmoa.link.reasons import NO_LINKS
+from flashmoa.observe import CallFinished, CallStarted, Event, PromptSent, UpstreamFailed
+from flashmoa.observe.events import FIRST, WHOLE
+from flashmoa.observe.trace import read
+from tests.unit.engine.faulty_engine import (
+    Received,
+    chunk,
+    completion,
+    listening,
+    send,
+    send_event,
+    start_events,
+)
+from tests.unit.link.hung_engine import HungEngine, Route, hung_engine
+from tests.unit.openai.test_observed_calls import INFO
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+WORD = "Himalaya "
+
+
+class Scribe(HungEngine):
+    """Answers a writer and a reader; the writer goes on once its first word has gone far enough.
+
+    Attributes:
+        ahead: how far: into the reader's prompt, to the opening of its link, or nowhere.
+        fails: whether the writer's connection then breaks.
+    """
+
+    ahead: Ahead = "nothing"
+    fails = False
+
+    @property
+    def streamed(self) -> str:
+        bodies = (body for route, body in self.requests if route in ("open", "append"))
+        return "".join(body.get("text") or "" for body in bodies)
+
+    async def _answer(self, client: SocketStream, route: Route, request: Received) -> None:
+        if route != "chat":
+            await super()._answer(client, route, request)
+            return
+        is_stream, words = request.body.get("stream"), ["is high."]
+        if is_stream:
+            await start_events(client)
+        if "reader" not in str(request.body["messages"]):
+            words = [WORD, *words]
+            if is_stream:
+                await send_event(client, chunk({"content": WORD}))
+            elif self.ahead == "text":
+                await self.tell(request, WORD)
+            if self.ahead == "text":
+                await until(lambda: WORD.strip() in self.streamed)
+            elif self.ahead == "known":
+                await self.until("open")
+            if self.fails:
+                return
+        if not is_stream:
+            await send(client, 200, completion(words))
+            return
+        await send_event(client, chunk({"content": "is high."}))
+        await send_event(client, chunk({}, "stop"))
+        await send_event(client, "[DONE]")
+        await client.send(b"0\r\n\r\n")
+
+
+@pytest.fixture
+async def scribe() -> AsyncGenerator[Scribe]:
+    async with listening(lambda url: Scribe(url, ())) as engine:
+        yield engine
+
+
+async def play_autogen(scribe: Scribe, **options: Any) -> None:
+    client = flashmoa.autogen.FlashMoAChatCompletionClient(
+        model="m", base_url=scribe.url, model_info=INFO, max_retries=0
+    )
+    team = RoundRobinGroupChat(
+        [AssistantAgent(name, client, system_message=name) for name in ("writer", "reader")],
+        max_turns=2,
+    )
+    async with flashmoa.autogen.link(team, **options) as linked:
+        await team.run(task="Go.")
+        check_shown(linked)
+    await client.close()
+
+
+async def play_agent_framework(scribe: Scribe, **options: Any) -> None:
+    async with flashmoa.agent_framework.FlashMoAChatClient("m", base_url=scribe.url) as client:
+        agents = [Agent(client, name, name=name) for name in ("writer", "reader")]
+        workflow = SequentialBuilder(participants=agents).build()  # type: ignore[arg-type]
+        async with flashmoa.agent_framework.link(workflow, **options) as linked:
+            await workflow.run("Go.")
+            check_shown(linked)
+
+
+async def play_run(scribe: Scribe, **options: Any) -> None:
+    async with flashmoa.openai.AsyncOpenAI(base_url=scribe.url, max_retries=0) as client:
+
+        async def ask(name: str, text: str) -> str:
+            messages: Any = [{"role": "user", "content": f"{name}: {text}"}]
+            with flashmoa.openai.agent(name):
+                answer = await client.chat.completions.create(model="m", messages=messages)
+            return answer.choices[0].message.content or ""
+
+        ahead, fails, scribe.ahead, scribe.fails = scribe.ahead, scribe.fails, "nothing", False
+        async with flashmoa.openai.run(scribe.url):  # What is not known yet cannot be linked.
+            await ask("reader", await ask("writer", "Go."))
+        scribe.ahead, scribe.fails = ahead, fails
+        scribe.requests.clear()
+        async with flashmoa.openai.run(scribe.url, **options) as report:
+            await ask("reader", await ask("writer", "Go."))
+            check_shown(report)
+
+
+async def play_workflow(scribe: Scribe, **options: Any) -> None:
+    async with EngineClient(scribe.url) as engine, Workflow(engine, **options) as flow:
+        draft = flow.ask([{"role": "user", "content": "Go."}], name="writer")
+        read = [{"role": "user", "content": f"reader: {draft}"}]
+        await flow.ask(read, name="reader")
+        check_shown(flow)
+
+
+def check_shown(handle: object) -> None:
+    assert f"{handle}".count("2 calls linked") == repr(handle).count("2 calls linked") == 1
+    assert repr(handle).startswith(f"<{type(handle).__name__}: ")
+
+
+Play = Callable[..., Awaitable[None]]
+PLAYS = {
+    play.__name__: play for play in (play_autogen, play_agent_framework, play_run, play_workflow)
+}
+everywhere = pytest.mark.parametrize("play", PLAYS.values(), ids=PLAYS)
+
+
+@everywhere
+@pytest.mark.parametrize("ahead", ["nothing", "known", "text", None])
+async def test_ahead_says_how_much_is_prefilled(
+    scribe: Scribe, play: Play, ahead: Ahead | None
+) -> None:
+    scribe.ahead = ahead or "text"
+    events: list[Event] = []
+    options: LinkOptions = {"listener": events.append}
+    await play(scribe, **(options if ahead is None else {**options, "ahead": ahead}))
+    assert sum(isinstance(event, CallFinished) for event in events) == 2
+    assert ("open" in scribe.routes()) == (ahead != "nothing")
+    if ahead in ("nothing", "known"):
+        assert WORD.strip() not in scribe.streamed
+    # Calls ask for whole answers, as they do unlinked, and carry a name only if they are heard.
+    chats = scribe.chats[-2:]
+    assert {bool(chat.body.get("stream")) for chat in chats} == {play is play_workflow}
+    are_heard = ahead in ("text", None) and play is not play_workflow
+    assert [CALL_HEADER.lower() in chat.headers for chat in chats] == [are_heard] * 2
+    # Each call says why it has no link, if it has none.
+    first, second = [event.unlinked for event in events if isinstance(event, CallStarted)]
+    assert first == NO_LINKS if ahead == "nothing" else first in (FIRST, WHOLE)
+    assert second == (NO_LINKS if ahead == "nothing" else "")
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("given", "action"),
+    [
+        ({}, "abort"),
+        ({"on_failure": "finalize"}, "finalize"),
+        ({"on_failure": {"reader": "finalize"}}, "finalize"),
+        ({"on_failure": {"writer": "finalize"}}, "abort"),
+    ],
+    ids=str,
+)
+async def test_on_failure_says_what_happens_to_the_readers_link(
+    scribe: Scribe, play: Play, given: dict[str, Any], action: str
+) -> None:
+    scribe.ahead, scribe.fails = "text", True
+    events: list[Event] = []
+    with suppress(Exception):  # A reader may raise the writer's error.
+        await play(scribe, **given, listener=events.append)
+    failed = [event for event in events if isinstance(event, UpstreamFailed)]
+    assert [(one.agent, one.upstream, one.action) for one in failed] == [
+        ("reader", "writer", action)
+    ]
+
+
+@everywhere
+@pytest.mark.parametrize("prompts", [False, True])
+async def test_a_trace_has_what_the_listener_hears_and_prompts_if_asked_for(
+    scribe: Scribe, play: Play, prompts: bool, tmp_path: Path
+) -> None:
+    file, events = tmp_path / "run.jsonl", list[Event]()
+    await play(scribe, trace=file, trace_prompts=prompts, listener=events.append)
+    assert sum(isinstance(event, PromptSent) for event in events) == 2
+    assert read(file) == [one for one in events if prompts or not isinstance(one, PromptSent)]
+    await play(scribe, trace=file)
+    # The next run's trace takes the place of this one.
+    again = read(file)
+    assert again and not any(event in events for event in again)
+
+
+@everywhere
+async def test_unknown_options_are_refused(scribe: Scribe, play: Play) -> None:
+    with pytest.raises(TypeError, match=r"no option 'stream'; the options are .*ahead, on_failure"):
+        await play(scribe, stream=False)
+    with pytest.raises(ValueError, match="ahead must be 'nothing', 'known' or 'text', not 'all'"):
+        await play(scribe, ahead="all")
+    with pytest.raises(ValueError, match="'abort' or 'finalize', not 'ignore'"):
+        await play(scribe, on_failure={"reader": "ignore"})
+    with pytest.raises(ValueError, match="give trace=FILE, too"):
+        await play(scribe, trace_prompts=True)
+
+
+def test_further_calls_of_an_agent_have_its_policy() -> None:
+    settings = LinkSettings(on_failure={"writer": "finalize", "odd (2)": "finalize"})
+    actions = {name: settings.policy(name).error for name in ("writer (2)", "odd (2)", "odd (3)")}
+    assert actions == {"writer (2)": "finalize", "odd (2)": "finalize", "odd (3)": "abort"}
+
+
+@pytest.mark.parametrize("headers", [{"X-Run": "team"}, {"X Run": "run"}, {"X-Run\n": "run"}])
+def test_a_session_header_that_no_server_could_read_is_refused(headers: Any) -> None:
+    with pytest.raises(ValueError, match="session_headers"):
+        LinkSettings(session_headers=headers)
+
+
+async def test_requests_and_streams_of_a_workflow_name_their_session() -> None:
+    """The stream of an agent names the same one as the agent's request; a run is one of its own."""
+    own: dict[str, SessionOf] = {"X-Run": "run", "X-Agent": "agent"}
+    seen: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            path = request.url.path.partition("/prompt_streams/")[0] or "/append"
+            seen[path].append((request.headers["X-Run"], request.headers["X-Agent"]))
+
+        engine._http.event_hooks["request"].append(note)
+        for _ in range(2):
+            async with Workflow(engine, session_headers=own) as flow:
+                text = flow.text("text")
+                answer = flow.ask([{"role": "user", "content": f"a {text}"}], name="reader")
+                await server.until("open")
+                text.write("b")
+                text.close()
+                await answer
+            server.requests.clear()
+    first, second = seen["/v1/chat/completions"]
+    assert seen["/prompt_streams"] == [first, second]
+    assert first[0] != second[0] and first[1].startswith(first[0])
+    assert len({of for path in seen.values() for of in path}) == 2
+
+
+async def test_calls_of_one_name_share_a_session_unless_they_are_at_the_same_time() -> None:
+    own: dict[str, SessionOf] = {"X-Agent": "agent"}
+    seen: dict[str, str] = {}
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            if request.url.path.endswith("/completions"):
+                content = json.loads(request.content)["messages"][0]["content"]
+                seen[content.partition(" ")[0]] = request.headers["X-Agent"]
+
+        engine._http.event_hooks["request"].append(note)
+        async with Workflow(engine, session_headers=own) as flow:
+
+            def ask(content: str, name: str) -> Answer:
+                return flow.ask([{"role": "user", "content": content}], name=name)
+
+            first = ask("first", "writer")
+            second, other = ask(f"second {first}", "writer"), ask("other", "writer")
+            checked = ask(f"check {second}", "checker")
+            for answer in (second, other, checked):
+                await answer
+            await ask("third", "writer")
+    assert seen["first"] == seen["second"] == seen["third"]
+    assert len(set(seen.values())) == 3
+
+
+async def test_a_session_header_that_the_client_of_an_engine_has_itself_stays() -> None:
+    """A program's requests have its own, and the streams of their prompts are to go with them."""
+    seen: list[str] = []
+    mine = {"x-smg-routing-key": "mine"}
+    async with hung_engine() as server, EngineClient(server.url, headers=mine) as engine:
+
+        async def note(request: httpx.Request) -> None:
+            assert "X-Dynamo-Session-Id" in request.headers
+            seen.append(request.headers["X-SMG-Routing-Key"])
+
+        engine._http.event_hooks["request"].append(note)
+        async with Workflow(engine) as flow:
+            text = flow.text("text")
+            answer = flow.ask([{"role": "user", "content": f"a {text}"}])
+            await server.until("open")
+            text.close()
+            await answer
+    assert {"open", "chat"} <= {*server.routes()} and {*seen} == {"mine"}

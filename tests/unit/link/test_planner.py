@@ -1,0 +1,576 @@
+"""The link planner, with a minimal agent framework; without engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from flashmoa import EngineClient
+from flashmoa._concurrency import TaskHost
+from flashmoa.engine import EngineInfo, PromptUsage, soon
+from flashmoa.engine.wire import TOKENS_HEADER
+from flashmoa.errors import (
+    EngineError,
+    EngineUnreachable,
+    MalformedRequest,
+    PluginMissing,
+    PromptTooLarge,
+)
+from flashmoa.link.calls import CallRequest, CallResult, ObservedCall, OutputLengths
+from flashmoa.link.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.link.link import Link
+from flashmoa.link.linked_call import LinkedCall
+from flashmoa.link.options import LinkSettings
+from flashmoa.link.planner import LinkPlanner
+from flashmoa.link.prompt import NotForecastable, Placeholders, Prompt, Slot
+from flashmoa.link.reasons import NO_LINKS, NO_PLUGIN, OTHER_COURSE, OWN_TURN, UNEXPECTED
+from flashmoa.observe import CallStarted, Event, LinkDeclined, LinkWaits
+from flashmoa.observe.events import FIRST, LATE, ignore
+from tests.unit.link.hung_engine import hung_engine
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+ENGINE = "http://127.0.0.1:9"
+REQUEST = CallRequest(ENGINE, "m", None)
+TURN = Turn("reader", (frozenset(["writer"]),))
+LOOK, WALK = "look()", "walk()"
+
+
+class Pair(LinkPlanner):
+    """Plans for a team of two: a reader reads what a writer writes, who may call two tools."""
+
+    is_running = True
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        kv_share: float = 1.0,
+        settings: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self.events: list[Event] = []
+        super().__init__(self.events.append, settings, kv_share=kv_share)
+        self.forecasts = 0
+        self.may_forecast = anyio.Event()
+        self.may_forecast.set()
+        self.problem: str | None = None
+        self.refusal: EngineError | None = None
+        self.known = ""
+        self.holds_still = True
+        self.turn = TURN
+        self.own = RequestAfterTools("writer", engine, (LOOK, WALK), self.render)
+        self.renders = 0
+        self.may_render = anyio.Event()
+        self.may_render.set()
+        self._engine = engine
+
+    async def upcoming(self, caller: str) -> Sequence[Turn]:
+        return [self.turn] if caller == "writer" else []
+
+    async def forecast(self, turn: Turn) -> Forecast:
+        self.forecasts += 1
+        await self.may_forecast.wait()
+        if self.problem is not None:
+            raise NotForecastable(self.problem)
+        placeholders = Placeholders(turn.writers)
+
+        async def render() -> str:
+            if self.refusal is not None:
+                raise self.refusal
+            return f"Read: {self.known or placeholders.padded('writer')}"
+
+        return Forecast(
+            turn, self._engine, placeholders, [render], holds=lambda *_: self.holds_still
+        )
+
+    async def render(self, results: Mapping[str, str]) -> str:
+        """Escape the results, as the templates of some models do."""
+        self.renders += 1
+        await self.may_render.wait()
+        shown = (f"\n{tool} '{text}'".replace("&", "&amp;") for tool, text in results.items())
+        return "".join(["Go.", *shown, "\nSo"])
+
+    def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools:
+        assert answer is self.own
+        return self.own
+
+    def link_to(self, agent: str) -> Link | None:
+        return next((link for link in self.links if link.agent == agent), None)
+
+    async def linked(self, agent: str, prompt: str) -> Link:
+        """Wait until there is a link to an agent with that certain text."""
+
+        def found() -> list[Link]:
+            links = [link for link in self.links if link.agent == agent and not link.is_over]
+            return [link for link in links if link.prompt.stable() == prompt]
+
+        await until(found)
+        return found()[0]
+
+    def reasons(self) -> list[str]:
+        """Return why each call so far has no link."""
+        return [event.unlinked for event in self.events if isinstance(event, CallStarted)]
+
+    def declined(self) -> list[LinkDeclined]:
+        return [event for event in self.events if isinstance(event, LinkDeclined)]
+
+    async def link(self) -> Link:
+        """Wait until there is a link to the reader."""
+        await until(lambda: self.links)
+        (link,) = self.links
+        return link
+
+    async def planned(self, forecasts: int = 0, *, renders: int = 0) -> None:
+        """Wait until that many forecasts have been made, own requests rendered, and it is idle."""
+        await until(lambda: self.forecasts >= forecasts and self.renders >= renders)
+        await until(lambda: not self._planning.is_running)
+        # Links are made in tasks of their own.
+        await anyio.wait_all_tasks_blocked()
+
+
+@pytest.fixture
+async def planner(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pair]:
+    async def start(_: Link, host: TaskHost) -> None:
+        """Do not connect to an engine."""
+
+    monkeypatch.setattr(Link, "start", start)
+    async with EngineClient(ENGINE) as engine:
+        pair = Pair(engine)
+        yield pair
+        await pair.host.close()
+
+
+async def test_a_forecast_that_a_call_overtakes_makes_no_link(planner: Pair) -> None:
+    planner.may_forecast = anyio.Event()
+    planner.begin("writer", REQUEST)
+    await until(lambda: planner.forecasts)
+    reader = planner.begin("reader", REQUEST)
+    planner.may_forecast.set()
+    await planner.planned(1)
+    assert not planner.waiting_for("writer") and reader.prompt_stream_id is None
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, True]
+
+
+async def test_a_declined_agent_is_forecast_again_and_reported_once(planner: Pair) -> None:
+    planner.problem = "it is secret"
+    for count in (1, 2):
+        planner.begin("writer", REQUEST)
+        await planner.planned(count)
+    (declined,) = planner.declined()
+    assert (declined.agent, declined.reason) == ("reader", "it is secret")
+    assert not planner.begin("reader", REQUEST).prompt_stream_id
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, False, False]
+    planner.problem = None
+    planner.begin("writer", REQUEST)
+    await planner.link()
+
+
+async def test_a_prompt_that_cannot_be_rendered_is_declined(planner: Pair) -> None:
+    for count in (1, 2, 3):
+        refusal = f"tool {count} is no object" if count < 3 else "too long"
+        kind = MalformedRequest if count < 3 else PromptTooLarge
+        planner.refusal = kind(refusal, 400, "malformed" if count < 3 else "too_large")
+        planner.begin("writer", REQUEST)
+        await planner.planned(count)
+    declined = planner.declined()
+    assert {event.agent for event in declined} == {"reader"}
+    # A reason is reported once, even if its words are others each time.
+    reasons = [event.reason.rpartition(": ")[2] for event in declined]
+    assert reasons == ["tool 1 is no object", "too long"]
+
+
+async def test_an_agent_whose_code_fails_in_other_words_each_time_is_reported_once(
+    planner: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "a", "b", "c"):
+        planner.decline(name, OSError(f"no file {len(planner.events)}"))
+    assert [event.agent for event in planner.events] == ["a", "b", "c"]
+    monkeypatch.setattr("flashmoa.link.planner._MOST_REPORTED", 3)
+    planner.decline("d", OSError("no file"))
+    assert len(planner.reported_declines) == 1
+
+
+async def test_a_prompt_that_no_request_came_for_is_linked_again_only_if_it_changes(
+    planner: Pair,
+) -> None:
+    planner.turn = Turn("reader")
+    planner.known = "the plan"
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    link.has_expired = True
+    link.end("unused")
+    for known, is_same in [("the plan", True), ("the report", False)]:
+        forecasts, planner.known = planner.forecasts, known
+        planner.begin("writer", REQUEST)
+        await planner.planned(forecasts + 1)
+        assert (await planner.link() is link) is is_same
+
+
+async def test_a_link_whose_prompt_stays_the_same_is_kept_while_others_are_made_again(
+    planner: Pair,
+) -> None:
+    planner.turn, planner.known = Turn("reader"), "the plan"
+    link: Link | None = None
+    for known, is_same in [("the plan", False), ("the plan", True), ("the report", False)]:
+        planner.known, forecasts = known, planner.forecasts
+        planner.holds_still = False
+        planner.begin("writer", REQUEST)
+        await planner.planned(forecasts + 1)
+        assert (await planner.link() is link) is is_same
+        if link is not None:
+            assert link.is_over is not is_same
+        link = await planner.link()
+
+
+async def test_a_call_without_a_link_says_why(planner: Pair) -> None:
+    planner.problem = "its context is odd"
+    for agent in ("other", "other", "writer", "reader", "end", "other"):
+        if agent == "end":
+            planner.end_all("unused")
+        else:
+            planner.begin(agent, REQUEST)
+            await planner.planned()
+    assert planner.reasons() == [FIRST, OWN_TURN, UNEXPECTED, "its context is odd", FIRST]
+
+
+async def test_a_call_whose_link_is_still_planned_is_late_and_says_so(planner: Pair) -> None:
+    planner.may_forecast = anyio.Event()
+    planner.begin("writer", REQUEST)
+    await until(lambda: planner.forecasts)
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, LATE]
+    late = [event.late for event in planner.events if isinstance(event, CallStarted)]
+    assert late == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "until_next"),
+    [(EngineUnreachable("it is down"), "it is down"), (PluginMissing("no plugin"), NO_PLUGIN)],
+)
+async def test_a_call_whose_engine_refused_its_link_says_why_once(
+    planner: Pair, error: EngineError, until_next: str
+) -> None:
+    """A later call, which nobody tried to link, has another reason."""
+    planner.refusal = error
+    for agent in ("writer", "reader", "other", "reader"):
+        planner.begin(agent, REQUEST)
+        await planner.planned()
+    # Of a plain engine it is known until the run ends.
+    later = NO_PLUGIN if isinstance(error, PluginMissing) else UNEXPECTED
+    assert planner.reasons() == [FIRST, until_next, UNEXPECTED, later]
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("abort", "its link was closed, as a text that it reads failed"),
+        ("unused", "its link had ended, as no request came in time"),
+        ("OSError: no", "its link failed: OSError: no"),
+    ],
+)
+async def test_a_call_whose_link_has_ended_says_why(planner: Pair, end: str, reason: str) -> None:
+    planner.begin("writer", REQUEST)
+    (await planner.link()).end(end)
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, reason]
+
+
+async def test_a_call_that_takes_another_course_says_so(planner: Pair) -> None:
+    planner.begin("writer", REQUEST)
+    await planner.link()
+    await planner.planned()
+    planner.holds_still = False
+    planner.begin("reader", REQUEST)
+    assert planner.reasons() == [FIRST, OTHER_COURSE]
+
+
+async def test_calls_that_are_only_watched_say_that_links_are_off() -> None:
+    async with EngineClient(ENGINE) as engine:
+        planner = Pair(engine, settings=LinkSettings(ahead="nothing"))
+        planner.begin("writer", REQUEST)
+        planner.begin("reader", REQUEST)
+        assert planner.reasons() == [NO_LINKS] * 2
+
+
+@pytest.mark.parametrize(("url", "holds"), [("http://elsewhere", True), (ENGINE, False)])
+async def test_a_link_of_another_call_than_the_one_that_comes_is_not_used(
+    planner: Pair, url: str, holds: bool
+) -> None:
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    planner.holds_still = holds
+    assert planner.take_link("reader", url) is None
+    assert link.is_over and not planner.links
+    assert link.unused_reason == OTHER_COURSE
+
+
+async def test_a_link_to_an_agent_that_is_not_possible_twice_in_a_row_is_ended(
+    planner: Pair,
+) -> None:
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    for caller in ("other", "writer", "other"):
+        planner.caller = caller
+        await planner._plan()
+        assert not link.is_over
+    await planner._plan()
+    assert link.is_over and not planner.links
+
+
+class PlainEngine(EngineClient):
+    """A server without any route that it is asked for."""
+
+    async def ask(self, *_: Any, **__: Any) -> Any:
+        raise PluginMissing("no plugin")
+
+
+class WithoutSize(EngineClient):
+    """An engine that does not say how large its KV pool is."""
+
+    async def info(self) -> EngineInfo:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(PlainEngine, "its engine has no plugin"), (WithoutSize, "did not answer within")],
+)
+async def test_unless_its_engine_tells_its_size_only_agents_that_are_sure_to_be_next_are_linked(
+    kind: type[EngineClient], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soon, "SOON_SECONDS", 0.05)
+    async with kind(f"http://{kind.__name__}:9") as engine:
+        planner = Pair(engine)
+        planner.turn = Turn("reader", TURN.after, sure=False)
+        planner.begin("writer", REQUEST)
+        await until(planner.declined)
+        assert reason in planner.declined()[0].reason
+        planner.turn = TURN
+        planner.plan()
+        assert (await planner.link()).agent == "reader"
+        await planner.host.close()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+async def test_a_share_of_the_pool_is_between_none_and_all_of_it(share: float) -> None:
+    async with EngineClient(ENGINE) as engine:
+        with pytest.raises(ValueError, match=r"kv_share is .*; it must be a number from 0 to 1"):
+            Pair(engine, share)
+
+
+async def test_a_link_knows_how_long_its_writers_last_answers_were(planner: Pair) -> None:
+    planner.output_lengths.add("writer", 120)
+    planner.begin("writer", REQUEST)
+    link = await planner.link()
+    assert link._expect("writer") == 120
+
+
+async def test_a_call_that_overtakes_the_opening_of_its_stream_is_late(planner: Pair) -> None:
+    link = Link(EngineClient(ENGINE), Prompt(["a"]), agent="reader")
+    LinkedCall(planner, "reader", REQUEST, link)
+    (started,) = planner.events
+    assert isinstance(started, CallStarted)
+    assert started.late and started.stream_id is None
+
+
+async def test_an_answer_that_differs_from_its_streamed_text_costs_the_differing_end(
+    planner: Pair,
+) -> None:
+    """Its request broke off, was sent again, and got a different answer."""
+    writer = planner.begin("writer", REQUEST)
+    link = await planner.link()
+    writer.on_text("The quick fox")
+    assert link.prompt.take() == "Read: The quick fox"
+    writer.on_finish(CallResult("The quick dog.", None, "stop", is_forwarded=True))
+    assert not link.is_over and link.prompt.is_complete
+    assert link.prompt.take_back() == len("Read: The quick ")
+    assert link.prompt.take() == "dog."
+    assert planner.take_link("reader", ENGINE) is link
+    assert await writer.text == "The quick dog."
+
+
+async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_next_text(
+    planner: Pair,
+) -> None:
+    writer = planner.begin("writer", REQUEST)
+    link = await planner.link()
+    writer.on_text("I look.")
+    assert link.prompt.take() == "Read: I look."
+    writer.on_finish(CallResult("I look.", None, "tool_calls", is_forwarded=False))
+    # Adapters are told as of an answer without text.
+    assert [event.reason for event in planner.events if isinstance(event, LinkWaits)] == [
+        "it calls tools"
+    ]
+    writer.on_text(" Another thread told this too late.")
+    assert not link.is_over and link.waits_for("writer")
+    assert link.prompt.take_back() == len("Read: ") and link.prompt.take() == ""
+    writer = planner.begin("writer", REQUEST)
+    await planner.planned()
+    assert planner.links == [link]
+    writer.on_text("Done.")
+    writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
+    assert link.prompt.take() == "Done." and link.prompt.is_complete
+    assert planner.take_link("reader", ENGINE) is link
+
+
+async def test_a_text_that_could_not_be_heard_is_read_when_it_is_complete_with_the_reason(
+    planner: Pair,
+) -> None:
+    async with EngineClient(ENGINE) as engine:
+        writer = planner.begin("writer", CallRequest(ENGINE, "m", client=engine))
+        link = await planner.link()
+        channel = writer.channel
+        assert channel is not None
+        await until(lambda: channel.problem)
+        writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
+        (waits,) = [event for event in planner.events if isinstance(event, LinkWaits)]
+        assert (waits.agent, waits.upstream) == ("reader", "writer")
+        assert "cannot be reached" in waits.reason
+        assert link.prompt.stable() == "Read: Done." and link.prompt.is_complete
+
+
+async def test_calls_of_a_run_share_a_channel_that_ends_with_the_run() -> None:
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+        planner, found = Pair(engine), set[str]()
+        request = CallRequest(server.url, "m", client=engine)
+        for _ in range(2):
+            for agent in ("writer", "reader"):
+                planner.begin(agent, request)
+                await until(lambda: server.channels)
+                found |= server.channels.keys()
+            assert len(server.channels) == 1
+            planner.end_all("unused")
+            await until(lambda: not server.channels)
+        assert len(found) == 2
+        planner.begin("writer", request)
+        await until(lambda: server.channels)
+        await planner.host.close()
+        await until(lambda: not server.channels)
+
+
+async def test_a_text_that_is_rewritten_is_not_heard(planner: Pair) -> None:
+    async with EngineClient(ENGINE) as engine:
+        request = CallRequest(ENGINE, "m", "it is structured", engine)
+        calls = [planner.begin("writer", request), planner.begin("writer", REQUEST, "it is cut")]
+        calls.append(planner.begin("writer", CallRequest(ENGINE, "m")))
+        assert [call.channel for call in calls] == [None] * 3
+        for call in calls[:2]:
+            call.on_text("Draft")
+            assert not call.text.written
+
+
+async def test_a_request_says_how_long_its_agents_last_answers_were(planner: Pair) -> None:
+    """In a header, since servers may refuse fields that they do not know."""
+
+    def call(agent: str, answered: int) -> str | None:
+        linked = LinkedCall(planner, agent, REQUEST)
+        expected = ObservedCall([linked]).attempt(None, {}).headers.get(TOKENS_HEADER)
+        usage = PromptUsage(prompt_tokens=9, completion_tokens=answered)
+        linked.on_finish(CallResult("text", usage, "stop", is_forwarded=False))
+        return expected
+
+    assert [call("a", 10), call("a", 30), call("a", 900)] == [None, "10", "20"]
+    assert [call("a", 30), call("b", 5)] == ["30", None]
+
+
+async def test_a_link_is_open_before_the_next_to_its_engine_is_made_unless_that_takes_long() -> (
+    None
+):
+    host = TaskHost("A link failed")
+    async with hung_engine() as server, EngineClient(server.url) as engine:
+        for number in range(5):
+            link = Link(engine, Prompt([f"{number}"]), agent="a", listener=ignore)
+            await link.start(host)
+            assert link.stream_id is not None
+        unwritten = Prompt([Slot("b")])
+        await Link(engine, unwritten, agent="a", listener=ignore).start(host)
+        server.hangs.add("open")
+        with anyio.fail_after(10):
+            await Link(engine, Prompt(["x"]), agent="a", listener=ignore).start(host)
+        await host.close()
+
+
+def test_only_the_last_answers_of_an_agent_count() -> None:
+    lengths = OutputLengths()
+    for tokens in [1000] * 8 + [10] * 8:
+        lengths.add("a", tokens)
+    assert lengths.expect("a") == 10
+
+
+def call_tools(planner: Pair, text: str = "") -> None:
+    """Let the writer answer with calls of its tools, and a text before them."""
+    writer = planner.begin("writer", REQUEST)
+    if text:
+        writer.on_text(text)
+    result = CallResult("", None, "function_calls", is_forwarded=False, tool_calls=planner.own)
+    writer.on_finish(result)
+
+
+async def test_a_result_waits_for_those_before_it(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    planner.held.add_result(planner.own, WALK, "2 h")
+    await planner.planned(renders=2)
+    assert planner.link_to("writer") is link and link.prompt.stable() == "Go.\nlook() '"
+    assert [slot.name for slot in link.prompt.slots] == [LOOK]
+    assert link.prompt.segments[-1] == "'\nwalk() '2 h'\nSo"
+
+
+async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
+    call_tools(planner)
+    link = await planner.linked("writer", "Go.\nlook() '")
+    for tool in (LOOK, WALK):
+        planner.held.add_result(planner.own, tool, "")
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is link and not link.is_over
+    planner.begin("writer", REQUEST)
+    assert planner.link_to("writer") is None and link.is_over
+
+
+async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pair) -> None:
+    call_tools(planner)
+    for tool in (LOOK, WALK):
+        planner.held.add_result(planner.own, tool, "")
+    await planner.linked("reader", "Read: ")
+    planner.plan()
+    await planner.planned(renders=0)
+    assert planner.link_to("writer") is None and not planner.renders
+    planner.begin("writer", REQUEST)
+    assert not any(event.late for event in planner.events if isinstance(event, CallStarted))
+
+
+@pytest.mark.parametrize("is_rendering", [False, True])
+async def test_a_request_that_is_given_up_is_not_linked_any_more(
+    planner: Pair, is_rendering: bool
+) -> None:
+    if is_rendering:
+        planner.may_render = anyio.Event()
+        call_tools(planner)
+        await until(lambda: planner.renders)
+    else:
+        call_tools(planner)
+        await planner.linked("writer", "Go.\nlook() '")
+    planner.held.give_up(planner.own)
+    planner.may_render.set()
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+    # What is not held any more changes nothing.
+    planner.held.add_result(planner.own, LOOK, "")
+    planner.held.give_up(planner.own)
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None
+
+
+async def test_a_request_is_not_held_for_ever(
+    planner: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa.link.forecasts._LONGEST_TOOL_SECONDS", 0.05)
+    call_tools(planner)
+    await until(lambda: not planner.held.holds(planner.own))
+    await planner.planned(renders=1)
+    assert planner.link_to("writer") is None

@@ -1,0 +1,195 @@
+"""Test prompts and their stable frontier."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoa.link.prompt import Placeholders, Prompt, Slot
+
+
+def test_the_frontier_stops_inside_the_first_open_slot() -> None:
+    first, second = Slot("first"), Slot("second")
+    prompt = Prompt(["<", first, "|", second, ">"])
+    assert prompt.take() == "<"
+    second.append("later")
+    assert prompt.take() == ""
+    first.append("now")
+    assert prompt.take() == "now"
+    first.close()
+    assert prompt.take() == "|later"
+    second.close()
+    assert prompt.take() == ">"
+    assert prompt.is_complete
+
+
+def test_stripped_white_space_is_withheld_until_it_is_certain() -> None:
+    slot = Slot("upstream", strip_start=True, strip_end=True)
+    prompt = Prompt(["[", slot, "]"])
+    slot.append("  \n a ")
+    assert prompt.take() == "[a"
+    slot.append("b \n")
+    assert prompt.take() == " b"
+    slot.close()
+    assert prompt.take() == "]"
+
+
+def test_nothing_can_be_added_to_a_closed_slot() -> None:
+    slot = Slot("upstream")
+    slot.close()
+    with pytest.raises(ValueError, match="upstream"):
+        slot.append("more")
+
+
+def test_a_prompt_cannot_contain_a_slot_twice() -> None:
+    slot = Slot("upstream")
+    with pytest.raises(ValueError, match="twice"):
+        Prompt([slot, slot])
+
+
+@given(
+    texts=st.lists(st.text(max_size=8), min_size=1, max_size=4),
+    strip=st.booleans(),
+    data=st.data(),
+)
+def test_pieces_in_any_order_make_the_whole_prompt(
+    texts: list[str], strip: bool, data: st.DataObject
+) -> None:
+    """For any order of appends and closings, the pieces form the prompt, and none changes later."""
+    slots = [Slot(str(i), strip_start=strip, strip_end=strip) for i in range(len(texts))]
+    segments: list[str | Slot] = ["head"]
+    for slot in slots:
+        segments += [slot, "|"]
+    prompt = Prompt(segments)
+    remaining = [list(text) for text in texts]
+    taken = prompt.take()
+    while any(slot.is_open for slot in slots):
+        index = data.draw(st.sampled_from([i for i, slot in enumerate(slots) if slot.is_open]))
+        if remaining[index]:
+            slots[index].append(remaining[index].pop(0))
+        else:
+            slots[index].close()
+        taken += prompt.take()
+    whole = "head" + "".join((text.strip() if strip else text) + "|" for text in texts)
+    assert taken == whole == prompt.stable()
+
+
+@given(
+    strips=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_a_model_server_always_has_the_stable_text_although_texts_are_replaced(
+    strips: list[tuple[bool, bool]], data: st.DataObject
+) -> None:
+    """It puts each piece after as many of its characters as the prompt says."""
+    slots = [Slot(f"{i}", strip_start=a, strip_end=b) for i, (a, b) in enumerate(strips)]
+    prompt = Prompt(["<", *(each for slot in slots for each in (slot, "|"))])
+    written = dict.fromkeys(range(len(slots)), "")
+    server = right = prompt.take()
+    texts = st.text("ab \n", max_size=4)
+    for _ in range(data.draw(st.integers(0, 30))):
+        still_open = [i for i, slot in enumerate(slots) if slot.is_open]
+        index = data.draw(st.sampled_from(still_open or [0]))
+        step = data.draw(st.sampled_from(["append", "replace", "close", "take", "take"]))
+        if step == "take" or not still_open:
+            start, piece = prompt.take_back(), prompt.take()
+            assert start == (None if right == server else len(right))
+            server = server[:start] + piece
+            assert server == prompt.stable()
+            assert prompt.take_back() is None and prompt.take() == ""
+            right = server
+        elif step == "append":
+            slots[index].append(text := data.draw(texts))
+            written[index] += text
+        elif step == "replace":
+            # Some of the text often stays.
+            kept = written[index][: data.draw(st.integers(0, len(written[index])))]
+            written[index] = kept + data.draw(texts)
+            prompt.replace(slots[index], written[index])
+        else:
+            slots[index].close()
+        right = common_beginning(right, naive(prompt, slots, written))
+    assert prompt.stable() == naive(prompt, slots, written)
+
+
+def common_beginning(text: str, other: str) -> str:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
+    return "".join(a for a, _ in same)
+
+
+def naive(prompt: Prompt, slots: list[Slot], written: dict[int, str]) -> str:
+    """Return the stable text, from what was written into the slots."""
+    text = "<"
+    for index, slot in enumerate(slots):
+        part = written[index]
+        part = part.lstrip() if slot.strip_start else part
+        text += part.rstrip() if slot.strip_end else part
+        if slot.is_open:
+            break
+        text += "|"
+    return text
+
+
+def test_a_text_that_is_replaced_beyond_the_frontier_takes_nothing_back() -> None:
+    first, second = Slot("first"), Slot("second")
+    prompt = Prompt([first, second])
+    second.append("later")
+    first.append("now")
+    assert prompt.take() == "now"
+    prompt.replace(second, "never")
+    assert prompt.take_back() is None
+    first.close()
+    assert prompt.take() == "never"
+    prompt.replace(second, "")
+    assert (prompt.take_back(), prompt.take(), prompt.take_back()) == (3, "", None)
+
+
+def test_a_prompt_that_starts_again_or_becomes_another_keeps_what_is_right() -> None:
+    slot, same = Slot("A"), Slot("A")
+    prompt = Prompt(["So ", slot])
+    slot.append("far")
+    assert prompt.take() == "So far"
+    prompt.replace(slot, "good")
+    # What was taken back does not count.
+    same.append("good")
+    prompt.become(Prompt(["So ", same, "!"]))
+    assert (prompt.take_back(), prompt.take()) == (3, "good")
+    prompt.restart()
+    assert (prompt.take_back(), prompt.take()) == (None, "So good")
+
+
+def test_a_prompt_can_be_replaced_by_one_with_a_longer_certain_part() -> None:
+    unsettled = Slot("?")
+    prompt = Prompt(["So ", unsettled])
+    assert prompt.take() == "So "
+    first, second = Slot("A"), Slot("B")
+    first.append("far")
+    prompt.become(Prompt(["So ", first, " and ", second]))
+    assert (prompt.take(), prompt.take()) == ("far", "")
+    first.close()
+    assert prompt.take() == " and "
+    assert prompt.slots == (first, second) and not prompt.is_complete
+
+
+def test_a_prompt_cannot_be_replaced_by_one_with_a_different_beginning() -> None:
+    slot = Slot("A")
+    prompt = Prompt(["So ", slot])
+    slot.append("far")
+    assert prompt.take() == "So far"
+    with pytest.raises(ValueError, match="already sent"):
+        prompt.become(Prompt(["So good"]))
+    assert prompt.slots == (slot,) and prompt.take() == ""
+
+
+def test_a_text_that_is_in_a_prompt_twice_has_two_slots_of_its_name() -> None:
+    placeholders = Placeholders(["first", "second"])
+    first, second = placeholders.padded("first"), placeholders.padded("second")
+    prompt = placeholders.build_prompt(f"<{first}|{second}|{first}>")
+    assert [slot.name for slot in prompt.slots] == ["first", "second", "first"]
+    for slot in prompt.slots:
+        slot.append(slot.name[0])
+        slot.close()
+    assert prompt.stable() == "<f|s|f>"

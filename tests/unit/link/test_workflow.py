@@ -1,0 +1,398 @@
+"""Test what a workflow does with odd texts and answers, without an engine that links."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import pytest
+
+from flashmoa import EngineClient, Text, UpstreamCancelled, Workflow
+from flashmoa._concurrency import TaskHost, all_of
+from flashmoa.engine.wire import Delta
+from flashmoa.errors import BadAnswer, EngineUnreachable
+from flashmoa.observe import Event, LinkDeclined
+from tests.unit.link.hung_engine import hung_engine
+from tests.waiting import until
+
+pytestmark = pytest.mark.anyio
+TOOL_PIECES: list[dict[str, Any]] = [
+    {"index": 0, "id": "c0", "function": {"name": "look", "arguments": '{"at"'}},
+    {"index": 0, "function": {"arguments": ': "it"}'}},
+    {"index": 1, "id": "c1", "function": {"name": "walk", "arguments": "{}"}},
+]
+
+
+class Engine:
+    """A client whose engine ends each answer with the finish reason that is the model's name.
+
+    Attributes:
+        contents: the contents of the requests' last messages.
+        bodies: the other fields of the requests.
+        rendered: the fields, without the messages, of the requests to render a prompt.
+    """
+
+    url = "http://engine"
+
+    def __init__(self, model: str = "tiny", **namespace: str) -> None:
+        self.model = model
+        self.namespace = namespace
+        self.contents: list[object] = []
+        self.bodies: list[dict[str, object]] = []
+        self.rendered: list[dict[str, object]] = []
+
+    async def render(self, _messages: object, **fields: object) -> str:
+        self.rendered.append(fields)
+        raise EngineUnreachable(f"it did not render prompt {len(self.rendered)}")
+
+    @asynccontextmanager
+    async def chat(
+        self, messages: list[dict[str, object]], *, model: str = "stop", **more: object
+    ) -> AsyncGenerator[AsyncGenerator[Delta]]:
+        self.contents.append(messages[-1]["content"])
+        self.bodies.append(more)
+
+        async def deltas() -> AsyncGenerator[Delta]:
+            if model == "tool_calls":
+                for piece in TOOL_PIECES:
+                    yield Delta(text="", tool_calls=[piece])
+                yield Delta(text="", finish_reason=model)
+                return
+            yield Delta(text="It is 18.")
+            yield Delta(text="", finish_reason=None if model == "none" else model)
+
+        yield deltas()
+
+
+def workflow(engine: Engine) -> Workflow:
+    return Workflow(engine, ahead="nothing")  # type: ignore[arg-type]
+
+
+def user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"), [("none", "the answer was cut off"), ("abort", "aborted its answer")]
+)
+async def test_answer_that_is_cut_off_fails_and_no_one_reads_it(model: str, problem: str) -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        answer = flow.ask(user("?"), model=model)
+        reader = flow.ask(user(f"Read {answer}"), model="stop")
+        for text in (answer, reader):
+            with pytest.raises(BadAnswer, match=problem):
+                await text
+    assert engine.contents == ["?"]
+
+
+async def test_answers_are_only_read_and_texts_are_written() -> None:
+    async with workflow(Engine()) as flow:
+        answer, text = flow.ask(user("?"), model="stop"), flow.text()
+        written = flow.version(answer)
+        for name in ("write", "close", "finish", "fail", "__enter__"):
+            assert not hasattr(answer, name)
+            assert hasattr(text, name) and hasattr(written, name)
+        reader = flow.ask(user(f"{text} {written} {answer.name}"), model="stop")
+        text.write("Read ")
+        text.finish("Read this:")
+        written.write(await answer)
+        written.close()
+        assert await reader == "It is 18."
+    assert answer.finish_reason == "stop"
+
+
+async def test_text_that_could_not_be_replaced_is_refused() -> None:
+    async with workflow(Engine()) as flow, workflow(Engine()) as other:
+        foreign, draft = other.text("foreign"), flow.text("draft")
+        with pytest.raises(ValueError, match="'foreign' is a text of another workflow"):
+            flow.ask(user(f"Read {foreign}"))
+        for change in (str.upper, quote, json.dumps, lambda mark: mark[1:], lambda mark: mark[:-1]):
+            with pytest.raises(ValueError, match="'draft' was changed before it was complete"):
+                flow.ask(user(f"{change(f'{draft}')}"))
+        with pytest.raises(ValueError, match="'draft' is in a parameter"):
+            flow.ask(user("Read."), tools=[{"function": {"description": f"Reads {draft}"}}])
+        # What only looks like a mark is a user's text.
+        quoted = flow.ask(user("What is \u27e6x:0123456789abcdef\u27e7?"))
+        assert await quoted == "It is 18."
+
+
+async def test_reader_does_not_wait_for_other_texts_once_one_has_failed() -> None:
+    async with workflow(Engine()) as flow:
+        unwritten, failed = flow.text("unwritten"), flow.text("failed")
+        reader = flow.ask(user(f"{unwritten} {failed}"))
+        failed.fail(RuntimeError("no"))
+        with anyio.fail_after(5), pytest.raises(RuntimeError, match="no"):
+            await reader
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit()])
+async def test_readers_of_a_cancelled_writer_are_not_cancelled(error: BaseException) -> None:
+    text = Text("draft")
+    with pytest.raises(type(error)), text:
+        raise error
+    with pytest.raises(UpstreamCancelled, match="draft was cancelled") as raised:
+        await text
+    assert raised.value.__cause__ is error and text.failure == "cancel"
+
+
+async def test_names_of_texts_differ() -> None:
+    async with workflow(Engine()) as flow:
+        names = [flow.text(name).name for name in ("a", "a-2", "a", "a", "b")]
+    assert names == ["a", "a-2", "a-3", "a-4", "b"]
+
+
+async def test_tasks_end_before_a_cancelled_close_returns() -> None:
+    """They need what their owner closes next, to release streams."""
+    host, ended = TaskHost("failed"), anyio.Event()
+
+    async def work() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                ended.set()
+
+    host.start(work)
+    await anyio.wait_all_tasks_blocked()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await host.close()
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "namespace"),
+    [
+        ("base:adapter", {}, {"model": "base:adapter"}),
+        ("base:adapter", {"cache_salt": "s"}, {"model": "base:adapter", "cache_salt": "s"}),
+        ("base:adapter", {"model": "stop"}, {}),
+        ("base", {"model": "stop", "cache_salt": "s"}, {"cache_salt": "s"}),
+    ],
+)
+async def test_a_link_is_in_the_namespace_of_its_request(
+    model: str, own: dict[str, str], namespace: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespaces: list[object] = []
+    monkeypatch.setattr(Workflow, "_link", lambda *given: namespaces.append(given[-1]))
+    async with workflow(Engine(model)) as flow:
+        draft = flow.ask(user("Draft."), model="stop")
+        await flow.ask(user(f"Shorten {draft}"), **own)
+    assert namespaces == [namespace]
+    # The request has the namespace of the engine's client, too.
+    namespaces.clear()
+    async with workflow(Engine(model, extra_key="tenant")) as flow:
+        draft = flow.ask(user("Draft."), model="stop")
+        await flow.ask(user(f"Shorten {draft}"), **own)
+    assert namespaces == [{**namespace, "extra_key": "tenant"}]
+
+
+async def test_call_that_was_cancelled_elsewhere_is_named() -> None:
+    async def cancelled() -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    with pytest.raises(RuntimeError, match="was cancelled elsewhere"):
+        await all_of([cancelled])
+
+
+async def test_many_escaped_brackets_are_no_marks() -> None:
+    """They were searched from each one to the end of the string."""
+    text = json.dumps({"semantics": "\u27e6x\u27e7 " * 200 + "\u27e6" * 20_000})
+    assert text.count("u27e6") == 20_200
+    engine = Engine()
+    with anyio.fail_after(5):
+        async with workflow(engine) as flow:
+            assert await flow.ask(user(text), model="stop") == "It is 18."
+
+
+async def test_prompts_are_built_of_texts_as_of_strings() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        draft = flow.text("draft")
+        uses: list[object] = [draft, [{"type": "text", "text": draft}]]
+        uses += [f"{draft!r}", "Read " + draft, draft + "!", "%s" % draft]  # noqa: UP031
+        uses += [
+            "\n".join(map(str, [draft, "all"])),
+            f"Read {[draft]}",
+            f"Read { {'it': draft} }",
+            f"{draft}",
+            json.dumps([f"{draft}"], ensure_ascii=False),
+        ]
+        answers = [flow.ask(user(use), model="stop") for use in uses]
+        draft.finish("it")
+        assert {await answer for answer in answers} == {"It is 18."}
+    expected = [
+        "it",
+        [{"type": "text", "text": "it"}],
+        "it",
+        "Read it",
+        "it!",
+        "it",
+        "it\nall",
+        "Read [it]",
+        "Read {'it': it}",
+        "it",
+        '["it"]',
+    ]
+    assert engine.contents == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["extra_headers", "timeout", "stream", "functions", "function_call"]
+)
+async def test_parameters_of_other_clients_are_refused(name: str) -> None:
+    async with workflow(Engine()) as flow:
+        with pytest.raises(TypeError, match=f"no parameter '{name}'"):
+            flow.ask(user("?"), **{name: 1})
+
+
+@pytest.mark.parametrize("messages", ["?", ["?"], {"role": "user", "content": "?"}])
+async def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    async with workflow(Engine()) as flow:
+        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+            flow.ask(messages)
+        with pytest.raises(TypeError, match=r"messages are \[.*, not .*[?]"):
+            flow.expect(messages)
+
+
+async def test_messages_may_come_one_by_one() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        draft = flow.ask(user("Draft."))
+        messages: Any = iter(user(f"Shorten: {draft}"))
+        await flow.ask(messages)
+        assert engine.contents == ["Draft.", f"Shorten: {await draft}"]
+
+
+async def test_extra_body_is_part_of_the_body() -> None:
+    engine = Engine()
+    async with workflow(engine) as flow:
+        await flow.ask(user("?"), max_tokens=3, extra_body={"guided_regex": "a*"})
+        with pytest.raises(TypeError, match="extra_body cannot have 'messages'"):
+            flow.ask(user("?"), extra_body={"messages": []})
+        several: dict[str, Any]
+        for several in ({"n": 2}, {"extra_body": {"n": 2}}):
+            with pytest.raises(ValueError, match="n is 2; an answer is one text"):
+                flow.ask(user("?"), **several)
+    assert engine.bodies == [{"max_tokens": 3, "guided_regex": "a*"}]
+
+
+async def test_tool_calls_of_an_answer_are_available() -> None:
+    async with workflow(Engine()) as flow:
+        answer = flow.ask(user("?"), model="tool_calls", tools=[{"type": "function"}])
+        assert await answer == "" and answer.finish_reason == "tool_calls"
+    functions = [call["function"] for call in answer.tool_calls]
+    assert [call["id"] for call in answer.tool_calls] == ["c0", "c1"]
+    look, walk = functions
+    assert (look["name"], json.loads(look["arguments"])) == ("look", {"at": "it"})
+    assert walk == {"name": "walk", "arguments": "{}"}
+
+
+async def test_an_error_that_nobody_awaited_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with workflow(Engine()) as flow:
+        flow.ask(user("?"), model="none", name="lost")
+        read = flow.ask(user("?"), model="none", name="read")
+        flow.ask(user(f"Read {read}"), model="stop", name="reader")
+        awaited = flow.ask(user("?"), model="none", name="awaited")
+        flow.ask(user("?"), model="stop", name="cancelled").cancel()
+        with pytest.raises(BadAnswer):
+            await awaited
+    # The reader's failure is that of what it read.
+    failed = [each.getMessage().split()[0] for each in caplog.records]
+    assert failed == ["lost", "reader"]
+
+
+def test_a_workflow_can_be_made_outside_of_a_loop_and_is_used_inside_its_block() -> None:
+    engine = Engine()
+    flow = workflow(engine)
+    with pytest.raises(RuntimeError, match="use it inside `async with Workflow"):
+        flow.ask(user("?"))
+
+    async def run() -> str:
+        async with flow:
+            with pytest.raises(RuntimeError, match="is running already"):
+                await flow.__aenter__()
+            return await flow.ask(user("?"))
+
+    assert asyncio.run(run()) == "It is 18."
+
+
+async def test_leaving_a_workflow_in_another_task_says_so_and_cancels_its_requests() -> None:
+    flow, may_leave = workflow(Engine()), asyncio.Event()
+    waiting: list[Text] = []
+
+    async def enter() -> None:
+        await flow.__aenter__()
+        waiting.append(flow.ask(user(f"Read {flow.text('never')}")))
+        await may_leave.wait()
+
+    entering = asyncio.create_task(enter())
+    await anyio.wait_all_tasks_blocked()
+    with pytest.raises(RuntimeError, match="entered in another task"):
+        await flow.__aexit__(None, None, None)
+    with pytest.raises(UpstreamCancelled):
+        await waiting[0]
+    may_leave.set()
+    await entering
+
+
+async def test_what_shapes_a_prompt_is_part_of_its_prediction() -> None:
+    engine = Engine()
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "continue_final_message": True,
+    }
+    async with Workflow(engine) as flow:  # type: ignore[arg-type]
+        draft = flow.text("draft")
+        answer = flow.ask(user(f"{draft}"), temperature=0, extra_body={"thinking": True}, **fields)
+        await until(lambda: engine.rendered)
+        draft.close()
+        await answer
+    assert engine.rendered == [{**fields, "thinking": True}]
+
+
+async def test_a_problem_of_rendering_is_logged_once_whatever_its_words_are(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmoa.link.prompt_feed._logged", set())
+    events: list[Event] = []
+    engine = Engine()
+    async with Workflow(engine, listener=events.append) as flow:  # type: ignore[arg-type]
+        for number in range(3):
+            with flow.text() as text:
+                answer = flow.ask(user(f"{text}"))
+                await until(lambda: len(engine.rendered) > number)  # noqa: B023
+            await answer
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
+    assert len([event for event in events if isinstance(event, LinkDeclined)]) == 3
+    assert [note.kind for note in flow.report.notes] == ["declined"] * 3
+    assert len(flow.report.calls) == 3
+
+
+async def test_requests_and_expected_ones_are_in_the_namespace_of_the_client() -> None:
+    namespace = {"cache_salt": "tenant"}
+    async with (
+        hung_engine() as engine,
+        EngineClient(engine.url, model="base:adapter", namespace=namespace) as client,
+        Workflow(client) as flow,
+    ):
+        draft = flow.text("draft")
+        flow.expect(user(f"Read {draft}"))
+        await engine.until("open")
+        await flow.ask(user("?"))
+    (opened,) = [body for route, body in engine.requests if route == "open"]
+    (chat,) = [body for route, body in engine.requests if route == "chat"]
+    for body in (opened, chat):
+        assert (body["cache_salt"], body["model"]) == ("tenant", "base:adapter")

@@ -1,0 +1,358 @@
+"""The prefills of lists that are scored, and their answers, with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+from flashmoa_sglang.http.errors import EngineBusy, MalformedRequest
+from flashmoa_sglang.http.scoring.answers import ScoreForm
+from flashmoa_sglang.http.scoring.forwards import ListScorer, PrefillRoom, ScoredPrompt
+from flashmoa_sglang.http.scoring.routes import stream, while_connected
+from flashmoa_sglang.http.stream import Terms
+from starlette.requests import ClientDisconnect
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a plain object in place of SGLang's request, whose module imports the whole engine."""
+    module = SimpleNamespace(GenerateReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
+
+
+class CountingEngine:
+    """Answers batches after some turns of the event loop, and counts the prefills under way.
+
+    Attributes:
+        batches: the requests, in the order in which they came.
+        refuses: the message of a prefill that SGLang aborts, by the last token of its prompt.
+        retracts: the last tokens of prompts whose prefill SGLang interrupts once.
+    """
+
+    role = None
+
+    def __init__(self, queue: int | None = None) -> None:
+        self.max_queued_requests = queue
+        self.under_way = self.most_under_way = 0
+        self.batches: list[Any] = []
+        self.refuses: dict[int, str] = {}
+        self.retracts: set[int] = set()
+
+    async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        self.batches.append(request)
+        if isinstance(request.rid, str):  # It is no batch.
+            fields = {name: [value] for name, value in vars(request).items()}
+            yield {"meta_info": self._answer(SimpleNamespace(**fields), 0)}
+            return
+        self.under_way += len(request.input_ids)
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        # SGLang answers in the order in which they are computed.
+        for index in reversed(range(len(request.input_ids))):
+            self.under_way -= 1
+            if request.input_ids[index][-1] in self.retracts:
+                yield {"index": index, "meta_info": unfinished(request.input_ids[index])}
+            yield {"index": index, "meta_info": self._answer(request, index)}
+
+    def _answer(self, request: Any, index: int) -> dict[str, Any]:
+        ids = request.input_ids[index]
+        if message := self.refuses.get(ids[-1]):
+            return {"finish_reason": {"type": "abort", "status_code": 503, "message": message}}
+        return {
+            **unfinished(ids),
+            "finish_reason": {"type": "length", "length": 0},
+            "input_token_logprobs": [
+                (-0.5, token, None) for token in ids[request.logprob_start_len[index] :]
+            ],
+            "output_token_ids_logprobs": [
+                [(-float(token), token, None) for token in request.token_ids_logprob[index]]
+            ],
+        }
+
+
+def unfinished(ids: Sequence[int]) -> dict[str, Any]:
+    """Return what SGLang streams of a prefill that is interrupted."""
+    return {
+        "finish_reason": None,
+        "prompt_tokens": len(ids),
+        "cached_tokens": 0,
+        "input_token_logprobs": [],
+        "output_token_ids_logprobs": [],
+    }
+
+
+async def score(
+    engine: CountingEngine,
+    items: int,
+    candidates: list[list[int]],
+    *,
+    shares: bool = True,
+    room: PrefillRoom | None = None,
+    prompt_stream: Any = None,
+) -> list[ScoredPrompt]:
+    found: list[ScoredPrompt] = []
+    room = room or PrefillRoom(engine.max_queued_requests)
+    scorer = ListScorer(
+        engine,  # type: ignore[arg-type]
+        Terms(dp_rank=1),
+        None,
+        room,
+        shares,
+        found.append,
+        prompt_stream,
+    )
+    prompts = [ScoredPrompt(i, f"items[{i}]", [1, 2, i], candidates) for i in range(items)]
+    await scorer.run(prompts)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("queue", "items", "candidates", "most", "largest"),
+    [
+        (None, 600, 1, 256, 16),
+        (None, 100, 5, 256, 16),
+        (None, 1, 400, 256, 16),
+        (None, 9, 1, 9, 9),
+        (100, 600, 1, 48, 16),
+        (10, 600, 1, 5, 5),
+        (1, 3, 4, 1, 1),
+    ],
+)
+async def test_a_list_fills_neither_the_engine_nor_its_queue(
+    queue: int | None, items: int, candidates: int, most: int, largest: int
+) -> None:
+    engine = CountingEngine(queue)
+    found = await score(engine, items, [[7, number] for number in range(candidates)])
+    assert engine.most_under_way == most
+    assert max(len(batch.input_ids) for batch in engine.batches) == largest
+    assert sorted(scores.index for scores in found) == list(range(items))
+    assert sum(len(batch.input_ids) for batch in engine.batches) == items * candidates
+
+
+async def test_lists_at_once_fill_the_engine_no_more_than_one_and_take_turns() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    ends: list[int] = []
+
+    async def one(items: int) -> None:
+        assert len(await score(engine, items, [[7]], room=room)) == items
+        ends.append(items)
+
+    async with asyncio.TaskGroup() as group:
+        for items in (600, 500, 40):
+            group.create_task(one(items))
+    assert engine.most_under_way == 48
+    assert ends[0] == 40
+
+
+async def test_many_short_lists_fill_the_engine() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(200):
+            group.create_task(score(engine, 1, [[7]], room=room))
+    assert engine.most_under_way == 50
+
+
+async def test_a_list_whose_client_leaves_while_it_waits_takes_no_room() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    async with asyncio.TaskGroup() as group:
+        for seconds in range(40):
+            task = group.create_task(score(engine, 60, [[7]], room=room))
+            for _ in range(seconds):
+                await asyncio.sleep(0)
+            task.cancel()
+        engine.under_way = engine.most_under_way = 0
+    with anyio.fail_after(5):
+        assert len(await score(engine, 400, [[7]], room=room)) == 400
+    assert engine.most_under_way == 48
+
+
+async def test_outputs_of_prefills_that_are_interrupted_do_not_count() -> None:
+    engine = CountingEngine()
+    engine.retracts = {0, 2, 8}
+    found = await score(engine, 3, [[5], [7], [6, 8]])
+    assert [scores.logprobs for scores in found] == [[-5.0, -7.0, -1.0]] * 3
+    assert {scores.usage.prefills for scores in found} == {2}
+
+
+async def test_a_list_that_fails_gives_its_room_back() -> None:
+    engine, room = CountingEngine(100), PrefillRoom(100)
+    for _ in range(3):
+        engine.refuses = {30: "The queue is full."}
+        with pytest.raises(EngineBusy):
+            await score(engine, 400, [[7]], room=room)
+        engine.refuses, engine.under_way = {}, 0
+    with anyio.fail_after(5):
+        assert len(await score(engine, 400, [[7]], room=room)) == 400
+    assert engine.most_under_way == 48
+
+
+async def test_what_is_wrong_with_a_whole_list_names_no_item() -> None:
+    engine = CountingEngine()
+
+    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        raise MalformedRequest("The adapter is not loaded.")
+        yield {}
+
+    engine.run = run  # type: ignore[method-assign]
+    with pytest.raises(MalformedRequest, match=r"^The adapter") as raised:
+        await score(engine, 3, [[7]])
+    assert not raised.value.details
+
+
+async def test_candidates_of_one_token_have_one_prefill_and_each_longer_one_its_own() -> None:
+    engine = CountingEngine()
+    found = await score(engine, 3, [[7], [8, 9, 9], [6]])
+    (batch,) = engine.batches
+    assert batch.input_ids == [ids for i in range(3) for ids in ([1, 2, i], [1, 2, i, 8, 9, 9])]
+    assert batch.token_ids_logprob == [[7, 6], []] * 3
+    assert batch.logprob_start_len == [-1, 2] * 3
+    assert batch.routed_dp_rank == 1 and batch.stream
+    assert len(set(batch.rid)) == 6
+    # The first of the values is that of the prompt's last token, which is no part of the candidate.
+    assert [scores.logprobs for scores in found] == [[-7, 3 * -0.5, -6]] * 3
+    assert [scores.usage.prompt_tokens for scores in found] == [9] * 3
+
+
+async def test_on_an_engine_that_does_not_share_what_is_shared_is_computed_before() -> None:
+    engine = CountingEngine()
+    await score(engine, 3, [[7], [8, 9]], shares=False)
+    assert [batch.input_ids for batch in engine.batches] == [
+        [[1, 2, 0]],
+        [[1, 2, 1], [1, 2, 2]],
+        [[1, 2, i, 8, 9] for i in range(3)],
+    ]
+
+
+class PromptStream:
+    """A prompt stream in the place of one in the table of streams; ``log`` has what was done."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def use(self, request: Any, *, multimodal: bool) -> None:
+        self.log.append(f"used by {request.input_ids}")
+
+    def annotate(self, _answer: dict[str, Any]) -> None:
+        self.log.append("annotated")
+
+    def give_stream_back(self) -> None:
+        self.log.append("given back")
+
+    def close_stream(self) -> None:
+        if "given back" not in self.log:
+            self.log.append("closed")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_the_first_prefill_uses_the_prompt_stream_in_a_request_of_its_own(
+    shares: bool,
+) -> None:
+    engine, stream = CountingEngine(), PromptStream()
+    (only,) = await score(engine, 1, [[7], [8, 9], [8, 5]], shares=shares, prompt_stream=stream)
+    assert only.logprobs == [-7, -1, -1]
+    assert [batch.input_ids for batch in engine.batches] == [
+        [1, 2, 0],
+        [[1, 2, 0, 8, 9], [1, 2, 0, 8, 5]],
+    ]
+    assert stream.log[:3] == ["used by [1, 2, 0]", "annotated", "closed"]
+
+
+@pytest.mark.parametrize("refuses", ["first", "later"])
+@pytest.mark.parametrize("shares", [True, False])
+async def test_a_list_that_is_refused_leaves_its_prompt_stream_to_the_next(
+    shares: bool, refuses: str
+) -> None:
+    class FullEngine(CountingEngine):
+        async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+            if refuses == "first" or not isinstance(request.rid, str):
+                raise EngineBusy("The queue is full.")
+            if shares:
+                await anyio.sleep_forever()
+            async for output in super().run(request, None):
+                yield output
+
+    stream = PromptStream()
+    with pytest.raises(EngineBusy):
+        await score(FullEngine(), 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
+    assert (stream.log[0], stream.log[-1]) == ("used by [1, 2, 0]", "given back")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_lists_of_one_item_and_of_none_are_scored(shares: bool) -> None:
+    engine = CountingEngine()
+    assert await score(engine, 0, [[7]], shares=shares) == []
+    (only,) = await score(engine, 1, [[7]], shares=shares)
+    assert (only.logprobs, len(engine.batches)) == ([-7], 1)
+
+
+async def test_a_prefill_that_sglang_aborts_is_named() -> None:
+    engine = CountingEngine()
+    engine.refuses[30] = "The queue is full."
+    with pytest.raises(
+        EngineBusy, match=r"items\[30\]: SGLang has aborted .* queue is full"
+    ) as raised:
+        await score(engine, 40, [[7]])
+    assert raised.value.details["item"] == 30
+
+
+@pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
+async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
+    engine = CountingEngine(None)
+    room = PrefillRoom(None)
+    scorer = ListScorer(engine, Terms(), None, room, shares=True, on_scores=print)  # type: ignore[arg-type]
+    form = ScoreForm("m", softmax=False, with_tokens=False)
+
+    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        assert fails is not None
+        raise fails
+        yield {}
+
+    if fails is not None:
+        engine.run = run  # type: ignore[method-assign]
+    events = [
+        event.removeprefix("data: ").strip()
+        async for event in stream(scorer, [ScoredPrompt(0, "items[0]", [1], [[7, 8]])], form)
+    ]
+    assert events[-1] == "[DONE]"
+    end = json.loads(events[-2])
+    if fails is None:
+        assert end["usage"]["prefills"] == 1
+    else:
+        known = isinstance(fails, MalformedRequest)
+        assert end["error"]["code"] == ("malformed" if known else "engine_failed")
+        assert ("broken" in end["error"]["message"]) is False
+
+
+async def test_work_ends_when_the_client_of_a_whole_answer_leaves() -> None:
+    left, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            left.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def receive() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    client: Any = SimpleNamespace(receive=receive)
+    with pytest.raises(ClientDisconnect):
+        await while_connected(client, work())
+    assert ended.is_set()
+    with pytest.raises(MalformedRequest, match="refused"):
+        await while_connected(SimpleNamespace(receive=asyncio.Event().wait), refuse())  # type: ignore[arg-type]
+
+
+async def refuse() -> None:
+    raise MalformedRequest("refused")

@@ -1,0 +1,259 @@
+"""The prompts and candidates of lists that are scored, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flashmoa_sglang.http.errors import CandidateRefused, MalformedRequest
+from flashmoa_sglang.http.scoring.questions import (
+    CandidateTokenizer,
+    ClassifyBody,
+    RerankBody,
+    ScoreBody,
+    classify_question,
+    document_texts,
+    refuse_duplicates,
+    rerank_question,
+    score_question,
+)
+from flashmoa_sglang.http.scoring.routes import check_size
+from flashmoa_sglang.http.streams import Limits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.unit.plugin.http.tokens.test_token_buffer import (
+    byte_level_with_pattern,
+    sentencepiece_like,
+)
+
+RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
+BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
+
+
+def test_template_of_a_reranker_gets_query_and_document_as_messages() -> None:
+    body = RerankBody(**BODY, instruct="Find trips.")
+    question = rerank_question(body, document_texts(body), RERANKER)
+    assert question.answers == ["yes", "no"]
+    messages = question.prompts[1].messages
+    assert messages == [{"role": "user", "content": "q"}, {"role": "user", "content": "two"}]
+    assert question.prompts[1].chat_template_kwargs == {"instruct": "Find trips."}
+
+
+def test_models_that_can_think_are_told_not_to_unless_the_client_says_so() -> None:
+    for kwargs, expected in [(None, False), ({"enable_thinking": True}, True)]:
+        body = RerankBody(**BODY, chat_template_kwargs=kwargs)
+        question = rerank_question(body, document_texts(body), "{{ messages }}")
+        assert question.prompts[0].chat_template_kwargs == {"enable_thinking": expected}
+        assert question.answers == ["Yes", "No"]
+
+
+def test_model_without_a_chat_template_continues_a_text() -> None:
+    body = ClassifyBody(input="Cold tea.", labels=["praise", "complaint"])
+    question = classify_question(body, "")
+    text = question.prompts[0].text
+    assert text is not None and text.endswith("Answer with the letter of one label.\nAnswer:")
+    assert question.answers == [" A", " B"]
+
+
+def test_query_may_be_an_object_with_a_text() -> None:
+    body = RerankBody(**{**BODY, "query": {"text": "lakes"}})
+    text = rerank_question(body, document_texts(body), "").prompts[0].text
+    assert text is not None and "Query: lakes\n" in text
+    for query in ("  ", {"text": " "}, {"title": "lakes"}):
+        with pytest.raises(MalformedRequest, match="query"):
+            rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
+
+
+def test_what_prompts_share_comes_before_what_they_do_not() -> None:
+    body = RerankBody(**BODY)
+    first, second = (
+        prompt.text for prompt in rerank_question(body, document_texts(body), "").prompts
+    )
+    assert first is not None and second is not None
+    assert first.index("one") == second.index("two")
+    assert first[: first.index("one")] == second[: second.index("two")]
+
+
+def test_query_alone_is_a_prompt_and_items_may_come_first() -> None:
+    alone = ScoreBody(query="One", candidates=[" two"])
+    assert [prompt.text for prompt in score_question(alone).prompts] == ["One"]
+    ids = ScoreBody(query=[1, 2], items=[[3], [4]], label_token_ids=[5], item_first=True)
+    question = score_question(ids)
+    assert [prompt.input_ids for prompt in question.prompts] == [[3, 1, 2], [4, 1, 2]]
+    assert question.answers == [[5]] and question.may_repeat
+
+
+def test_item_continues_the_users_last_message_or_is_one() -> None:
+    parts = [{"type": "text", "text": "Hi"}]
+    for content, expected in [
+        ("Hi", "Hi there"),
+        (None, " there"),
+        (parts, [*parts, {"type": "text", "text": " there"}]),
+    ]:
+        messages = [{"role": "user", "content": content}]
+        body = ScoreBody(messages=messages, items=[" there"], candidates=["x"])
+        assert score_question(body).prompts[0].messages == [{"role": "user", "content": expected}]
+    model = {"role": "assistant", "content": "Hello."}
+    body = ScoreBody(messages=[model], items=["Go"], candidates=["x"])
+    added = {"role": "user", "content": "Go"}
+    assert score_question(body).prompts[0].messages == [model, added]
+
+
+def test_a_document_is_a_text_or_has_one() -> None:
+    documents: list[Any] = [{"text": "T", "title": "A"}, "plain"]
+    assert document_texts(RerankBody(query="q", documents=documents)) == ["T", "plain"]
+    with pytest.raises(MalformedRequest, match=r"documents\[1\] has no text"):
+        document_texts(RerankBody(query="q", documents=["a", {"title": "A"}]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "best"),
+    [({"top_n": 2}, 2), ({"top_k": 2}, 2), ({"top_n": 0}, None), ({"top_n": 0, "top_k": 2}, 2)],
+)
+def test_top_k_is_another_name_of_top_n_and_0_asks_for_all(
+    fields: dict[str, int], best: int | None
+) -> None:
+    assert RerankBody(query="q", documents=["a"], **fields).best == best  # type: ignore[arg-type]
+
+
+def test_candidates_that_are_the_same_tokens_are_refused() -> None:
+    refuse_duplicates(["a", "b"], [[1], [2]])
+    with pytest.raises(CandidateRefused, match=r"among \['a', \[1\]\]"):
+        refuse_duplicates(["a", [1], "b"], [[1], [1], [2]])
+
+
+@pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
+def test_templates_of_rerankers_that_see_are_left_to_sglang(picture: str) -> None:
+    with pytest.raises(MalformedRequest, match="--flashmoa-scoring off"):
+        rerank_question(RerankBody(**BODY), ["one"], RERANKER + picture)
+    assert rerank_question(RerankBody(**BODY), ["one"], "{{ messages }}" + picture).prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"temperature": 1.0, "return_token_logprobs": False, "item_embed_overrides": None}, False),
+        ({"user": "a client's own field"}, False),
+        ({"temperature": 0.5}, True),
+        ({"return_token_logprobs": True}, True),
+        ({"score_extraction_token": 7}, True),
+    ],
+)
+def test_fields_that_only_sglangs_route_has_are_refused(
+    fields: dict[str, Any], refused: bool
+) -> None:
+    body = ScoreBody.model_validate(
+        {"query": "q", "items": ["a"], "label_token_ids": [1, 2], **fields}
+    )
+    if refused:
+        with pytest.raises(MalformedRequest, match="Only SGLang's own route has"):
+            body.check()
+    else:
+        body.check()
+
+
+@pytest.mark.parametrize(
+    ("entries", "shared", "answers", "problem"),
+    [
+        (11, ["q"], 2, "items has 11 entries; this server takes at most 10. Send several"),
+        (
+            10,
+            ["q"],
+            11,
+            "10 items with 11 candidates each are 110 scores; this server takes at most",
+        ),
+        (10, ["q" * 101], 2, "would be 1,010 characters in their prompts together"),
+        (
+            5,
+            [[{"role": "user", "content": "q" * 200}], None],
+            2,
+            "What all 5 items share would be 1,1",
+        ),
+    ],
+)
+def test_lists_that_would_take_too_much_memory_are_refused(
+    entries: int, shared: list[object], answers: int, problem: str
+) -> None:
+    limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
+    with pytest.raises(MalformedRequest, match="Send several requests") as raised:
+        check_size(limits, "items", ["x"] * entries, shared, answers)
+    assert problem in str(raised.value)
+    check_size(limits, "items", ["x"] * 10, ["q\n" * 50, None], 10)
+
+
+PIECES = [
+    " the", " Nepal", "al", " lake", "Answer:", "\n", "\n\n", " ", "  ", ".", "12", "3", "é", "中",
+    "<|im_start|>", "assistant", "🙂", "Yes", "No", "A", "'s", "\t",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=40).map("".join)
+candidates = st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("".join)
+
+
+class CountingTokenizer:
+    """Counts the texts that it tokenises, without the special tokens of whole prompts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.count = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.count += 1
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def after(self) -> CandidateTokenizer:
+        return CandidateTokenizer(lambda: self)  # type: ignore[arg-type, return-value]
+
+
+def real(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[real, lambda _: byte_level_with_pattern(), lambda _: sentencepiece_like()],
+    ids=["served", "llama 3", "llama 2"],
+)
+def tokenizer(request: pytest.FixtureRequest, model: Path) -> CountingTokenizer:
+    make: Callable[[Path], Any] = request.param
+    return CountingTokenizer(make(model))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(prompt=texts, candidate=candidates)
+def test_candidate_is_tokenised_as_after_its_prompt_or_refused(
+    tokenizer: CountingTokenizer, prompt: str, candidate: str
+) -> None:
+    before = tokenizer.tokenizer.encode(prompt)
+    whole = tokenizer.tokenizer.encode(prompt + candidate)
+    try:
+        found = tokenizer.after().tokenize(before, candidate)
+    except CandidateRefused as refused:
+        joins = whole[: len(before)] != before
+        assert joins or "give candidates as token ids" in str(refused)
+        return
+    assert [*before, *found] == whole
+
+
+def test_ordinary_candidates_are_never_refused(tokenizer: CountingTokenizer) -> None:
+    encode = tokenizer.tokenizer.encode
+    for prompt in ("Is it good?\nAnswer:", "<|im_start|>assistant\n", "One two", "Hi"):
+        for candidate in ["Yes", "No"] if prompt.endswith("\n") else [" Yes", " No"]:
+            found = tokenizer.after().tokenize(encode(prompt), candidate)
+            assert [*encode(prompt), *found] == encode(prompt + candidate)
+
+
+def test_prompts_that_end_alike_are_tokenised_once(tokenizer: CountingTokenizer) -> None:
+    after, encode = tokenizer.after(), tokenizer.tokenizer.encode
+    ending = " Is it good? Please say so. Say it in one word.\nAnswer:"
+    first = after.tokenize(encode("One" + ending), " Yes")
+    count = tokenizer.count
+    assert after.tokenize(encode("Another" + ending), " Yes") == first
+    assert after.tokenize(encode("Another" + ending), [5]) == [5]
+    assert tokenizer.count == count

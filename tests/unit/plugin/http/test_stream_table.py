@@ -1,0 +1,652 @@
+"""Prompt streams in the HTTP process: the table, what it hands over, paces and ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from flashmoa_sglang.http import bodies, handover
+from flashmoa_sglang.http.engine import Engine
+from flashmoa_sglang.http.errors import (
+    EngineBusy,
+    EngineDraining,
+    EngineFailed,
+    MalformedRequest,
+    PromptTooLarge,
+    StreamOutOfOrder,
+)
+from flashmoa_sglang.http.hearing.following import Follower
+from flashmoa_sglang.http.stream import CallText, PromptStream, Terms
+from flashmoa_sglang.http.streams import Pace, StreamTable, choose_rank
+from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
+from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress
+from flashmoa_sglang.sglang.hooks import unload_adapter
+from flashmoa_sglang.sglang.releases import RELEASE, Release
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from tests.unit.plugin.http.fake_engine import FakeEngine, open_stream
+from tests.unit.plugin.http.tokens.test_token_buffer import grouping_digits_from_the_right
+
+pytestmark = pytest.mark.anyio
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    with anyio.fail_after(5):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await anyio.sleep(0.005)
+
+
+@pytest.fixture
+async def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def table(engine: FakeEngine) -> StreamTable:
+    return StreamTable(engine)  # type: ignore[arg-type]
+
+
+async def test_a_stream_is_opened_in_its_scheduler_and_released_once(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    stream = open_stream(table)
+    await until(lambda: engine.tokens_of(stream.id) == [*range(100)])
+    assert engine.opened == [stream.id] and engine.released == []
+    for _ in range(2):
+        table.close(stream, "deleted")
+    assert engine.released == [stream.id]
+
+
+async def test_a_stream_expires_while_another_one_is_being_opened(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    engine.opens.clear()
+    busy = open_stream(table)
+    silent = open_stream(table, ttl=0.05, tokens=1)
+    await until(lambda: silent.closed == "expired")
+    assert busy.closed is None and engine.released == [silent.id]
+    engine.opens.set()
+    table.close(busy, "deleted")
+
+
+async def test_a_stream_that_its_request_uses_does_not_expire(table: StreamTable) -> None:
+    used, other = open_stream(table, ttl=0.05), open_stream(table, ttl=0.1)
+    table.claim(used)
+    await until(lambda: other.closed)
+    assert used.closed is None and used.deadline < other.deadline
+    table.unclaim(used)
+    await until(lambda: used.closed == "expired")
+
+
+async def test_draining_ends_all_streams_that_no_request_uses(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    idle, used = open_stream(table), open_stream(table)
+    table.claim(used)
+    engine.draining = True
+    await until(lambda: idle.closed == "drained")
+    assert used.closed is None and engine.released == [idle.id]
+    with pytest.raises(EngineDraining):
+        open_stream(table)
+    table.close(used, "used")
+
+
+async def test_no_stream_is_open_while_the_engine_is_changed(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    stream = open_stream(table)
+    async with table.closed():
+        assert stream.closed == "drained" and engine.released == [stream.id]
+        # A report comes after what the scheduler had begun.
+        assert engine.reports
+        with pytest.raises(EngineDraining, match="being changed"):
+            open_stream(table)
+    later = open_stream(table)
+    await until(lambda: engine.tokens_of(later.id))
+    table.close(later, "deleted")
+
+
+async def test_an_adapter_that_is_unloaded_ends_its_own_streams_only(
+    engine: FakeEngine, table: StreamTable
+) -> None:
+    streams = {name: open_stream(table, adapter=name) for name in (None, "a", "b")}
+    manager = SimpleNamespace(flashmoa_table=table)
+
+    async def unload(_manager: object, obj: Any) -> str:
+        assert engine.released == [streams["a"].id] and engine.reports
+        with pytest.raises(EngineDraining, match="being changed"):
+            open_stream(table, adapter="a")
+        # SGLang unloads one adapter to load another for a stream that is being opened.
+        streams["c"] = open_stream(table, adapter="c")
+        return obj.lora_name
+
+    unloaded = SimpleNamespace(lora_name="a")
+    assert await unload_adapter(unload, manager, unloaded) == "a"
+    assert {name for name, stream in streams.items() if stream.closed} == {"a"}
+    streams["a"] = open_stream(table, adapter="a")
+    for stream in streams.values():
+        table.close(stream, "deleted")
+
+
+async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(
+    engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = EngineFailed("SGLang has aborted the prefill: no such adapter.")
+    stream = open_stream(table)
+    await until(lambda: stream.failure)
+    assert "no such adapter" in (stream.failure or "")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert stream.closed is None and table.find(stream.id) == (stream, "open")
+    before = engine.tokens_of(stream.id)
+    await table.append(stream, 0, [7] * 50, end=True)
+    engine.refusal = None
+    # Others are prefilled, and this one is not handed over any more.
+    other = open_stream(table)
+    await until(lambda: engine.tokens_of(other.id))
+    assert engine.tokens_of(stream.id) == before
+    for one in (stream, other):
+        table.close(one, "deleted")
+
+
+async def test_a_stream_that_ends_before_it_is_refused_is_no_warning(
+    engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.opens.clear()
+    engine.refusal = EngineFailed("refused")
+    stream = open_stream(table)
+    await until(lambda: engine.opened)
+    table.close(stream, "deleted")
+    before = asyncio.all_tasks()
+    engine.opens.set()
+    await until(lambda: len(asyncio.all_tasks()) < len(before))
+    assert stream.failure is None and caplog.records == []
+
+
+async def test_a_bug_is_logged_once_and_later_streams_work(
+    engine: FakeEngine,
+    table: StreamTable,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flashmoa_sglang.http.streams._PAUSE_AFTER_ERROR", 0.01)
+    engine.mistake = ZeroDivisionError("a mistake of ours")
+    first = open_stream(table)
+    await until(lambda: first.failure)
+    again = open_stream(table)
+    await until(lambda: again.failure)
+    assert "a mistake of ours" in (first.failure or "")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    engine.mistake = None
+    # The stream that failed is not prefilled any more, but valid. The next one is prefilled.
+    assert not first.may_grow() and first.closed is None
+    second = open_stream(table)
+    await until(lambda: engine.tokens_of(second.id) == [*range(100)])
+    assert engine.tokens_of(first.id) == []
+    for stream in (first, again, second):
+        table.close(stream, "deleted")
+
+
+async def test_the_tables_tasks_end_with_the_last_stream(table: StreamTable) -> None:
+    before = asyncio.all_tasks()
+    for _ in range(3):
+        stream = open_stream(table)
+        assert asyncio.all_tasks() - before
+        table.close(stream, "deleted")
+        await until(lambda: not asyncio.all_tasks() - before)
+
+
+class Manager(SimpleNamespace):
+    """The parts of a ``TokenizerManager`` that choosing a rank and counting room need."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(
+            _result_dispatcher=SimpleNamespace(_mapping={}),
+            tokenizer=None,
+            model_config=SimpleNamespace(context_len=1000),
+            num_reserved_tokens=0,
+            max_req_input_len=None,
+            server_args=SimpleNamespace(dp_size=1),
+        )
+        self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "served", "adapter"),
+    [
+        ({"model": "base:a"}, "base", "a"),
+        ({"model": "base:a"}, "/models/base", "a"),
+        ({"model": "s3://bucket/m"}, "s3://bucket/m", None),
+        ({"model": "qwen:8b:a", "lora_path": "b"}, "qwen:8b", "a"),
+        ({"lora_path": "b"}, "base", "b"),
+        ({}, "base", None),
+    ],
+)
+def test_an_adapter_is_named_with_the_model_or_by_lora_path(
+    fields: dict[str, str], served: str, adapter: str | None
+) -> None:
+    assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
+
+
+async def test_the_arguments_are_those_that_sglang_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # SGLang 0.5.12 has none of these.
+    pytest.importorskip("sglang.srt.arg_groups.overrides")
+    monkeypatch.setattr(RELEASE, "resolve_arguments", Release().resolve_arguments)
+    overrides = [("memory", {"chunked_prefill_size": 64})]
+    given = {"chunked_prefill_size": None, "max_prefill_tokens": 16384}
+    arguments = SimpleNamespace(**given, _resolved_overrides=overrides)
+    engine = Engine(Manager(server_args=arguments))
+    assert engine.max_unchunked_prompt == 64
+
+
+@pytest.mark.parametrize(
+    "raised", [None, EngineFailed("SGLang stops"), EngineBusy("SGLang cannot take this: full")]
+)
+async def test_a_stream_is_open_once_its_scheduler_says_so(raised: Exception | None) -> None:
+    engine = Engine(Manager())
+    marks: list[RequestMark] = []
+
+    async def generate(_tokens: object, mark: RequestMark, **_: object) -> None:
+        marks.append(mark)
+        # SGLang raises this when a scheduler ends a request.
+        raise raised or EngineBusy(f"SGLang cannot take this: {STREAM_OPENED}")
+
+    engine.generate = generate  # type: ignore[assignment]
+    if raised is None:
+        await engine.open_stream("a", Terms())
+    else:
+        with pytest.raises(type(raised), match=str(raised)):
+            await engine.open_stream("a", Terms())
+    assert marks == [RequestMark("a", opens=True)]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
+)
+async def test_the_longest_prompt_is_the_longest_that_sglang_accepts(
+    reserved: int, scheduler: int | None, most: int
+) -> None:
+    manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
+    assert Engine(manager).max_prompt_tokens == most
+
+
+def named_rank(table: StreamTable, *values: str) -> int | None:
+    headers = [(b"x-data-parallel-rank", value.encode("latin-1")) for value in values]
+    return table.named_rank(Request({"type": "http", "headers": headers}))
+
+
+async def test_request_names_a_rank_or_none(engine: FakeEngine, table: StreamTable) -> None:
+    engine.data_parallel_ranks = 3
+    assert table.named_rank(None) is named_rank(table) is None
+    assert [named_rank(table, str(rank)) for rank in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "", "one", "1.0", "\u00b2", " 1", "9" * 5000])
+async def test_rank_that_does_not_exist_is_refused(
+    engine: FakeEngine, table: StreamTable, value: str
+) -> None:
+    engine.data_parallel_ranks = 2
+    with pytest.raises(ValueError, match="whole number below 2, the number of data-parallel ranks"):
+        named_rank(table, value)
+
+
+# Appends: the stream, how many tokens, whether more come, and how far other tasks go on after it.
+APPENDS = st.lists(
+    st.tuples(
+        st.integers(0, 2), st.integers(0, 30), st.integers(0, 7).map(bool), st.integers(0, 8)
+    ),
+    max_size=25,
+)
+
+
+@asynccontextmanager
+async def open_streams(
+    engine: FakeEngine, sizes: Sequence[int]
+) -> AsyncGenerator[tuple[StreamTable, list[PromptStream]]]:
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    streams = [open_stream(table, tokens=size) for size in sizes]
+    try:
+        yield table, streams
+    finally:
+        for stream in streams:
+            table.close(stream, "deleted")
+
+
+async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> None:
+    """Wait until the schedulers have been told all about these streams."""
+    with anyio.fail_after(5):
+        while any(  # noqa: ASYNC110 - there is no event for it
+            stream.known_tokens() > len(engine.tokens_of(stream.id))
+            or (stream.ended_at is not None and not stream.end_sent)
+            for stream in streams
+        ):
+            await anyio.sleep(0.001)
+
+
+@given(appends=APPENDS)
+@settings(max_examples=40)
+def test_each_token_is_handed_over_once_in_its_order_and_then_the_end(
+    appends: list[tuple[int, int, bool, int]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # So that the handover is in between more often.
+        patch.setattr(handover, "_GATHERED", 0)
+        asyncio.run(append_all(appends))
+
+
+async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, (0, 5, 20)) as (table, streams):
+        for position, (number, tokens, goes_on, others) in enumerate(appends):
+            stream = streams[number]
+            if stream.ended_at is None:
+                piece = [1000 * position + n for n in range(tokens)]
+                await table.append(stream, stream.next_seq, piece, end=not goes_on)
+            for _ in range(others):
+                await anyio.lowlevel.checkpoint()
+        await handed_over(engine, streams)
+    for stream in streams:
+        assert engine.tokens_of(stream.id) == [*stream.ids]
+        ends = [n for n, message in enumerate(engine.handed) if stream.id in message.ended]
+        assert len(ends) == (stream.ended_at is not None)
+        tokens = [n for n, one in enumerate(engine.handed) if stream.id in dict_of(one.tokens)]
+        assert not ends or not tokens or ends[0] >= tokens[-1]
+    # Streams share messages, and none is empty.
+    assert all(message.tokens or message.ended for message in engine.handed)
+
+
+def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
+    """Return the streams of a message, and which of them grow."""
+    assert len({id_ for id_, _, _ in tokens}) == len(tokens)
+    return {id_: grows for id_, _, grows in tokens}
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "is_same"),
+    [
+        (("one ", False), ("one ", False), True),
+        (("one ", False), ("one", False), False),
+        (("one ", False), ("one ", True), False),
+        (("", True), ("", True), True),
+        (([1, 2], False), ([1, 2], False), True),
+        (([1, 2], False), ([2, 1], False), False),
+        (([1], True), ([], True), False),
+        (("one ", False, 0), ("one ", False, 0), True),
+        (("one ", False, 0), ("one ", False), False),
+    ],
+)
+async def test_the_last_append_may_be_repeated_but_not_changed(
+    table: StreamTable, first: tuple[Any, ...], again: tuple[Any, ...], is_same: bool
+) -> None:
+    buffer: TokenBuffer | None = None
+    if isinstance(first[0], str):
+        tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+    table.open(stream := PromptStream(60.0, buffer))
+    await table.append(stream, 0, *first)
+    state = stream.state()
+    if is_same:
+        await table.append(stream, 0, *again)
+    else:
+        with pytest.raises(StreamOutOfOrder, match="as append 1") as refused:
+            await table.append(stream, 0, *again)
+        assert refused.value.details == {"expected_seq": 1}
+    assert stream.state() == state
+    table.close(stream, "deleted")
+
+
+async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+    for number in range(8):
+        await table.append(stream, number, "1234567890123", end=number == 7)
+        await handed_over(engine, [stream])
+    assert any(message.kept for message in engine.handed)
+    assert engine.tokens_of(stream.id) == tokenizer.encode("1234567890123" * 8)
+    assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
+    table.close(stream, "deleted")
+
+
+async def test_a_piece_that_takes_text_back_changes_nothing_if_it_is_refused() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine = FakeEngine()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+    await table.append(stream, 0, "1234567890" * 9, end=False)
+    known, engine.max_prompt_tokens = list(stream.known()), 20
+    with pytest.raises(PromptTooLarge):
+        await table.append(stream, 1, "7 " * 30, end=False, start=3)
+    with pytest.raises(MalformedRequest, match="start is 91, but the stream's text has only 90"):
+        await table.append(stream, 1, "7", end=False, start=91)
+    assert list(stream.known()) == known and stream.next_seq == 1
+    await table.append(stream, 1, "", end=True, start=3)
+    await handed_over(engine, [stream])
+    assert engine.tokens_of(stream.id) == tokenizer.encode("123")
+    table.close(stream, "deleted")
+
+
+async def test_a_stream_that_follows_a_call_waits_for_its_append_and_its_request() -> None:
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    engine, followers = FakeEngine(), list[Follower]()
+    table = StreamTable(engine)  # type: ignore[arg-type]
+    table.calls = SimpleNamespace(  # type: ignore[assignment]
+        follow=followers.append, unfollow=Follower.stop
+    )
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+
+    def text() -> str:
+        assert stream.buffer is not None
+        return stream.buffer.text
+
+    await table.append(stream, 0, CallText("an id"), end=False)
+    (follower,) = followers
+    async with stream.growing:
+        follower.note("one ")
+        await anyio.wait_all_tasks_blocked()
+        assert text() == ""
+        follower.note("two ")
+    await until(lambda: text() == "one two ")
+    # The request comes, and is refused.
+    table.claim(stream)
+    follower.note("three ")
+    await anyio.wait_all_tasks_blocked()
+    assert text() == "one two "
+    table.unclaim(stream)
+    await until(lambda: text() == "one two three ")
+    assert follower.written == len(text())
+    with pytest.raises(MalformedRequest, match="has 14 characters of the call"):
+        await table.append(stream, 1, "four", end=False)
+    # An append that is refused does not end the following.
+    known, engine.max_prompt_tokens = len(stream.known()), 9
+    with pytest.raises(PromptTooLarge):
+        await table.append(stream, 1, "7 " * 30, end=False, start=0)
+    follower.note("4 ")
+    await until(lambda: text() == "one two three 4 ")
+    # Text for which there is no room ends it.
+    follower.note("7 " * 30)
+    follower.note("8 ")
+    await until(lambda: follower._task is None)
+    assert text() == "one two three 4 " and len(stream.known()) >= known
+    await table.append(stream, 1, "one four", end=True, start=0)
+    follower.note("five")
+    await anyio.wait_all_tasks_blocked()
+    assert text() == "one four" and stream.follower is None
+    table.close(stream, "deleted")
+
+
+async def test_streams_that_are_opened_together_share_a_message() -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, [10] * 5) as (_, streams):
+        await handed_over(engine, streams)
+    assert len(engine.handed) == 1
+
+
+async def test_a_stream_grows_from_its_first_append_on() -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, [10]) as (table, streams):
+        await handed_over(engine, streams)
+        await table.append(streams[0], 0, [1], end=False)
+        await handed_over(engine, streams)
+    assert [dict_of(one.tokens)[streams[0].id] for one in engine.handed] == [False, True]
+
+
+async def test_no_end_is_handed_over_of_a_stream_whose_request_comes_at_once() -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, [10, 10]) as (table, (used, other)):
+        await table.append(used, 0, [1], end=True)
+        await table.append(other, 0, [1], end=True)
+        table.claim(used)
+        await handed_over(engine, [other])
+        assert not used.end_sent
+        assert [id_ for message in engine.handed for id_ in message.ended] == [other.id]
+        # The request was refused, so the stream goes on.
+        table.unclaim(used)
+        await handed_over(engine, [used])
+        assert engine.tokens_of(used.id) == [*used.ids]
+        assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
+
+
+async def test_a_prompt_that_is_held_is_handed_over_with_its_end(
+    engine: FakeEngine, table: StreamTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table._handover, "_end_grace", 60.0)
+    asked = SimpleNamespace(priority=None, extra_key=None, lora_path=None)
+    assert table.hold(asked, {}, range(100), 60.0)
+    await until(lambda: engine.handed)
+    (stream,) = engine.opened
+    assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)
+
+
+async def test_a_stream_is_handed_over_though_one_that_has_ended_was_never_opened() -> None:
+    """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
+    engine = FakeEngine()
+    engine.opens.clear()
+    async with open_streams(engine, [10]) as (table, (first,)):
+        await handed_over(engine, [first])
+        table.close(first, "deleted")
+        with anyio.fail_after(5):
+            while engine.cancelled != [first.id]:  # noqa: ASYNC110 - there is no event for it
+                await anyio.sleep(0.001)
+        second = open_stream(table, tokens=10)
+        await handed_over(engine, [second])
+        assert engine.tokens_of(second.id) == [*second.ids]
+        table.close(second, "deleted")
+
+
+async def test_progress_is_noted_in_the_streams_states() -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, [100, 50]) as (_, (first, second)):
+        await handed_over(engine, [first, second])
+        assert first.state()["prefilling"]
+        increments = ((first.id, 64, 64, 0.5), ("unknown", 9, 9, 0.1), (second.id, 40, 0, 0.0))
+        engine.reports_progress(StreamProgress(increments))
+        engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25),)))
+        # What other requests have computed is no increment.
+        assert (second.prefilled, second.computed, second.increments) == (40, 0, 0)
+        assert (first.prefilled, first.computed, first.increments) == (100, 94, 2)
+        assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
+        assert first.spans[0].end - first.spans[0].start == pytest.approx(0.5)
+        assert not first.state()["prefilling"]
+        # Its KV is evicted, and computed once more.
+        engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0),)))
+        assert first.state()["prefilling"] and (first.prefilled, first.computed) == (0, 0)
+        engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5),)))
+        assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
+
+
+async def test_streams_wait_for_room_until_the_scheduler_says_otherwise() -> None:
+    engine = FakeEngine()
+    async with open_streams(engine, [100, 100]) as (_, (first, second)):
+        engine.reports_progress(StreamProgress((), ((first.id, True),)))
+        engine.reports_progress(StreamProgress(((second.id, 9, 9, 0.1),)))
+        assert first.state()["waits_for_room"] and not second.state()["waits_for_room"]
+        engine.reports_progress(StreamProgress((), ((first.id, False),)))
+        assert not first.state()["waits_for_room"]
+
+
+@given(moments=st.lists(st.floats(0, 5), max_size=50), streams=st.integers(0, 300))
+def test_appends_are_neither_immediate_nor_too_far_apart(
+    moments: list[float], streams: int
+) -> None:
+    pace, slower = Pace(), Pace(slowdown=4)
+    for now in sorted(moments):
+        seconds = pace.next(now, streams)
+        assert 0.04 - 1e-9 <= seconds <= 2 * max(0.04, 0.005 * streams) + 1e-9
+        assert slower.next(4 * now, streams) == pytest.approx(4 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("streams", "around"),
+    [(1, 0.04), (5, 0.04), (8, 0.04), (30, 0.15), (50, 0.25), (100, 0.5), (256, 1.28)],
+)
+def test_streams_that_begin_together_are_soon_spread(streams: int, around: float) -> None:
+    pace = Pace()
+    turns = [0.0] * streams
+    seen: list[float] = []
+    while len(seen) < 20 * streams:
+        now = heapq.heappop(turns)
+        seen.append(now)
+        heapq.heappush(turns, now + pace.next(now, streams))
+    late = seen[5 * streams :]
+    gaps = [after - before for before, after in pairwise(late)]
+    assert gaps == pytest.approx([around / streams] * len(gaps), rel=0.01)
+
+
+GUIDE = "You plan journeys. " * 20
+
+
+IDS = array("q", range(100))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "streams", "beginning", "chosen"),
+    [
+        # Siblings share a rank, and those with the longest common prefix decide.
+        (3, [(0, "Something else, of some length, so that it could be a sibling. " * 2),
+             (2, GUIDE + "a")], GUIDE + "b", 2),
+        (3, [(0, GUIDE + "aaa"), (1, GUIDE + "aab"), (2, GUIDE)], GUIDE + "aabc", 1),
+        # A new beginning goes to the rank with the fewest streams.
+        (3, [], GUIDE, 0),
+        (3, [(0, "a"), (1, "b")], GUIDE, 2),
+        (2, [(0, "You plan"), (1, "x"), (1, "y")], GUIDE, 0),
+        # A rank far above the others gets no more siblings.
+        (2, [(0, GUIDE)] * 15, GUIDE, 0),
+        (2, [(0, GUIDE)] * 16, GUIDE, 1),
+        # Tokens are compared with tokens, and text with text.
+        (2, [(0, GUIDE), (1, IDS)], [*range(90), 7], 1),
+        (2, [(0, array("q", range(9000))), (1, IDS)], list(range(9000)), 0),
+        (2, [(0, GUIDE), (0, IDS)], GUIDE[:80], 0),
+    ],
+)  # fmt: skip
+def test_a_stream_goes_to_the_rank_of_its_siblings_or_the_one_with_the_fewest(
+    ranks: int, streams: list[tuple[int, Any]], beginning: Any, chosen: int
+) -> None:
+    assert choose_rank(ranks, streams, beginning) == chosen
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.text("ab", max_size=200)), max_size=20),
+    st.text("ab", max_size=200),
+)
+def test_the_choice_is_always_one_of_the_ranks(
+    streams: list[tuple[int, str]], beginning: str
+) -> None:
+    assert choose_rank(4, streams, beginning) in range(4)

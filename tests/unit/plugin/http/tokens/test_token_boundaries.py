@@ -1,0 +1,529 @@
+"""Where text is certainly split follows from all parts of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import regex
+import tiktoken
+from flashmoa_sglang.http.tokens.expressions import NotUnderstood
+from flashmoa_sglang.http.tokens.token_boundaries import Boundaries, read_tokenizer
+from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
+from flashmoa_sglang.http.tokens.tokenizer_parts import (
+    are_graphemes,
+    read_affixes,
+    read_parts,
+    starts_afresh,
+)
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import GUIDE
+from tests.unit.plugin.http.tokens import test_token_buffer as families
+from tests.unit.plugin.http.tokens.random_tokenizers import CHARSMAPS
+
+ALL = [
+    "word", "symbol", "line", "next line", "end of word", "end of foreign word",
+    "number after a letter", "letter after a number", "number after a symbol",
+]  # fmt: skip
+# GPT-2's pattern looks at the character after white space.
+WITHOUT_NEXT_LINE = [kind for kind in ALL if kind != "next line"]
+
+
+def with_parts(tokenizer: Any, normalizer: Any = None, pre_tokenizer: Any = None) -> Any:
+    backend = tokenizer.backend_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def bert() -> Any:
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    entries = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), ".", ",", "-"]
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def unigram(*steps: normalizers.Normalizer, pre_tokenizer: Any) -> Any:
+    return with_parts(families.unigram(), normalizers.Sequence([*steps]), pre_tokenizer)
+
+
+NMT_NFKC = normalizers.Precompiled(CHARSMAPS[0])
+ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
+WORDS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+# What each pipeline had when boundaries were found with samples, and more.
+PIPELINES: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "qwen": (families.byte_level_with_pattern, ALL),
+    "llama 3": (lambda: families.byte_level_split_by(families.PATTERN), ALL),
+    "gpt-oss": (lambda: families.byte_level_split_by(families.O200K), ALL),
+    "deepseek": (families.deepseek_v3, ALL),
+    "deepseek-like": (lambda: families.byte_level_split_by(*families.DEEPSEEK), ALL),
+    "smollm": (families.smollm_like, WITHOUT_NEXT_LINE),
+    "gpt-2": (
+        lambda: families.byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        WITHOUT_NEXT_LINE,
+    ),
+    "falcon": (
+        lambda: families.byte_level(
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ),
+        WITHOUT_NEXT_LINE,
+    ),
+    # In the small vocabularies of tests, some words have an entry with their comma.
+    "llama 2": (families.sentencepiece_like, [kind for kind in ALL if kind != "end of word"]),
+    "mistral": (
+        lambda: with_parts(
+            families.sentencepiece_like(),
+            normalizers.Sequence([]),
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+        ),
+        [kind for kind in ALL if kind != "end of word"],
+    ),
+    "gemma": (
+        lambda: with_parts(
+            families.sentencepiece_like(),
+            normalizers.Replace(" ", "▁"),
+            pre_tokenizers.Split(" ", "merged_with_previous"),
+        ),
+        [kind for kind in ALL if kind != "end of word"],
+    ),
+    "bert": (
+        bert,
+        [
+            "word",
+            "symbol",
+            "line",
+            "next line",
+            "end of word",
+            "end of foreign word",
+            "number after a symbol",
+        ],
+    ),
+    "xlm-r": (
+        lambda: unigram(NMT_NFKC, ONE_SPACE, pre_tokenizer=WORDS),
+        ["word", "symbol", "line", "next line"],
+    ),
+    "t5": (
+        lambda: unigram(NMT_NFKC, pre_tokenizer=pre_tokenizers.Metaspace()),
+        ["word", "symbol", "line"],
+    ),
+    "albert": (
+        lambda: unigram(
+            normalizers.Replace("``", '"'),
+            normalizers.NFKD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            NMT_NFKC,
+            ONE_SPACE,
+            pre_tokenizer=pre_tokenizers.Metaspace(),
+        ),
+        ["word", "symbol", "line"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_pipelines_of_models_have_their_kinds(name: str) -> None:
+    make, kinds = PIPELINES[name]
+    tokenizer = CanonicalTokenizer(make())
+    assert tokenizer.boundaries.kinds == kinds
+    text = "".join(families.SCRIPTS.values()) + GUIDE.read_text()[:3000]
+    whole = tokenizer.encode(text)
+    places = [place for place in range(len(text)) if tokenizer.boundaries.holds_at(text, place)]
+    assert len(places) > 300
+    for place in places[::7]:
+        before = tokenizer.encode(text[:place])
+        assert before + tokenizer.encode_between(text, place, len(text)) == whole
+
+
+class OfXai:
+    """A tokenizer like SGLang's ``TiktokenTokenizer``, which is not one of Hugging Face's."""
+
+    __module__ = "sglang.srt.tokenizer.tiktoken_tokenizer"
+
+    def __init__(self, expression: str) -> None:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        for number, pair in enumerate((b"th", b"the", b" a", b"12", b"123")):
+            ranks[pair] = 256 + number
+        special = {"<|separator|>": 300, "<|eos|>": 301}
+        self.tokenizer = tiktoken.Encoding(
+            "test", pat_str=expression, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        del add_special_tokens
+        return self.tokenizer.encode(text, allowed_special="all", disallowed_special=())
+
+
+# The expression of OpenAI's cl100k_base, whose repetitions are possessive.
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+
+
+class OfMistral(OfXai):
+    """A tokenizer like transformers' ``MistralCommonBackend``, whose special tokens come first."""
+
+    __module__ = "transformers.tokenization_mistral_common"
+
+    def __init__(self, expression: str) -> None:
+        super().__init__(expression)
+        self.tokenizer = SimpleNamespace(model=SimpleNamespace(encoding=self.tokenizer))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        encoding = self.tokenizer.model.encoding
+        return [1] * add_special_tokens + [token + 1000 for token in encoding.encode_ordinary(text)]
+
+
+class OfMoonshot(OfXai):
+    """A tokenizer that comes with a model, and cuts long texts and long words."""
+
+    __module__ = "transformers_modules.tokenization"
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        words = re.findall(r"\S{1,25000}|\s{1,25000}", text[:400_000])
+        cuts = [word for word in words if len(word) == 25_000]
+        if not cuts:
+            return super().encode(text[:400_000]) + super().encode(text[400_000:])
+        before, cut, after = text.partition(cuts[0])
+        return super().encode(before + cut) + self.encode(after)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "expression"),
+    [
+        (OfXai, families.PATTERN),
+        (OfXai, families.O200K),
+        (OfXai, CL100K),
+        (OfMistral, families.O200K),
+        (OfMoonshot, families.PATTERN),
+    ],
+)
+def test_tiktoken_has_the_kinds_of_its_expression(
+    wrapper: Callable[[str], Any], expression: str
+) -> None:
+    tokenizer = CanonicalTokenizer(wrapper(expression))
+    assert tokenizer.boundaries.kinds == ALL
+    text = "".join(families.SCRIPTS.values()) + "the<|eos|>\n\n a<|separator|>  b 1234\r\n"
+    whole = tokenizer.encode(text)
+    for place in range(1, len(text)):
+        if tokenizer.boundaries.holds_at(text, place):
+            before = tokenizer.encode(text[:place])
+            assert before + tokenizer.encode_between(text, place, len(text)) == whole
+
+
+def test_long_texts_of_a_tokenizer_that_comes_with_a_model_are_encoded_whole() -> None:
+    tokenizer = CanonicalTokenizer(OfMoonshot(families.PATTERN))
+    for piece in ("the the 12 ", "the123"):
+        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
+        text = "abcd " + piece * (500_000 // len(piece))
+        for start in range(0, len(text), 90_000):
+            buffer.append(text[start : start + 90_000])
+            assert start > 20_000 or buffer.certain_tokens > 1000
+        whole = tokenizer.encode(text)
+        assert list(buffer.tokens) == whole[: len(buffer.tokens)]
+        assert buffer.all_tokens() == whole == tokenizer.encode_from(text, 0)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pieces"),
+    [
+        (normalizers.NFC(), ["Order a cafe\u0301 au", " lait now", ", please. "]),
+        (normalizers.NFKC(), ["Order a ｃafé au", " lait now", ", please. "]),
+        (normalizers.Lowercase(), ["Order a CAFÉ AU", " Lait now", ", please. "]),
+        (normalizers.BertNormalizer(), ["Order a CAFÉ au", " lait now", ", please. "]),
+        (normalizers.Replace("#", "é"), ["Order a caf# au", " lait now", ", please. "]),
+        (normalizers.Nmt(), ["Order a café au", "\u200blait now", ", please. "]),
+        (NMT_NFKC, ["Order a cafe\u0301 au", "\u3000lait now", ", please. "]),
+    ],
+)
+def test_added_tokens_are_found_as_the_text_is_normalised(
+    normalizer: normalizers.Normalizer, pieces: list[str]
+) -> None:
+    tokenizer = with_parts(families.smollm_like(), normalizer)
+    tokenizer.add_tokens([AddedToken("café au lait", normalized=True)])
+    canonical = CanonicalTokenizer(tokenizer)
+    buffer = TokenBuffer(canonical, add_special_tokens=False)
+    for piece in pieces:
+        buffer.append(piece)
+    added = tokenizer.convert_tokens_to_ids("café au lait")
+    whole = tokenizer.encode("".join(pieces), add_special_tokens=False)
+    assert added in whole
+    assert list(buffer.tokens) == whole[: len(buffer.tokens)]
+    assert buffer.all_tokens() == whole
+    assert buffer.certain_tokens > 0
+
+
+def of_pieces(steps: list[Any], splits: list[Any], tokens: list[AddedToken] | None = None) -> Any:
+    """Make a tokenizer that has an entry for each piece of a text, so that each piece shows."""
+    entries = ["<unk>", "a", "b", "ab", "e", "é", " ", "\u0301 ", "\u0301", " é", "aa", "aab", ".a"]
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.add_tokens(tokens or [])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+SPACES = pre_tokenizers.WhitespaceSplit()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "place"),
+    [
+        # The character between a letter and its accent is dropped before the two are composed.
+        (
+            of_pieces(
+                [normalizers.Nmt(), normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[ é]+"), "isolated")],
+            ),
+            "a e\u0001\u0301 b",
+            2,
+        ),
+        # A letter of Malayalam and the space after it are one grapheme, and are replaced together.
+        (of_pieces([normalizers.Precompiled(CHARSMAPS[2])], [SPACES]), "\u0d4e b a", 1),
+        # The accent would be composed, if the letter were not a token.
+        (
+            of_pieces(
+                [normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[\u0301 ]+"), "isolated")],
+                [AddedToken("e", normalized=False)],
+            ),
+            "e\u0301 b",
+            2,
+        ),
+        # The text after the place begins anew at its own beginning, and not so in the whole.
+        (of_pieces([], [pre_tokenizers.FixedLength(length=3), SPACES]), "aa aab", 2),
+        # Two full stops become an accent, which is composed with the letter before them.
+        (
+            of_pieces(
+                [normalizers.Replace("..", "\u0301"), normalizers.NFC()],
+                [pre_tokenizers.Split(Regex("[ é]+"), "isolated")],
+            ),
+            "a e.. b",
+            2,
+        ),
+    ],
+)
+def test_nothing_is_split_where_distant_characters_come_together(
+    tokenizer: Any, text: str, place: int
+) -> None:
+    canonical = CanonicalTokenizer(tokenizer)
+    assert canonical.boundaries
+    whole = canonical.encode(text)
+    assert not canonical.boundaries.holds_at(text, place)
+    for other in range(1, len(text)):
+        if canonical.boundaries.holds_at(text, other):
+            rest = canonical.encode_between(text, other, len(text))
+            assert canonical.encode(text[:other]) + rest == whole, other
+
+
+def isolated(pattern: str | Regex) -> Any:
+    return pre_tokenizers.Split(pattern, "isolated")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        # The letter is the beginning of a piece only if there are two spaces before it.
+        (of_pieces([], [isolated("  "), isolated(Regex("^aa|a"))]), "  aa"),
+        (
+            of_pieces([], [isolated("  "), pre_tokenizers.Metaspace(split=False), isolated("b")]),
+            "  b",
+        ),
+        (
+            of_pieces(
+                [], [isolated("  "), pre_tokenizers.ByteLevel(use_regex=False), isolated("b")]
+            ),
+            "  b",
+        ),
+        # The full stop, and the word that ends before it, are there only if the replaced text is.
+        (of_pieces([normalizers.Replace("eb", ".")], [isolated(Regex(r"(?<=\.)aa|a"))]), "ebaa"),
+        (
+            of_pieces(
+                [normalizers.Replace("e ", "b")],
+                [isolated("a")],
+                [AddedToken("aa", single_word=True, normalized=True)],
+            ),
+            "e aa",
+        ),
+    ],
+)
+def test_nothing_is_split_where_distant_text_decides_how_the_next_begins(
+    tokenizer: Any, text: str
+) -> None:
+    canonical = CanonicalTokenizer(tokenizer)
+    assert canonical.boundaries
+    assert not canonical.boundaries.holds_at(f"{text} ", 2)
+    before, after = canonical.encode(text[:2]), canonical.encode_between(text, 2, len(text))
+    assert canonical.encode(text) != before + after
+
+
+def spec_of(tokenizer: Any) -> dict[str, Any]:
+    return json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+def change_normalizer(spec: dict[str, Any]) -> None:
+    spec["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Transliterate"}]}
+
+
+def change_pre_tokenizer(spec: dict[str, Any]) -> None:
+    spec["pre_tokenizer"] = {"type": "Lines"}
+
+
+def change_model(spec: dict[str, Any]) -> None:
+    spec["model"] = {"type": "Bytes"}
+
+
+def change_processor(spec: dict[str, Any]) -> None:
+    spec["post_processor"] = {"type": "Wrap"}
+
+
+def add_option(spec: dict[str, Any]) -> None:
+    spec["pre_tokenizer"]["pretokenizers"][0]["lookahead"] = 3
+
+
+def add_step(spec: dict[str, Any]) -> None:
+    spec["spell_checker"] = None
+
+
+def add_dropout(spec: dict[str, Any]) -> None:
+    spec["model"]["dropout"] = 0.1
+
+
+def add_token_option(spec: dict[str, Any]) -> None:
+    spec["added_tokens"][0]["regex"] = True
+
+
+def repeat_text(spec: dict[str, Any]) -> None:
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing", "single": [text, text], "special_tokens": {}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_normalizer, change_pre_tokenizer, change_model, change_processor, add_option,
+        add_step, add_dropout, add_token_option, repeat_text,
+    ],
+)  # fmt: skip
+def test_a_part_that_is_not_understood_leaves_no_boundaries(
+    change: Callable[[dict[str, Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = families.smollm_like()
+    spec = spec_of(tokenizer)
+    read_parts(spec), read_affixes(spec)
+    change(spec)
+    with pytest.raises(NotUnderstood):
+        read_parts(spec), read_affixes(spec)
+    backend = tokenizer.backend_tokenizer
+    later = SimpleNamespace(
+        backend_tokenizer=SimpleNamespace(
+            model=backend.model, to_str=lambda: json.dumps(spec), encode=backend.encode
+        )
+    )
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+    with caplog.at_level(logging.WARNING):
+        assert not read_tokenizer(later, encode).boundaries
+    assert "certain when they end" in caplog.text
+
+
+class Own(PreTrainedTokenizerFast):
+    """A tokenizer whose own code changes the text before its parts see it."""
+
+    def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
+        return super()._encode_plus(text.replace("\n\n", "\n"), *args, **options)
+
+
+def test_a_tokenizer_with_code_of_its_own_has_no_boundaries(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = Own(tokenizer_object=families.smollm_like().backend_tokenizer)
+    with caplog.at_level(logging.WARNING):
+        assert not CanonicalTokenizer(tokenizer).boundaries
+    assert "Own changes text in its own way" in caplog.text
+
+
+def test_an_added_token_that_is_empty_when_it_is_normalised_leaves_no_boundaries() -> None:
+    tokens = [AddedToken(" ", normalized=True)]
+    tokenizer = of_pieces([normalizers.Strip()], [SPACES], tokens)
+    assert not CanonicalTokenizer(tokenizer).boundaries
+
+
+def test_a_tokenizer_that_chooses_at_random_has_no_boundaries() -> None:
+    tokenizer = families.unigram()
+    tokenizer.backend_tokenizer.model.alpha = 0.5
+    known = read_tokenizer(tokenizer, tokenizer.encode)
+    assert not known.boundaries
+
+
+def test_long_texts_are_searched_from_their_ends_only() -> None:
+    boundaries: Boundaries = CanonicalTokenizer(families.smollm_like()).boundaries
+    text = "one two" + "n" * 3000
+    assert boundaries.last(text, 0, len(text)) == 0
+    assert boundaries.last(text, 0, 500) == 3
+
+
+CHARACTERS = [
+    character
+    for character in map(chr, range(1, sys.maxunicode + 1))
+    if unicodedata.category(character) not in ("Cn", "Cs", "Co")
+]
+
+
+def test_no_normal_form_joins_what_starts_afresh() -> None:
+    """If two characters are composed to one, the second does not start afresh."""
+    for character in CHARACTERS:
+        first, *others = unicodedata.normalize("NFKD", character)
+        if unicodedata.combining(first):
+            assert not starts_afresh("", character)
+        for other in others:
+            if unicodedata.normalize("NFC", first + other) != first + other:
+                assert not starts_afresh("", other), (character, other)
+        # Syllables of Hangul are made of their parts one by one.
+        whole = unicodedata.normalize("NFD", character)
+        for place in range(1, len(whole)):
+            joined = unicodedata.normalize("NFC", whole[:place] + whole[place])
+            if len(joined) == 1:
+                assert not starts_afresh("", whole[place]), character
+
+
+@pytest.mark.parametrize("other", "a1 .\n文é।한，")
+def test_what_are_graphemes_to_the_plugin_are_so_to_unicode(other: str) -> None:
+    single = regex.compile(r"\X")
+    for character in CHARACTERS:
+        for pair in (character + other, other + character):
+            if are_graphemes(*pair):
+                assert len(single.findall(pair)) == 2, pair.encode("unicode-escape")
+
+
+def test_what_is_a_space_to_the_library_is_one_here() -> None:
+    pieces = pre_tokenizers.WhitespaceSplit().pre_tokenize_str("".join(CHARACTERS))
+    kept = {*"".join(piece for piece, _ in pieces)}
+    assert all(character.isspace() for character in {*CHARACTERS} - kept)

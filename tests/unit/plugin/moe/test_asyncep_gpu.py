@@ -1,0 +1,269 @@
+"""The order of copies on fake GPUs, whose streams run in any order that CUDA allows."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flashmoa_sglang.moe.asyncep.experts import store_on_host
+from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader, Store, StreamCopier
+from flashmoa_sglang.moe.asyncep.replicas import (
+    GpuSegment,
+    Replica,
+    ReplicaError,
+    ShareExchange,
+    share_experts,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.plugin.moe.fake_gpu import FakeGpu
+
+LAYER_BYTES = 4 * 640 * 4
+
+
+class QueuedLayer(torch.nn.Module):
+    """A layer that reads its weights when the fake GPU runs, as a kernel does."""
+
+    def __init__(self, gpu: FakeGpu, number: int, fails: bool = False) -> None:
+        super().__init__()
+        self.gpu, self.number, self.fails = gpu, number, fails
+        self.num_local_experts = 4
+        self.weight = torch.nn.Parameter(torch.full((4, 640), float(number)), requires_grad=False)
+
+    def compute(self, read: list[tuple[int, list[float]]]) -> None:
+        memory = self.weight.data
+        for part in (memory[:2], memory[2:]):
+            self.gpu.main.enqueue(
+                lambda part=part: read.append((self.number, sorted(set(part.flatten().tolist()))))
+            )
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("out of memory")
+
+
+class Rig:
+    """An offloader of such layers, with the work of its start enqueued but not done."""
+
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        failing: int | None = None,
+        store: Store = store_on_host,
+        gpu: FakeGpu | None = None,
+    ) -> None:
+        self.gpu = gpu or FakeGpu()
+        self.layers = [QueuedLayer(self.gpu, n, fails=n == failing) for n in range(layers)]
+        self.read: list[tuple[int, list[float]]] = []
+        opened: Any = self.gpu
+        self.offloader = ExpertOffloader(
+            QueuedLayer, "compute", slots, store, open_gpu=lambda _device: opened
+        )
+        # Replicas start in threads, where each one's guard would see the others' modules be nested.
+        self.offloader.wrap_modules(iter(self.layers))
+        self.offloader.post_init()
+
+    def forward(self, order: Sequence[int] | None = None, *, timed: bool = False) -> None:
+        if timed:
+            self.offloader.time_next(8)
+        for number in range(len(self.layers)) if order is None else order:
+            self.layers[number].compute(self.read)
+
+    def all_read_their_own(self) -> bool:
+        return all(values == [float(number)] for number, values in self.read)
+
+
+class Group:
+    """Replicas on fake GPUs that divide the layers' experts, and their rigs."""
+
+    def __init__(
+        self,
+        size: int,
+        layers: int,
+        slots: int,
+        on_device: float = 1.0,
+        reaches: Iterable[str] | None = None,
+    ) -> None:
+        self.name = uuid.uuid4().hex
+        places = [f"GPU-{rank}" for rank in range(size)]
+        self._reaches = places if reaches is None else reaches
+        self._size, self._layers, self._slots, self._on_device = size, layers, slots, on_device
+        self.exchanges: dict[int, ShareExchange] = {}
+        with ThreadPoolExecutor(size) as pool:
+            started = [pool.submit(self.start, rank) for rank in range(size)]
+        try:
+            self.rigs = [future.result() for future in started]
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, rank: int) -> Rig:
+        replica = Replica(self.name, rank, self._size)
+        self.exchanges[rank] = ShareExchange(replica)
+        store = partial(
+            share_experts,
+            exchange=self.exchanges[rank],
+            on_device=self._on_device,
+            wait=20.0,
+        )
+        gpu = FakeGpu(f"GPU-{rank}", self._reaches)
+        return Rig(self._layers, self._slots, store=store, gpu=gpu)
+
+    def stop(self) -> None:
+        for exchange in self.exchanges.values():
+            exchange.close()
+
+
+# Which stream runs first: that of the layers, or that of the copies.
+COPIES_LATE, COPIES_EARLY = [0], [1]
+
+
+@given(
+    layers=st.integers(2, 6),
+    slots=st.integers(1, 4),
+    forwards=st.integers(1, 3),
+    timed=st.booleans(),
+    choices=st.lists(st.integers(0, 1), max_size=60),
+)
+def test_layers_read_their_own_experts_in_whatever_order_streams_run(
+    layers: int, slots: int, forwards: int, timed: bool, choices: list[int]
+) -> None:
+    rig = Rig(layers, slots)
+    for _ in range(forwards):
+        rig.forward(timed=timed)
+    rig.gpu.run(choices)
+    assert len(rig.read) == 2 * layers * forwards and rig.all_read_their_own()
+    assert rig.offloader.memory()["misses"] == 0
+
+
+@given(
+    slots=st.integers(1, 3),
+    orders=st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=4),
+    choices=st.lists(st.integers(0, 1), max_size=60),
+)
+def test_layers_out_of_order_read_their_own_experts(
+    slots: int, orders: list[list[int]], choices: list[int]
+) -> None:
+    rig = Rig(5, slots)
+    for order in orders:
+        rig.forward(order)
+    rig.gpu.run(choices)
+    assert rig.all_read_their_own()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("choices", [COPIES_LATE, COPIES_EARLY])
+def test_a_layer_that_raises_still_protects_the_slot_that_it_reads(
+    slots: int, choices: list[int]
+) -> None:
+    rig = Rig(5, slots, failing=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rig.forward()
+    rig.forward([4, 3, 1])
+    rig.forward()
+    rig.gpu.run(choices)
+    assert rig.all_read_their_own()
+
+
+def test_one_layer_computes_while_the_next_ones_experts_are_copied() -> None:
+    """With two slots, the copy for the layer after the next waits for the layer before alone."""
+    rig = Rig(4, 2)
+    rig.gpu.run()
+    rig.forward([0, 1, 2])
+    computes, copies = rig.gpu.streams
+    before = copies.done
+    while len(rig.read) < 4:  # Layers 0 and 1 have been computed, layer 2 not yet.
+        assert computes.step()
+    while copies.step():
+        pass
+    assert copies.done - before == 3  # A wait, and the two pieces of layer 3.
+    assert len(rig.read) == 4
+
+
+def test_pinned_memory_that_a_quantisation_left_is_freed_after_each_layer() -> None:
+    rig = Rig(5, 2)
+    assert rig.gpu.freed_host_caches == len(rig.gpu.pinned) > 1
+
+
+def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before() -> None:
+    gpu: Any = FakeGpu()
+    done: list[str] = []
+    gpu.main.enqueue(lambda: done.append("weights repacked"))
+    gpu.copy = lambda stream, *_: stream.enqueue(lambda: done.append("copied"))
+    source: Any = SimpleNamespace(copies=lambda *_: [(None, None)])
+    StreamCopier(gpu, 2, ["pcie"]).fetch(1, torch.empty(0), source, timed=False)
+    gpu.run(COPIES_EARLY)
+    assert done == ["weights repacked", "copied"]
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(1, 3),
+    slots=st.integers(1, 3),
+    on_device=st.sampled_from([0.2, 0.5, 1.0]),
+    timed=st.booleans(),
+    choices=st.lists(st.integers(0, 2), max_size=60),
+)
+@example(size=2, slots=2, on_device=0.5, timed=False, choices=[0])
+@example(size=2, slots=2, on_device=0.5, timed=False, choices=[1])
+@example(size=2, slots=2, on_device=0.5, timed=False, choices=[2])
+@example(size=2, slots=2, on_device=0.5, timed=False, choices=[1, 1, 1, 1, 0])
+@example(size=2, slots=2, on_device=0.5, timed=False, choices=[2, 2, 2, 2, 0])
+def test_layers_read_experts_of_peers_and_of_the_host_in_whatever_order_streams_run(
+    size: int, slots: int, on_device: float, timed: bool, choices: list[int]
+) -> None:
+    group = Group(size, 4, slots, on_device)
+    for rig in group.rigs:
+        for _ in range(2):
+            rig.forward(timed=timed)
+        rig.gpu.run(choices)
+        assert len(rig.read) == 16 and rig.all_read_their_own()
+        memory = rig.offloader.memory()
+        stored = memory["on_host"] + memory["share"] + memory["at_peers"]
+        assert stored == 3 * LAYER_BYTES and (memory["on_host"] > 0) == (on_device < 1)
+        assert sum(pinned.nbytes for pinned in rig.gpu.pinned) == memory["on_host"]
+        # Experts of peers are copied while those of the host are.
+        assert len(rig.gpu.streams) == (2 if on_device == 1 else 3)
+    group.stop()
+
+
+def test_a_restarted_replica_gets_back_the_share_that_the_others_still_use() -> None:
+    group = Group(2, 4, 2, on_device=0.5)
+    rig, ended = group.rigs
+    group.exchanges[1].close()
+    again = group.start(1)
+    for replica in (rig, again):
+        replica.forward()
+        replica.gpu.run()
+        assert replica.all_read_their_own()
+    # Both map the same memory: nothing has been allocated a second time.
+    for old, new in zip(ended.offloader._sources, again.offloader._sources, strict=True):
+        for kept, mapped in zip(old.runs, new.runs, strict=True):
+            assert kept.where == mapped.where
+            kept.memory[0] ^= 0xFF
+            assert torch.equal(kept.memory, mapped.memory)
+            kept.memory[0] ^= 0xFF
+    group.stop()
+
+
+def test_a_piece_may_be_freed_as_soon_as_it_is_in_the_segment() -> None:
+    gpu: Any = FakeGpu()
+    segment = GpuSegment(8, gpu)
+    for start in (0, 4):
+        segment.append(piece := torch.arange(start, start + 4, dtype=torch.uint8))
+        piece.fill_(99)
+    assert segment.finish().tolist() == list(range(8))
+    os.close(segment.descriptor)
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused() -> None:
+    with pytest.raises(ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"):
+        Group(2, 3, 2, reaches=[])

@@ -1,0 +1,231 @@
+"""Experts divided among replicas: their shares, how replicas find each other and refuse others."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
+from flashmoa_sglang.moe.asyncep.replicas import (
+    CPU,
+    HostSegment,
+    Replica,
+    ReplicaError,
+    Share,
+    ShareExchange,
+    Sharing,
+    divide,
+    map_segment,
+    share_experts,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plugin.moe.fake_gpu import FakeGpu
+
+LAYERS = 4
+EXPERTS = 5
+WAIT = 20.0
+
+
+@pytest.fixture
+def group() -> str:
+    """A group name that no other test's replicas have."""
+    return uuid.uuid4().hex
+
+
+class Layer(torch.nn.Module):
+    """The parts of a layer with experts that an offloader uses; it computes its own weights."""
+
+    w13_scale: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.num_local_experts = EXPERTS
+        weight = torch.rand(EXPERTS, 3, 2, generator=generator)
+        self.w13_weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("w13_scale", torch.rand(EXPERTS, generator=generator))
+        self.zeros = torch.randint(-9, 9, (EXPERTS, 7), generator=generator).to(torch.int8)
+
+    def compute(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in (self.w13_weight, self.w13_scale, self.zeros)]
+
+
+def start(
+    stack: ExitStack, replica: Replica, seed: int = 0, on_device: float = 1.0, gpu: Any = None
+) -> tuple[ExpertOffloader, list[Layer]]:
+    """Start a replica of a model; return when the others have started."""
+    exchange = stack.enter_context(closing(ShareExchange(replica)))
+    store = partial(share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
+    offloader = ExpertOffloader(Layer, "compute", 2, store, open_gpu=lambda _device: gpu)
+    layers = offloader.wrap_modules(Layer(seed + number) for number in range(LAYERS))
+    offloader.post_init()
+    return offloader, layers
+
+
+@given(
+    layers=st.lists(st.integers(1, 40).map(lambda count: 256 * count), min_size=1, max_size=4),
+    size=st.integers(1, 9),
+    on_device=st.floats(0, 1),
+)
+def test_every_byte_is_stored_once(layers: list[int], size: int, on_device: float) -> None:
+    stored: list[set[int]] = [set() for _ in layers]
+    for rank in range(size):
+        for section in divide(layers, Replica("group", rank, size), on_device):
+            assert sum(section.sizes) > 0
+            assert on_device > 0 if section.on_device else on_device < 1
+            for blocks, part in zip(stored, section.parts, strict=True):
+                assert part.start % 256 == part.stop % 256 == 0
+                new = set(range(part.start // 256, part.stop // 256))
+                assert not blocks & new
+                blocks |= new
+    assert [256 * len(blocks) for blocks in stored] == layers
+
+
+def both_failures(first: Callable[[], object], second: Callable[[], object]) -> Iterator[str]:
+    """Yield the messages with which two replicas fail."""
+    with ThreadPoolExecutor(2) as pool:
+        for started in [pool.submit(first), pool.submit(second)]:
+            with pytest.raises(ReplicaError) as failure:
+                started.result()
+            yield str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "problem"),
+    [
+        (2, {"seed": 1}, "have not loaded the same experts"),
+        (3, {}, "--flashmoa-asyncep-replica must give one number"),
+        (2, {"on_device": 0.25}, "--flashmoa-asyncep-on-device must be the same"),
+        (2, {"gpu": FakeGpu()}, "all on GPUs of this machine"),
+    ],
+    ids=["other model", "other size of the group", "other part in host memory", "GPU and CPU"],
+)
+def test_replicas_that_differ_refuse_each_other(
+    group: str, size: int, more: dict[str, Any], problem: str
+) -> None:
+    with ExitStack() as stack:
+        first = partial(start, stack, Replica(group, 0, 2))
+        second = partial(start, stack, Replica(group, 1, size), **more)
+        for message in both_failures(first, second):
+            assert problem in message
+
+
+def test_a_rank_that_runs_already_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHMOA_ASYNCEP", "d2d")
+    replica, message = Replica(group, 0, 2), r"^--flashmoa-asyncep d2d: .* runs already.*-group\.$"
+    with closing(ShareExchange(replica)), pytest.raises(ReplicaError, match=message):
+        ShareExchange(replica)
+    ShareExchange(replica).close()
+
+
+def test_waiting_for_a_replica_ends(group: str) -> None:
+    with closing(ShareExchange(Replica(group, 0, 2))) as exchange:
+        exchange.introduce("digest", CPU, 1.0)
+        exchange.offer(Share(CPU, []))
+        with pytest.raises(ReplicaError, match="waited too long for replica 1"):
+            exchange.obtain(1, time.monotonic())
+
+
+@pytest.mark.parametrize("failure", [TimeoutError, BlockingIOError, ConnectionResetError])
+def test_a_running_replica_that_does_not_answer_is_asked_again_for_the_old_share(
+    group: str, monkeypatch: pytest.MonkeyPatch, failure: type[OSError]
+) -> None:
+    def join(stack: ExitStack, rank: int) -> ShareExchange:
+        exchange = stack.enter_context(closing(ShareExchange(Replica(group, rank, 2))))
+        exchange.introduce("digest", CPU, 1.0)
+        return exchange
+
+    ask, left = ShareExchange._ask, 2
+
+    def ask_in_vain(exchange: ShareExchange, peer: int, rank: int) -> Share | None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise failure
+        return ask(exchange, peer, rank)
+
+    with ExitStack() as stays:
+        peer = join(stays, 1)
+        peer.offer(Share(CPU, []))
+        with ExitStack() as ends:
+            before = join(ends, 0)
+            before.offer(Share(CPU, []))
+            peer.obtain(0, time.monotonic() + WAIT)
+        again = join(stays, 0)
+        monkeypatch.setattr(ShareExchange, "_ask", ask_in_vain)
+        assert again.find(time.monotonic() + WAIT) == Share(CPU, [])
+        left = 1
+        with pytest.raises(ReplicaError, match="End it if it hangs"):
+            again.find(time.monotonic())
+
+
+def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
+    with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
+        exchange.introduce("digest", CPU, 1.0)
+        exchange.offer(Share(CPU, []))
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stranger.bind(Replica(group, 1, 2).address)
+        stranger.listen()
+        asking = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            exchange.obtain, 1, time.monotonic() + WAIT
+        )
+        with stranger.accept()[0] as asked:
+            asked.recv(4096)
+            asked.send(b"who are you?")
+            with pytest.raises(ReplicaError, match="no replica of this version"):
+                asking.result()
+
+
+def test_a_share_of_another_size_is_not_called_a_problem_of_the_quantisation(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    map_share = Sharing.map
+
+    def map_less(self: Sharing, rank: int, share: Share) -> list[torch.Tensor]:
+        os.ftruncate(descriptor := os.memfd_create("test"), 1)
+        with open(descriptor):
+            return map_share(self, rank, Share(CPU, [descriptor]))
+
+    monkeypatch.setattr(Sharing, "map", map_less)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(start, stack, Replica(group, rank, 2)) for rank in range(2)]
+        for replica in started:
+            with pytest.raises(ReplicaError, match=r"share of replica \d cannot .* has 1 bytes"):
+                replica.result()
+
+
+def test_a_sealed_segment_stays_as_it_is() -> None:
+    segment = HostSegment(5)
+    segment.append(torch.arange(3, dtype=torch.uint8))
+    segment.append(torch.full((2,), 9, dtype=torch.uint8))
+    memory = segment.finish()
+    with pytest.raises(PermissionError):
+        os.pwrite(segment.descriptor, b"other", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.descriptor, 1)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment.descriptor, 5, access=mmap.ACCESS_WRITE)
+    with pytest.raises(ValueError, match="5 bytes instead of 6"):
+        map_segment(segment.descriptor, 6)
+    os.close(segment.descriptor)
+    assert memory.tolist() == [0, 1, 2, 9, 9]
+
+
+def test_a_segment_that_is_not_sealed_is_refused() -> None:
+    segment = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(segment, b"share")
+    with pytest.raises(ValueError, match="not sealed"):
+        map_segment(segment, 5)
+    os.close(segment)

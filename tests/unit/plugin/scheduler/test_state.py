@@ -1,0 +1,572 @@
+"""What a scheduler does with messages, how results are sent, and how long forwards took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flashmoa_sglang.costs import UNMEASURED, Costs
+from flashmoa_sglang.messages import (
+    CountUpdate,
+    MeasuredCosts,
+    RequestMark,
+    StreamProgress,
+)
+from flashmoa_sglang.moe import asyncep
+from flashmoa_sglang.moe.saturation import LayerTimes
+from flashmoa_sglang.scheduler import results, state
+from flashmoa_sglang.scheduler.pins import Pin
+from flashmoa_sglang.sglang.options import Options
+
+from tests.unit.plugin.scheduler.fake_scheduler import COSTS, FakeScheduler, request
+
+pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
+
+
+class Streamer:
+    """Stands for SGLang's output streamer: notes what it sends, and to which process."""
+
+    def __init__(self, scheduler: FakeScheduler) -> None:
+        self.tree_cache = scheduler.tree_cache
+        self.send_to_detokenizer: Any = "detokenizer"
+        self.sent: list[tuple[list[Any], bool, Any]] = []
+
+    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any) -> None:
+        assert skip_req is None
+        self.sent.append((reqs, return_logprob, self.send_to_detokenizer))
+
+
+@pytest.fixture
+def streamer(scheduler: FakeScheduler) -> Streamer:
+    return Streamer(scheduler)
+
+
+def send(streamer: Streamer, reqs: list[Any], return_logprob: bool = False) -> None:
+    results.stream_output(Streamer.stream_output, streamer, reqs, return_logprob)
+
+
+def prefill(output: int = 0, **mark: Any) -> Any:
+    """Make a request of the plugin's own."""
+    req = request(10, output)
+    req.flashmoa.mark, req.return_logprob = RequestMark(**mark), False
+    return req
+
+
+def test_of_an_increment_only_its_progress_is_sent(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    scheduler.open_stream("a", 100)
+    scheduler.sent.clear()
+    (increment,) = scheduler.flashmoa.streams.make(1000, 1000, 16)
+    scheduler.flashmoa.streams.settle(increment)
+    chat = request(20, 5)
+    send(streamer, [chat, increment], return_logprob=True)
+    assert streamer.sent == [([chat], True, "detokenizer")]
+    assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
+    assert not scheduler.flashmoa.streams.can_prefill_more()
+    streamer.sent.clear()
+    send(streamer, [increment])
+    assert streamer.sent == []
+
+
+def test_the_end_of_a_request_that_sglang_hands_over_twice_is_noted_once(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    """As SGLang does under the overlap schedule; it sends only the first."""
+    scheduler.flashmoa.options = Options(hold_tool_calls=60)
+    req = request(20, 5, 5, stream="a", final=True)
+    req.finished = lambda: True
+    send(streamer, [req])
+    req.finished_output = True
+    send(streamer, [req])
+    assert scheduler.flashmoa.streams.returning_tokens() == 25
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0, 0), (60, 256)])
+def test_only_the_last_requests_that_have_ended_are_kept_and_none_if_no_prompt_is_held(
+    scheduler: FakeScheduler, seconds: float, kept: int
+) -> None:
+    scheduler.flashmoa.options = Options(hold_tool_calls=seconds)
+    streams = scheduler.flashmoa.streams
+
+    def end(rid: str, reason: str = "stop") -> None:
+        req = request(20, 5, 5, stream="a", final=True)
+        req.rid, req.finished_reason.to_json = rid, lambda: {"type": reason}
+        streams.note_end(req)
+
+    for number in range(300):
+        end(str(number))
+    assert streams.returning_tokens() == 25 * kept
+    scheduler.flashmoa.work = 1000
+    end("a")
+    assert streams.returning_tokens() == 25 * min(kept, 1)
+    # No tool was called, or the HTTP process says so.
+    end("b", "length")
+    end("c", "abort")
+    assert streams.returning_tokens() == 25 * min(kept, 1)
+    streams.end("a")
+    assert streams.returning_tokens() == 0
+
+
+def test_answers_without_text_pass_the_detokenizer(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    chat, silent, final = request(20, 5), prefill(), prefill(stream="a", final=True)
+    send(streamer, [chat, silent, final])
+    assert streamer.sent == [
+        ([chat, final], False, "detokenizer"),
+        ([silent], False, scheduler.flashmoa.tokenizer_channel),
+    ]
+    assert streamer.send_to_detokenizer == "detokenizer"
+    streamer.sent.clear()
+    # What a scored prompt answers are log-probabilities.
+    silent.return_logprob = True
+    send(streamer, [silent], return_logprob=True)
+    assert streamer.sent == [([silent], True, scheduler.flashmoa.tokenizer_channel)]
+    streamer.sent.clear()
+    # SGLang may have something else to send, without requests.
+    send(streamer, [])
+    assert streamer.sent == [([], False, "detokenizer")]
+
+
+def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
+    scheduler: FakeScheduler, streamer: Streamer
+) -> None:
+    sampled = prefill(output=1)
+    send(streamer, [sampled])
+    scheduler.flashmoa.role = "prefill"
+    send(streamer, [sampled])
+    sampled.return_logprob = True
+    send(streamer, [sampled], return_logprob=True)
+    channels = [channel for _, _, channel in streamer.sent]
+    assert channels == ["detokenizer", scheduler.flashmoa.tokenizer_channel, "detokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("prefills", "tree"),
+    [(True, SimpleNamespace(flashmoa=1)), (False, SimpleNamespace(flashmoa=1)), (True, None)],
+    ids=["prefill", "decode", "plugin off"],
+)
+def test_increments_go_no_further_than_their_forward(prefills: bool, tree: object) -> None:
+    """Where the plugin is off, such a mark is a client's, whose request goes on."""
+    first, increment, second, done = (
+        request(10, 5),
+        request(10, 0, stream="a"),
+        request(20, 5),
+        request(30, 5),
+    )
+    batch = SimpleNamespace(
+        reqs=[first, done, increment, second],
+        forward_mode=SimpleNamespace(is_extend=lambda: prefills),
+        tree_cache=tree,
+    )
+
+    def keep(batch: Any, keep_indices: list[int] | None = None) -> None:
+        if keep_indices is None:
+            keep_indices = [n for n, req in enumerate(batch.reqs) if req is not done]
+        batch.reqs = [batch.reqs[n] for n in keep_indices]
+
+    results.drop_increments(keep, batch)
+    drops = prefills and tree is not None
+    assert batch.reqs == ([first, second] if drops else [first, increment, second])
+    calls: list[Any] = []
+    empty = SimpleNamespace(reqs=[], tree_cache=tree)
+    results.drop_increments(lambda *_: calls.append(1), empty)
+    assert calls == [1]
+
+
+class Clock:
+    """A clock that a test moves on by milliseconds."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(state, "time", clock)
+    # It would import SGLang.
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
+    return clock
+
+
+class Event:
+    """The event of a result, at a moment in milliseconds, for which the scheduler can wait."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self.clock, self.at = clock, at
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
+
+
+@dataclass
+class Device:
+    """Computes forwards one after the other, as a GPU does; ``launching`` takes milliseconds."""
+
+    scheduler: FakeScheduler
+    clock: Clock
+    launching: float = 1.0
+    free_at: float = 0.0
+
+    def run(self, batch: Any, milliseconds: float) -> Any:
+        def launch(_scheduler: Any, _batch: Any) -> Any:
+            self.free_at = max(self.free_at, self.clock.now) + milliseconds
+            self.clock.now += self.launching
+            return SimpleNamespace(copy_done=Event(self.clock, self.free_at))
+
+        return state.run_batch(launch, self.scheduler, batch)
+
+    def process(self, batch: Any, result: Any, output: float = 2.0) -> None:
+        """Process a result, which takes so many milliseconds after the forward's end."""
+
+        def work(scheduler: Any, _batch: Any, result: Any) -> None:
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            self.clock.now += output
+            scheduler.flashmoa.timer.stop(batch.reqs)
+
+        state.process_result(work, self.scheduler, batch, result)
+
+
+@pytest.fixture
+def device(scheduler: FakeScheduler, clock: Clock) -> Device:
+    return Device(scheduler, clock)
+
+
+def decodes(*kv: int) -> Any:
+    """Make a batch of requests that decode, with so many tokens."""
+    mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True)
+    reqs = [request(tokens, 5) for tokens in kv]
+    return SimpleNamespace(
+        reqs=reqs, forward_mode=mode, seq_lens_cpu=torch.tensor(kv), is_extend_in_batch=False
+    )
+
+
+def prefills(*rows: tuple[int, int], kv: Sequence[int] = (), timed: bool = False) -> Any:
+    """Make a batch of prompts of so many cached and new tokens, with which others decode."""
+    mode = SimpleNamespace(is_extend=lambda: True, is_decode=lambda: False)
+    decoding = [request(tokens, 5) for tokens in kv]
+    return SimpleNamespace(
+        reqs=[*(prefill(timed=timed) for _ in rows), *decoding],
+        forward_mode=mode,
+        decoding_reqs=decoding or None,
+        prefix_lens=[cached for cached, _ in rows] + [tokens - 1 for tokens in kv],
+        extend_lens=[new for _, new in rows] + [1] * len(kv),
+    )
+
+
+def told(scheduler: FakeScheduler) -> list[tuple[int, ...]]:
+    """Return what is told of forwards, with their milliseconds, which end with a timed one."""
+    (report,) = scheduler.sent
+    scheduler.sent.clear()
+    return [(*forward[:4], round(1000 * forward.seconds)) for forward in report.forwards]
+
+
+def test_forwards_take_from_result_to_result_while_others_are_launched(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    batches = [
+        (decodes(100, 200), 10),
+        (prefills((0, 50), (100, 20)), 15),
+        (prefills((70, 30), kv=[101, 201]), 12),
+        (decodes(102, 202), 10),
+        (prefills((0, 40), timed=True), 20),
+    ]
+    # As under the overlap schedule, the next one is launched before a result is processed.
+    before: Any = None
+    for batch, milliseconds in [*batches, (None, 0)]:
+        result = None if batch is None else device.run(batch, milliseconds)
+        if before is not None:
+            device.process(*before)
+        before = batch, result
+    assert told(scheduler) == [
+        (2, 300, 0, 0, 10),
+        (0, 0, 70, 2000, 15),
+        (2, 302, 30, 2100, 12),
+        (2, 304, 0, 0, 10),
+        (0, 0, 40, 0, 20),
+    ]
+    assert scheduler.flashmoa.timer.seconds == pytest.approx(0.02)
+
+
+def test_the_time_in_which_nothing_runs_counts_for_no_forward(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    for timed in (False, True):
+        device.clock.now += 500
+        batch = prefills((0, 40), timed=timed)
+        device.process(batch, device.run(batch, 20))
+    assert told(scheduler) == [(0, 0, 40, 0, 20)] * 2
+
+
+def test_a_forward_of_which_nobody_knows_when_it_began_is_not_told(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    """The scheduler looked late at the result before it, but not at its own."""
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 10), device.run(second, 10)]
+    device.clock.now += 13
+    device.process(first, results[0])
+    device.process(second, results[1])
+    device.process(last, device.run(last, 20))
+    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+
+
+def test_a_scheduler_that_is_always_late_tells_how_long_its_steps_take(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 1), device.run(second, 1)]
+    device.clock.now += 13
+    device.process(first, results[0])
+    device.clock.now += 8
+    device.process(second, results[1])
+    device.process(last, device.run(last, 20))
+    assert [forward[-1] for forward in told(scheduler)][:2] == [15, 10]
+
+
+def test_a_cpu_has_computed_a_forward_when_it_is_launched(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    device.launching = 30
+    batches = [decodes(100), prefills((0, 40), timed=True)]
+    results = [device.run(batch, 0) for batch in batches]
+    for batch, result in zip(batches, results, strict=True):
+        result.copy_done = torch.cpu.Event()
+        device.process(batch, result)
+    assert [forward[-1] for forward in told(scheduler)] == [30, 30]
+
+
+def test_a_forward_without_overlap_takes_from_its_launch_to_its_result(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    batch = prefills((0, 40), timed=True)
+    result = device.run(batch, 20)
+    result.copy_done = None
+    device.process(batch, result, output=19)
+    assert told(scheduler) == [(0, 0, 40, 0, 20)]
+
+
+def test_pipeline_stages_tell_of_a_forward_if_no_other_one_runs(
+    scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make new results, and others' microbatches are between two of them."""
+    monkeypatch.setattr(scheduler.flashmoa.timer, "_has_stages", True)
+    first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
+    results = [device.run(first, 10), device.run(second, 10)]
+    for batch, result in zip((first, second), results, strict=True):
+        device.process(batch, SimpleNamespace(copy_done=result.copy_done))
+    device.clock.now += 50
+    device.process(last, device.run(last, 20))
+    assert [forward[1] for forward in told(scheduler)] == [100, 0]
+
+
+def test_forwards_whose_time_says_nothing_of_others_are_not_described(
+    scheduler: FakeScheduler,
+) -> None:
+    nothing = (0, 0, 0, 0, 0.0)
+    # Of many short prompts, each takes as long as all their tokens.
+    assert state._describe(scheduler, prefills((0, 1), (0, 1))) == nothing
+    assert state._describe(scheduler, prefills((0, 1)))[2] == 1
+    held_up = decodes(100)
+    held_up.is_extend_in_batch = scheduler.require_mlp_sync = True
+    assert state._describe(scheduler, held_up) == nothing
+    idle = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
+    assert state._describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
+
+
+def test_no_times_are_told_once_the_costs_are_known(
+    scheduler: FakeScheduler, device: Device
+) -> None:
+    scheduler.flashmoa.costs = COSTS
+    for batch in (decodes(100), prefills((0, 40), timed=True)):
+        device.process(batch, device.run(batch, 10))
+    assert not told(scheduler)
+    assert scheduler.flashmoa.timer.seconds == pytest.approx(0.01)
+
+
+def test_the_layers_of_a_timed_forward_are_told_with_it(
+    scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    layers = LayerTimes(40, 0.01, 0.002)
+    offloader = SimpleNamespace(time_next=asked.append, take_times=lambda: layers)
+    monkeypatch.setattr(asyncep, "own_offloader", lambda: offloader)
+    timed = decodes(100)
+    timed.reqs[0].flashmoa.mark = RequestMark(timed=True)
+    for batch in (decodes(100), prefills((0, 30)), prefills((0, 40), timed=True), timed):
+        device.process(batch, device.run(batch, 10))
+    assert asked == [40]
+    assert [report.layers for report in scheduler.sent] == [layers]
+    # A layer that also decodes computes for longer than for these tokens alone.
+    mixed = prefills((0, 50), kv=[100], timed=True)
+    device.process(mixed, device.run(mixed, 10))
+    assert asked == [40] and scheduler.sent[1].layers is None
+
+
+@dataclass
+class Decode:
+    """A request that decodes, whose last token is in its output if its ``result`` was processed."""
+
+    return_logprob: bool = False
+    result: bool = True
+    prompt: int = 40
+    tokens: int = 5
+
+    @property
+    def length(self) -> int:
+        """The length of its sequence in the forward that computes its last token."""
+        return self.prompt + self.tokens
+
+
+def mixed(*decodes: Decode, speculative: bool = False) -> Any:
+    """Mix decodes with a prefill of 30 tokens behind 70 cached ones; return the batch."""
+
+    def original(batch: Any, running: Any) -> None:
+        batch.return_logprob = running.return_logprob
+        batch.extend_lens += [1] * len(running.reqs)
+        batch.extend_logprob_start_lens += [0] * len(running.reqs)
+        # As SGLang 0.5.12 does under the overlap schedule.
+        batch.prefix_lens += [req.length - (not req.result) for req in running.reqs]
+
+    reqs = [*decodes]
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(return_logprob=False), *reqs],
+        extend_lens=[30],
+        extend_logprob_start_lens=[30],
+        prefix_lens=[70],
+        spec_algorithm=SimpleNamespace(is_none=lambda: not speculative),
+    )
+    lengths = None if speculative else torch.tensor([req.length for req in reqs])
+    running = SimpleNamespace(reqs=reqs, return_logprob=False, seq_lens_cpu=lengths)
+    results.mix(original, batch, running)
+    return batch
+
+
+def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone() -> None:
+    batch = mixed(Decode(), Decode(return_logprob=True))
+    assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
+    assert not mixed(Decode(), Decode()).return_logprob
+
+
+def test_decodes_of_a_mixed_forward_are_computed_at_the_end_of_their_sequences() -> None:
+    """Also of those that were in the forward before, whose last token is not known yet."""
+    batch = mixed(Decode(result=False, prompt=20), Decode(result=True, prompt=60))
+    assert batch.prefix_lens == [70, 24, 64]
+
+
+def test_the_positions_of_speculative_decoding_are_left_to_sglang() -> None:
+    assert mixed(Decode(result=False), speculative=True).prefix_lens == [70, 44]
+
+
+@pytest.fixture
+def attached() -> FakeScheduler:
+    """A scheduler to which the plugin's state has been attached as it is when SGLang starts."""
+    made: Any = FakeScheduler()
+    made._request_dispatcher = SimpleNamespace(_mapping={})
+    state.attach(None, made)
+    return made
+
+
+def receive(scheduler: Any, message: Any) -> None:
+    scheduler._request_dispatcher._mapping[type(message)](message)
+
+
+def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeScheduler) -> None:
+    for stream in "ab":
+        attached.open_stream(stream, 50)
+    custom = RequestMark("a", final=True).to_custom_params()
+    final = SimpleNamespace(rid="r", sampling_params=SimpleNamespace(custom_params=custom))
+    handled: list[Any] = []
+    state.handle_request(lambda _, message: handled.append(message), attached, final)
+    assert handled == [final]
+    assert attached.flashmoa.streams.leading_tokens(None)[0] == 50
+
+
+def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> None:
+    mixed = ((1, 0, 0.01), (1, 64, 0.02))
+    receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)))
+    assert attached.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
+    assert attached.flashmoa.saturation_gate is None
+
+
+def test_prefills_may_wait_for_saturation_before_costs_are_known(attached: FakeScheduler) -> None:
+    receive(attached, MeasuredCosts(None, waits_for=500))
+    assert attached.flashmoa.costs is UNMEASURED
+    assert attached.flashmoa.saturation_gate is not None
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_no_rank_of_those_that_step_together_waits_for_saturation(
+    attached: FakeScheduler, together: bool
+) -> None:
+    attached.require_mlp_sync = together
+    measured = MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01), waits_for=500)
+    receive(attached, measured)
+    gate = attached.flashmoa.saturation_gate
+    assert (gate is None) == together
+    assert gate is None or gate.tokens == 500
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_streams_are_prefilled_again_after_the_cache_is_flushed(
+    attached: FakeScheduler, flushed: bool
+) -> None:
+    attached.open_stream("a", 50)
+    for increment in attached.flashmoa.streams.make(100, 100, 16):
+        attached.flashmoa.pins.replace("a", Pin(None, None))
+        attached.flashmoa.streams.settle(increment)
+    assert state.flush_cache(lambda _: flushed, attached) is flushed
+    assert len(attached.flashmoa.pins) == (0 if flushed else 1)
+    assert attached.flashmoa.streams.can_prefill_more() == flushed
+    # The tree was reset, with its locks.
+    assert attached.tree_cache.free == 50_000
+
+
+class ReqToTokenPool:
+    def __init__(self, size: int, dtype: str) -> None:
+        self.size, self.dtype = size, dtype
+
+
+class HybridReqToTokenPool(ReqToTokenPool):
+    """The table of a model with a state besides KV."""
+
+
+@pytest.mark.parametrize(("table", "rows"), [(ReqToTokenPool, 64 + 16), (HybridReqToTokenPool, 64)])
+def test_the_table_of_requests_has_rows_for_increments(
+    table: type[ReqToTokenPool], rows: int
+) -> None:
+    pool = table.__new__(table)
+    state.add_rows(ReqToTokenPool.__init__, pool, 64, dtype="int32")
+    assert (pool.size, pool.dtype) == (rows, "int32")
+
+
+def test_the_buffers_of_forwards_are_as_large_as_that_table() -> None:
+    assert state.largest_batch(lambda *_: 64, "runner") == 64 + 16
+
+
+def test_counts_are_reported_by_how_much_they_have_grown(attached: FakeScheduler) -> None:
+    own = attached.flashmoa
+    own.report_counts(attached)
+    assert attached.sent == []
+    own.duplicates_avoided = 30
+    own.report_counts(attached)
+    own.duplicates_avoided, own.pins.gave_way = 50, 2
+    own.streams._progress.append(("a", 5, 5, 0.1))
+    own.report_counts(attached)
+    assert attached.sent == [
+        CountUpdate(30, 0),
+        StreamProgress((("a", 5, 5, 0.1),)),
+        CountUpdate(20, 2),
+    ]

@@ -1,0 +1,252 @@
+"""Clients of an engine in virtual time, and the figures that they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+from flashmoa_sglang.sglang.options import Options
+
+from tests.unit.plugin.scheduler.virtual_time.clock import Clock, Event, Process
+from tests.unit.plugin.scheduler.virtual_time.engine import Answer, Engine, Setting, tables
+
+# A client appends new tokens every 10 ms.
+PERIOD = 0.01
+STOCK = tuple(
+    Setting(plugin=False, chunk=chunk, mixed=mixed)
+    for chunk, mixed in ((8192, False), (8192, True), (256, True), (512, True), (1024, True))
+)
+
+
+@dataclass
+class Figures:
+    """What a workload measures, in seconds.
+
+    Attributes:
+        latencies: of each workflow, from its start to its last token.
+        gaps: from the last token that an agent's prompt waits for to the agent's first token.
+        between: of requests that belong to no workflow, between two tokens each.
+        prefilled: tokens of a stream that were prefilled beside decodes.
+    """
+
+    latencies: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    prefilled: int = 0
+
+    @property
+    def latency(self) -> float:
+        return mean(self.latencies)
+
+    @property
+    def gap(self) -> float:
+        return median(self.gaps)
+
+    @property
+    def p99(self) -> float:
+        """The 99th percentile of the seconds between two tokens."""
+        return sorted(self.between)[int(0.99 * len(self.between))]
+
+
+Workload = Callable[[Clock, Engine, Figures, bool], None]
+
+
+def play(gpu: str, model: str, workload: Workload, setting: Setting | None = None) -> Figures:
+    """Run a workload on an engine of its own: linked if it has the plugin."""
+    clock, figures = Clock(), Figures()
+    setting = setting or Setting()
+    engine = Engine(clock, tables(gpu, model), setting)
+    workload(clock, engine, figures, setting.plugin)
+    clock.run()
+    return figures
+
+
+def best_of_stock(gpu: str, model: str, workload: Workload, *, running: int = 64) -> Figures:
+    """Return the figures of stock SGLang with the chunks that suit a workload best."""
+    settings = (replace(setting, max_running=running) for setting in STOCK)
+    return min((play(gpu, model, workload, one) for one in settings), key=lambda f: f.latency)
+
+
+def linked(schedule: str = "sglang", *, told: bool = True, running: int = 64) -> Setting:
+    options = Options(intra_turn="off", schedule=schedule)
+    return Setting(options=options, told=told, max_running=running)
+
+
+def feed(
+    engine: Engine, stream: str, texts: Sequence[Answer], lengths: Sequence[int], stop: Event
+) -> Process:
+    """Append texts to a stream while they are written: the next one once one is complete."""
+    for text, length in zip(texts, lengths, strict=True):
+        sent = 0
+        while sent < length:
+            yield PERIOD
+            if stop.has_happened:
+                return
+            if len(text.tokens) > sent:
+                engine.append(stream, text.tokens[sent:])
+                sent = len(text.tokens)
+
+
+def _written(number: int, tokens: int) -> range:
+    """Return tokens that no other answer has."""
+    return range(10_000 + 10_000 * number, 10_000 + 10_000 * number + tokens)
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Chains of agents on one engine, each started some seconds after the one before.
+
+    Args:
+        kinds: the agents of a chain, each as (prompt, answer) in tokens. A prompt ends with the
+            answer before it. The kinds take turns.
+        apart: seconds between two chains.
+    """
+
+    count: int
+    kinds: Sequence[Sequence[tuple[int, int]]]
+    apart: float = 0.5
+
+    def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
+        for number in range(self.count):
+            clock.start(self._chain(clock, engine, figures, number, links=links))
+
+    def _chain(
+        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
+    ) -> Process:
+        yield number * self.apart
+        agents = self.kinds[number % len(self.kinds)]
+        started, last = clock.now, None
+        stream, stop = None, Event()
+        for position, (prompt, output) in enumerate(agents):
+            stop.happen()
+            ids = _written(100 * number + position, output)
+            answer = engine.ask(prompt, output, stream, ids)
+            if links and position + 1 < len(agents):
+                stream, stop = f"{number}-{position + 1}", Event()
+                following, its_output = agents[position + 1]
+                engine.open(stream, following - output, its_output)
+                clock.start(feed(engine, stream, [answer], [output], stop))
+            yield answer.over
+            if last is not None:
+                figures.gaps.append(answer.times[0] - last)
+            last = answer.times[-1]
+        figures.latencies.append(clock.now - started)
+
+
+@dataclass(frozen=True)
+class FanIn:
+    """Mixtures of agents: one reads what all of a layer write, one text after the other.
+
+    Args:
+        answers: tokens of each proposer's answer.
+        known: number of tokens of the reader's prompt before the answers.
+    """
+
+    count: int
+    answers: Sequence[int]
+    prompt: int = 1000
+    known: int = 500
+    output: int = 200
+    apart: float = 2.0
+
+    def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
+        for number in range(self.count):
+            clock.start(self._mixture(clock, engine, figures, number, links=links))
+
+    def _mixture(
+        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
+    ) -> Process:
+        yield number * self.apart
+        started = clock.now
+        layer = [
+            engine.ask(self.prompt, output, ids=_written(100 * number + position, output))
+            for position, output in enumerate(self.answers)
+        ]
+        stream, stop = (str(number) if links else None), Event()
+        if stream is not None:
+            engine.open(stream, self.known, self.output)
+            clock.start(feed(engine, stream, layer, self.answers, stop))
+        for answer in layer:
+            yield answer.over
+        stop.happen()
+        last = clock.now
+        answer = engine.ask(self.known + sum(self.answers), self.output, stream)
+        yield answer.over
+        figures.gaps.append(answer.times[0] - last)
+        figures.latencies.append(clock.now - started)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Requests that decode together, and a stream that gets its text while they do."""
+
+    decodes: int
+    text: int
+    prompt: int = 100
+    output: int = 400
+
+    def __call__(self, clock: Clock, engine: Engine, figures: Figures, _links: bool) -> None:
+        engine.open("reader", 0, 0)
+        answers = [engine.ask(self.prompt, self.output) for _ in range(self.decodes)]
+        clock.start(self._read(clock, engine, figures, answers))
+
+    def _read(
+        self, clock: Clock, engine: Engine, figures: Figures, answers: Sequence[Answer]
+    ) -> Process:
+        while not all(answer.tokens for answer in answers):
+            yield PERIOD
+        began = clock.now
+        engine.append("reader", range(self.text))
+        yield answers[0].over
+        figures.latencies.append(clock.now - began)
+        figures.prefilled = engine.prefilled("reader")
+
+
+@dataclass(frozen=True)
+class Strangers:
+    """Requests of no workflow, one after the other, beside pipelines that others feed.
+
+    Args:
+        pipelines: number of pipelines, ``together`` of which run at a time.
+        tokens: number of tokens that each is fed, ``pace`` in a second.
+    """
+
+    pipelines: int = 32
+    together: int = 8
+    tokens: int = 200
+    pace: float = 50.0
+    known: int = 2000
+
+    def __call__(self, clock: Clock, engine: Engine, figures: Figures, links: bool) -> None:
+        clock.start(self._strangers(clock, engine, figures))
+        for number in range(self.pipelines):
+            clock.start(self._pipeline(clock, engine, figures, number, links=links))
+
+    def _strangers(self, clock: Clock, engine: Engine, figures: Figures) -> Process:
+        while len(figures.latencies) < self.pipelines:
+            answer = engine.ask(32, 128)
+            yield answer.over
+            figures.between += [
+                later - time for time, later in zip(answer.times, answer.times[1:], strict=False)
+            ]
+
+    def _pipeline(
+        self, clock: Clock, engine: Engine, figures: Figures, number: int, *, links: bool
+    ) -> Process:
+        seconds = self.tokens / self.pace
+        yield number * seconds / self.together
+        started = clock.now
+        stream, stop, text = (str(number) if links else None), Event(), Answer()
+        if stream is not None:
+            engine.open(stream, self.known, 32)
+            clock.start(feed(engine, stream, [text], [self.tokens], stop))
+        for token in _written(number, self.tokens):
+            yield 1 / self.pace
+            text.tokens.append(token)
+        stop.happen()
+        last = clock.now
+        answer = engine.ask(self.known + self.tokens + 10, 32, stream)
+        yield answer.over
+        figures.gaps.append(answer.times[0] - last)
+        figures.latencies.append(clock.now - started)

@@ -1,0 +1,196 @@
+"""Test the plugin's server arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.moe.asyncep import problem
+from flashmoa_sglang.sglang.options import Options
+from flashmoa_sglang.sglang.releases import RELEASE, TESTED, installed
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    for option in fields(Options):
+        name = option.name.upper()
+        # After this, monkeypatch also undoes values that a test's parser sets.
+        monkeypatch.setenv(f"FLASHMOA_{name}", "")
+        monkeypatch.delenv(f"FLASHMOA_{name}")
+    parser = argparse.ArgumentParser()
+    Options.add_arguments(None, parser)
+    return parser
+
+
+def test_arguments_have_their_documented_defaults(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args([])
+    assert Options.from_environment() == Options()
+
+
+def test_help_shows_every_default(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    assert "0: the number that is measured with h2d. Default: 0." in text
+    assert "0/2 and 1/2. Default: none." in text
+
+
+def test_arguments_reach_every_process_through_the_environment(
+    parser: argparse.ArgumentParser,
+) -> None:
+    parser.parse_args(["--flashmoa-schedule", "sjf", "--flashmoa-itl-budget", "1.5"])
+    assert Options.from_environment() == Options(schedule="sjf", itl_budget=1.5)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--flashmoa-schedule", "fifo"),
+        ("--flashmoa-intra-turn", "on"),
+        ("--flashmoa-itl-budget", "0"),
+        ("--flashmoa-itl-budget", "much"),
+        ("--flashmoa-itl-ms", "0"),
+        ("--flashmoa-itl-ms", "40,high=20"),
+        ("--flashmoa-itl-ms", "40,,5=20"),
+        ("--flashmoa-itl-ms", "nan"),
+        ("--flashmoa-asyncep", "nvlink"),
+        ("--flashmoa-asyncep-slots", "0"),
+        ("--flashmoa-asyncep-replica", "2/2"),
+        ("--flashmoa-asyncep-replica", "-1/2"),
+        ("--flashmoa-asyncep-replica", "1"),
+        ("--flashmoa-asyncep-group", "two words"),
+        ("--flashmoa-asyncep-group", "a" * 65),
+        ("--flashmoa-asyncep-wait", "0"),
+        ("--flashmoa-asyncep-on-device", "1"),
+        ("--flashmoa-asyncep-on-device", "0"),
+        ("--flashmoa-saturation", "-1"),
+        ("--flashmoa-saturation", "0.5"),
+        ("--flashmoa-saturation-wait", "61"),
+    ],
+)
+def test_an_invalid_value_is_refused_and_its_argument_named(
+    parser: argparse.ArgumentParser,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args([flag, value])
+    assert flag in capsys.readouterr().err
+
+
+def test_the_place_of_a_replica_is_read_from_its_argument(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--flashmoa-asyncep-replica", "1/2", "--flashmoa-asyncep", "d2d"])
+    assert Options.from_environment().replica() == (1, 2)
+
+
+def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list[str]:
+    """Return the arguments of a ``--config`` file by a release of SGLang."""
+    folder = ROOT / ".cache" / "sglang" / release / "sglang"
+    if release == installed():
+        spec = find_spec("sglang")
+        assert spec is not None and spec.origin is not None
+        folder = Path(spec.origin).parent
+    assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
+    (source,) = (folder / "srt").rglob("server_args_config_parser.py")
+    merger = runpy.run_path(str(source))["ConfigArgumentMerger"](parser)
+    return merger.merge_config_with_args(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    "release",
+    [pytest.param(r, marks=[] if r == installed() else pytest.mark.nightly) for r in TESTED],
+)
+def test_a_file_of_arguments_sets_what_the_command_line_sets(
+    parser: argparse.ArgumentParser, tmp_path: Path, release: str
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "flashmoa-schedule: sjf\nflashmoa-itl-budget: 1.5\nflashmoa-intra-turn: off\n"
+        "flashmoa-scoring: on\nflashmoa-kv-cache: off\nflashmoa-asyncep: hybrid\n"
+        "flashmoa-asyncep-slots: 3\nflashmoa-asyncep-replica: 0/2\n"
+    )
+    parser.parse_args(read_file(parser, release, file))
+    in_file = {key: value for key, value in os.environ.items() if key.startswith("FLASHMOA_")}
+    for name in in_file:
+        del os.environ[name]
+    given = (
+        "--flashmoa-schedule sjf --flashmoa-itl-budget 1.5 --flashmoa-intra-turn off "
+        "--flashmoa-scoring on --flashmoa-kv-cache off --flashmoa-asyncep hybrid "
+        "--flashmoa-asyncep-slots 3 --flashmoa-asyncep-replica 0/2"
+    )
+    parser.parse_args(given.split())
+    assert in_file.items() <= os.environ.items() and Options.from_environment().kv_cache == "off"
+    # What the command line gives prevails over the file.
+    parser.parse_args([*read_file(parser, release, file), "--flashmoa-asyncep-slots", "4"])
+    assert Options.from_environment().asyncep_slots == 4
+
+
+def graphs(decode: str, prefill: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
+    )
+
+
+def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
+    return {"device": "cuda", "cuda_graph_config": graphs(decode, prefill)}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "expected"),
+    [
+        (Options(), on_gpu("full", "breakable"), None),
+        (Options(), {"speculative_algorithm": "EAGLE"}, None),
+        (Options(asyncep="h2d"), {}, None),
+        (Options(asyncep="h2d"), on_gpu("full", "breakable"), f"needs {RELEASE.NO_GRAPHS}"),
+        (Options(asyncep="h2d"), on_gpu("full", "disabled"), f"needs {RELEASE.NO_GRAPHS}"),
+        (Options(asyncep="h2d"), on_gpu("disabled", "disabled"), None),
+        (
+            Options(asyncep="h2d"),
+            on_gpu("disabled", "disabled") | {"mem_fraction_static": -0.372},
+            "give --mem-fraction-static yourself",
+        ),
+        (Options(asyncep="h2d"), {"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        (Options(asyncep="h2d"), {"enable_lora": True}, "merged into the model's weights"),
+        (Options(asyncep="h2d"), {"lora_paths": ["a=b"]}, "does not go with --lora-paths"),
+        (Options(asyncep="h2d"), {"moe_a2a_backend": "megamoe"}, "--moe-a2a-backend megamoe"),
+        (Options(asyncep="h2d"), {"moe_a2a_backend": "deepep"}, None),
+        (Options(asyncep="h2d"), {"dwdp_size": 2}, "does not go with --dwdp-size"),
+        (Options(asyncep="h2d"), {"dwdp_size": 1, "enable_lora": False, "lora_paths": []}, None),
+        (Options(asyncep="d2d"), {}, "must be RANK/SIZE"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {}, None),
+        (Options(asyncep="hybrid"), {}, "--flashmoa-asyncep hybrid: --flashmoa-asyncep-replica"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {"dp_size": 2}, "a server for each"),
+        (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
+    ],
+)
+def test_arguments_that_do_not_go_with_asyncep_are_refused(
+    options: Options, arguments: dict[str, Any], expected: str | None
+) -> None:
+    defaults: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
+    defaults |= {"speculative_algorithm": None, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    # SGLang 0.5.23 has this besides.
+    defaults["attn_dp_size"] = 1
+    defaults |= {"moe_a2a_backend": "none", "mem_fraction_static": 0.8}
+    message = problem(SimpleNamespace(**defaults | arguments), options)
+    assert (expected in message) if expected and message else message == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "part"), [("off", 0.0), ("h2d", 0.0), ("d2d", 1.0), ("hybrid", 0.3)]
+)
+def test_the_mode_decides_which_part_of_the_experts_devices_have(mode: str, part: float) -> None:
+    assert Options(asyncep=mode, asyncep_on_device=0.3).on_device() == part
+
+
+def test_limits_between_tokens_are_by_priorities() -> None:
+    assert Options().itl_limits() == {}
+    assert Options(itl_ms="40").itl_limits() == {None: 0.04}
+    assert Options(itl_ms="-1=2.5, 40,5=20").itl_limits() == {-1: 0.0025, None: 0.04, 5: 0.02}

@@ -1,0 +1,164 @@
+"""Test which class serves which SGLang release, and how the releases differ."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flashmoa_sglang.sglang.releases import (
+    TESTED,
+    Release,
+    Release0512,
+    Release0521,
+    class_for,
+    v0_5_12,
+)
+from packaging.requirements import Requirement
+
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("release", "served_by"),
+    [
+        ("0.5.11", Release0512),
+        ("0.5.12.post1", Release0512),
+        ("0.5.17", Release0512),
+        ("0.5.21", Release0521),
+        ("0.5.21.post2", Release0521),
+        ("0.5.23", Release),
+        ("0.5.24.dev3+g1a2b3c4", Release),
+        ("1.0", Release),
+    ],
+)
+def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
+    release: str, served_by: type[Release]
+) -> None:
+    assert class_for(release) is served_by
+
+
+def test_the_extra_names_exactly_the_tested_releases() -> None:
+    with (ROOT / "server_patches" / "pyproject.toml").open("rb") as file:
+        (extra,) = tomllib.load(file)["project"]["optional-dependencies"]["sglang"]
+    numbers = ["0.5.12.post1", *(f"0.5.{number}" for number in range(100)), "0.6.0"]
+    assert tuple(Requirement(extra).specifier.filter(numbers)) == TESTED
+
+
+@pytest.mark.parametrize("release", TESTED)
+def test_a_release_overrides_only_methods_of_the_base_class(release: str) -> None:
+    own = {name for name in vars(class_for(release)) if not name.startswith("_")}
+    assert own <= {*dir(Release)}
+
+
+@pytest.mark.parametrize(("older", "newer"), list(pairwise(TESTED)))
+def test_a_release_derives_from_the_next(older: str, newer: str) -> None:
+    assert class_for(older).__bases__ == (class_for(newer),)
+
+
+class HybridTree:
+    """The radix tree of a model with windows or a state in SGLang 0.5.12."""
+
+    def evictable_size(self) -> int:
+        raise NotImplementedError
+
+    protected_size = evictable_size
+
+    def full_evictable_size(self) -> int:
+        return 7
+
+    def full_protected_size(self) -> int:
+        return 5
+
+
+def test_the_kv_of_hybrid_pools_is_counted_where_their_tree_has_no_sum() -> None:
+    release = Release0512()
+    assert release.evictable_tokens(HybridTree()) == 7
+    assert release.protected_tokens(HybridTree()) == 5
+
+
+def graphs(decode: str, prefill: str) -> dict[str, Any]:
+    config = {"decode": decode, "prefill": prefill}
+    backends = {phase: SimpleNamespace(backend=backend) for phase, backend in config.items()}
+    return {"cuda_graph_config": SimpleNamespace(**backends)}
+
+
+@pytest.mark.parametrize(
+    ("release", "arguments", "off"),
+    [
+        (Release(), graphs("disabled", "disabled"), True),
+        # The result of --disable-cuda-graph --cuda-graph-backend-prefill breakable.
+        (Release(), graphs("disabled", "breakable") | {"disable_cuda_graph": True}, False),
+        (Release(), graphs("full", "disabled"), False),
+        (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True}, True),
+        (Release0512(), {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": False}, False),
+        (Release0512(), graphs("disabled", "disabled") | {"disable_cuda_graph": False}, True),
+    ],
+)
+def test_graphs_are_off_if_no_phase_has_any(
+    release: Release, arguments: dict[str, Any], off: bool
+) -> None:
+    assert release.graphs_are_off(SimpleNamespace(**arguments)) == off
+
+
+ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "together"),
+    [
+        ({}, False),
+        ({"pp_size": 2}, True),
+        ({"enable_dp_attention": True}, True),
+        ({"moe_a2a_backend": "deepep"}, True),
+        ({"moe_dense_tp_size": 1}, True),
+    ],
+)
+def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], together: bool) -> None:
+    arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
+    assert Release0521().steps_together(arguments) == together
+
+
+def test_data_parallel_ranks_of_attention_count_from_0_5_22_on() -> None:
+    assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
+    assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
+    for sizes in ((2, 1), (1, 2)):
+        arguments = SimpleNamespace(dp_size=sizes[0], attn_dp_size=sizes[1])
+        assert Release().data_parallel_ranks(arguments) == 2
+
+
+def manager_with(*rids: str) -> SimpleNamespace:
+    return SimpleNamespace(rid_to_state={rid: SimpleNamespace(finished=False) for rid in rids})
+
+
+def test_0_5_12_forgets_the_unsent_requests_of_a_refused_batch() -> None:
+    async def refuse(manager: SimpleNamespace, _obj: object, _request: object) -> AsyncIterator:
+        for rid, sent in (("sent", 1.0), ("refused", 0.0), ("unsent", 0.0)):
+            stats = SimpleNamespace(api_server_dispatch_time=sent)
+            manager.rid_to_state[rid] = SimpleNamespace(time_stats=stats)
+        raise ValueError("too long")
+        yield
+
+    async def ask(manager: SimpleNamespace) -> None:
+        batch = SimpleNamespace(rid=["sent", "refused", "unsent", "a"])
+        async for _ in Release0512().forget_refused(refuse)(manager, batch):
+            pass
+
+    manager = manager_with("a")
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(ask(manager))
+    assert list(manager.rid_to_state) == ["a", "sent"]
+
+
+def test_0_5_12_forgets_a_request_that_left_the_queue() -> None:
+    def finish(manager: SimpleNamespace, message: SimpleNamespace) -> None:
+        manager.rid_to_state[message.rid].finished = True
+
+    manager = manager_with("a", "b")
+    for _ in range(2):  # The second abort finds no request, and does not fail.
+        v0_5_12.abort_and_forget(finish, manager, SimpleNamespace(rid="a"))
+    assert list(manager.rid_to_state) == ["b"]

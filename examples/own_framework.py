@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Unpack
 
 from flashmoa.frameworks import (
     CallObserver,
     CallRequest,
     CallResult,
+    ChatRequest,
     EngineClient,
-    Forecast,
+    ExpectedRequest,
     LinkOptions,
     LinkPlanner,
     LinkSettings,
@@ -98,12 +98,12 @@ class RelayLink(LinkPlanner):
         steps = [frozenset([name]) for name in names]
         return [Turn(names[place], tuple(steps[:place])) for place in range(1, len(names))]
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         placeholders = Placeholders(turn.writers)
         agent = self._relay.agents[self._names.index(turn.agent)]
         said = [*self._relay.said, *map(placeholders.padded, turn.writers)]
-        render = partial(agent.engine.render, agent.read(said))
-        return Forecast(turn, agent.engine, placeholders, [render])
+        request = ChatRequest(agent.engine, {"messages": agent.read(said)})
+        return ExpectedRequest(turn, [request], placeholders)
 
 
 async def main() -> None:

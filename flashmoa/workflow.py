@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flashmoa._concurrency import setting
-from flashmoa.engine import EngineClient, PromptUsage, kv_namespace
+from flashmoa.engine import EngineClient, PromptUsage
 from flashmoa.engine.client import request_headers
 from flashmoa.engine.generation import add_tool_calls, check_ending
 from flashmoa.engine.wire import Delta
@@ -283,7 +283,8 @@ class Workflow(Reported):
         self._entered()
         pending = self._make_pending(messages, name, on_failure or self._settings.policy(name))
         with setting(request_headers, self._session.headers(name)):
-            self._link(pending, engine or self._engine, fields, namespace)
+            engine = engine or self._engine
+            self._link(pending, engine, {**(namespace or engine.namespace), **fields})
         self._expected.append(pending)
         return pending
 
@@ -313,15 +314,9 @@ class Workflow(Reported):
             streams=self._settings.ahead == "text",
         )
 
-    def _link(
-        self,
-        pending: Pending,
-        engine: EngineClient,
-        body: Mapping[str, Any],
-        namespace: Mapping[str, str] | None,
-    ) -> None:
+    def _link(self, pending: Pending, engine: EngineClient, body: Mapping[str, Any]) -> None:
         if self._settings.ahead != "nothing":
-            self._links.start_soon(pending.prepare_link(engine, body, namespace))
+            self._links.start_soon(pending.prepare_link(engine, body))
 
     async def _run_request(
         self,
@@ -335,7 +330,7 @@ class Workflow(Reported):
             try:
                 if pending.is_waiting:
                     own = {"model": engine.model, **engine.namespace, **parameters}
-                    self._link(pending, engine, parameters, kv_namespace(own))
+                    self._link(pending, engine, own)
                 await self.send(answer, None, parameters, engine=engine, pending=pending)
                 answer._close()
             except BaseException as error:

@@ -6,7 +6,7 @@ answer's text on as they arrive, and finishes it. For a client that is built on 
 :func:`flashmoa.openai.observe_completions` with :func:`current_attempts` does all of that but the
 last, if its requests are made within :meth:`ObservedCall.making`. Its *planner*, a
 :class:`LinkPlanner`, says who may call next (``upcoming``), and what such an agent will send
-(``forecast``): mostly by a dry run of the framework's own code up to its request, with
+(``expect``): mostly by a dry run of the framework's own code up to its request, with
 :class:`Placeholders` where texts will be.
 ``examples/own_framework.py`` is an example; :mod:`flashmoa.frameworks.conformance` tests adapters.
 
@@ -39,12 +39,13 @@ made in this order; not the caller's own next turn, whose prompt is mostly in th
 ``Turn.after`` names the agents whose texts come before, beginning with those that write now. A turn
 that need not come has ``sure=False``, and a share of the KV pool.
 
-**When is a forecast made again?** When ``Forecast.holds`` says that it is not right any more, by
-default never. It is given the link's prompt so far and the turn as expected now. That a text in it
-has been written is no reason; that a message has come which was not expected is one.
+**When is a request predicted again?** When ``ExpectedRequest.holds`` says that the link's prompt is
+not right any more, by default never. It is given the prompt so far and the turn as expected now.
+That a text in the prompt has been written is no reason; an unexpected message is one.
 """
 
 from flashmoa.engine import EngineClient
+from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.calls import (
     CallObserver,
     CallRequest,
@@ -52,10 +53,9 @@ from flashmoa.link.calls import (
     ObservedCall,
     current_attempts,
 )
-from flashmoa.link.forecasts import (
+from flashmoa.link.expected import (
     ChatRequest,
-    Forecast,
-    RequestAfterTools,
+    ExpectedRequest,
     RequestCaptured,
     Turn,
     first_request,
@@ -75,7 +75,7 @@ __all__ = [
     "CallResult",
     "ChatRequest",
     "EngineClient",
-    "Forecast",
+    "ExpectedRequest",
     "Link",
     "LinkOptions",
     "LinkPlanner",

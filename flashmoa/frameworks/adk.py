@@ -42,7 +42,7 @@ from flashmoa.frameworks import (
     CallRequest,
     ChatRequest,
     EngineClient,
-    Forecast,
+    ExpectedRequest,
     LinkedCall,
     LinkOptions,
     LinkPlanner,
@@ -50,6 +50,7 @@ from flashmoa.frameworks import (
     NotForecastable,
     ObservedCall,
     Placeholders,
+    Prompt,
     Report,
     RequestAfterTools,
     RequestCaptured,
@@ -58,7 +59,8 @@ from flashmoa.frameworks import (
     end_trace,
     first_request,
 )
-from flashmoa.link.forecasts import Writers, name_calls
+from flashmoa.link.after_tools import name_calls
+from flashmoa.link.expected import Writers
 from flashmoa.observe import LinkDeclined, Listener
 from flashmoa.observe.report import Reported
 from flashmoa.openai import instrument
@@ -264,7 +266,7 @@ class RunPlanner(LinkPlanner):
         self._ended: set[str] = set()
         # By the agent and the id of its tool's call, the request that brings the result, and the
         # tool's name there. Some models number their calls, so that ids of two agents are equal.
-        self._tools: dict[tuple[str, str | None], tuple[RequestAfterTools, str]] = {}
+        self._results: dict[tuple[str, str | None], tuple[RequestAfterTools, str]] = {}
 
     @property
     def is_running(self) -> bool:
@@ -293,9 +295,9 @@ class RunPlanner(LinkPlanner):
     def end_agent(self, agent: Any) -> None:
         """Note that the messages of an agent are there; of several at a time, it was the next."""
         self._ended.add(agent.name)
-        if held := self.held.get(agent.name):  # Its tools have ended it.
-            self.held.give_up(held)
-        self.end_link(agent.name, "unused")
+        if request := self.tools.get(agent.name):  # Its tools have ended it.
+            self.tools.give_up(request)
+        self.links.end(agent.name, "unused")
         if self.running:
             self.plan()
 
@@ -320,32 +322,30 @@ class RunPlanner(LinkPlanner):
         told = [content, types.Content(role="user", parts=parts)]
         events = [*self._context.session.events, *(self._event(actor, each) for each in told)]
 
-        async def render(texts: Mapping[str, str]) -> str:
-            request = await self._dry_run(actor, events, self._context.session.state)
+        async def request(texts: Mapping[str, str]) -> ChatRequest:
+            asked = await self._dry_run(actor, events, self._context.session.state)
             found = {call.id: texts[tool] for call, tool in zip(calls, tools, strict=True)}
-            messages = [*request.body["messages"]]
+            messages = [*asked.body["messages"]]
             # Results of earlier calls may have the same ids; these come last.
             for place in range(_last_call(messages) + 1, len(messages)):
                 each = messages[place]
                 if each["role"] == "tool" and each["tool_call_id"] in found:
                     messages[place] = {**each, "content": found[each["tool_call_id"]]}
-            return await replace(request, body={**request.body, "messages": messages}).render()
+            return replace(asked, body={**asked.body, "messages": messages})
 
-        model = actor.canonical_model
-        namespace = ChatRequest(model.engine, model.extra_body).namespace
-        held = RequestAfterTools(agent, model.engine, tools, render, namespace=namespace)
+        expected = RequestAfterTools(agent, tools, [request])
         for call, tool in zip(calls, tools, strict=True):
-            self._tools[agent, call.id] = held, tool
-        return held
+            self._results[agent, call.id] = expected, tool
+        return expected
 
     def end_tool(self, agent: str, call_id: str | None, result: object) -> None:
         """Note the result of an agent's call of a tool."""
-        if (agent, call_id) in self._tools:
-            request, tool = self._tools.pop((agent, call_id))
+        if (agent, call_id) in self._results:
+            request, tool = self._results.pop((agent, call_id))
             # A callback may have to make JSON of it yet.
             with suppress(TypeError, ValueError):
                 whole = result if isinstance(result, dict) else {"result": result}
-                self.held.add_result(request, tool, json.dumps(whole))
+                self.tools.add_result(request, tool, json.dumps(whole))
 
     def call_held_back(self, call: LinkedCall, reason: str) -> None:
         """End the links, as others also get tool calls and results, or another text."""
@@ -389,7 +389,7 @@ class RunPlanner(LinkPlanner):
             turns.append(Turn(agent.name, before))
         return None if agent.sub_agents else (*before, frozenset([agent.name]))
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         agent = self.root.find_agent(turn.agent)
         if reason := self._why_unknown(agent):
             raise NotForecastable(reason)
@@ -404,14 +404,11 @@ class RunPlanner(LinkPlanner):
                 if writer.output_key:
                     state[writer.output_key] = text
             requests.append(await self._dry_run(agent, events, state))
-        return Forecast(
-            turn,
-            agent.canonical_model.engine,
-            placeholders,
-            [request.render for request in requests],
-            namespace=requests[0].namespace,
-            holds=lambda _, now: now is None or self._histories(now) == then,
-        )
+
+        def holds(_prompt: Prompt, now: Turn | None) -> bool:
+            return now is None or self._histories(now) == then
+
+        return ExpectedRequest(turn, requests, placeholders, holds)
 
     def _histories(self, turn: Turn) -> list[list[str]]:
         """Return whose messages will have come until a turn, in orders that are possible."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 from flashmoa.engine import EngineClient
+from flashmoa.link.after_tools import RequestAfterTools, name_calls
 from flashmoa.link.calls import CallRequest, CallResult
-from flashmoa.link.forecasts import Forecast, RequestAfterTools, Turn, name_calls
+from flashmoa.link.expected import ExpectedRequest, Turn
 from flashmoa.link.learned_runs import (
     LearnedRun,
     Message,
@@ -103,7 +104,7 @@ class LearnedLinkPlanner(LinkPlanner):
             self._learned.complete(recorded, text, cast("Message | None", result.tool_calls))
         super().call_answered(call, result)
         # Its key does not come again.
-        self._unlinked.pop(call.agent, None)
+        self.links.forget(call.agent)
         if not self.streams:
             self.drop_call(call)
 
@@ -145,7 +146,7 @@ class LearnedLinkPlanner(LinkPlanner):
         # The next call of its agent has another key.
         self.drop_call(call)
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         """Return what a call of the example will send in this run."""
         earlier = self._learned.example[turn.agent]
         engine = self._find_engine(earlier.request, [*self._sent.values()])
@@ -155,23 +156,20 @@ class LearnedLinkPlanner(LinkPlanner):
         def holds(_: Prompt, now: Turn | None) -> bool:
             if now is None:
                 return True
-            # While its tools run, more is known of a request that is held.
-            is_held = turn.agent in self.held
-            return not is_held and self._learned.predict(turn.agent, written) == messages
+            # While tools run, more is known of the request after them.
+            return (
+                turn.agent not in self.tools
+                and self._learned.predict(turn.agent, written) == messages
+            )
 
         variants = [messages]
         if earlier.differed is not None:
             variants = [end_at(messages, earlier.differed, other) for other in ("0", "1")]
         first, *others = self._forms(earlier.request, turn.agent)
-        renders = [partial(_render, engine, first, each) for each in variants]
-        return Forecast(
-            turn,
-            engine,
-            self._placeholders,
-            [*renders, *(partial(_render, engine, each, variants[0]) for each in others)],
-            namespace=self._namespace(earlier.request),
-            holds=holds,
-        )
+        namespace = self._namespace(earlier.request)
+        requests = [LearnedRequest(engine, namespace, first, each) for each in variants]
+        requests += [LearnedRequest(engine, namespace, each, variants[0]) for each in others]
+        return ExpectedRequest(turn, requests, self._placeholders, holds)
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools | None:
         """Return what an agent asks when its tools have run, unless the example has no such call.
@@ -186,24 +184,17 @@ class LearnedLinkPlanner(LinkPlanner):
         example = self._learned.example.get(key)
         following = example.request if example is not None else _after_first_choice(call.request)
         engine = self._find_engine(following, [*self._sent.values()])
+        namespace = self._namespace(following)
         tools = name_calls(called_tools(call.tool_answer))
 
-        async def render(form: RecordedRequest, texts: Mapping[str, str]) -> str:
+        async def request(form: RecordedRequest, texts: Mapping[str, str]) -> LearnedRequest:
             written = self._learned.texts(self._padded)
             missing = [texts[tool] for tool in tools]
             messages = self._learned.after_tools(call, written, missing)
-            return await _render(engine, form, messages)
+            return LearnedRequest(engine, namespace, form, messages)
 
-        first, *others = (partial(render, each) for each in self._forms(following, key))
-        return RequestAfterTools(
-            key,
-            engine,
-            tools,
-            first,
-            other_renders=others,
-            namespace=self._namespace(following),
-            placeholders=self._placeholders,
-        )
+        requests = [partial(request, form) for form in self._forms(following, key)]
+        return RequestAfterTools(key, tools, requests, self._placeholders)
 
     def _forms(self, request: RecordedRequest, key: str) -> list[RecordedRequest]:
         """Return requests whose prompts differ wherever a field that changes may be seen.
@@ -243,10 +234,24 @@ def _after_first_choice(request: RecordedRequest) -> RecordedRequest:
     return replace(request, fields=fields)
 
 
-async def _render(engine: EngineClient, request: RecordedRequest, messages: Messages) -> str:
-    if request.unknown is not None:
-        raise NotForecastable(request.unknown)
-    if request.is_response:
-        written = write_messages(messages)
-        return await engine.render_response({**written, **request.fields, "model": request.model})
-    return await engine.render(messages, **request.fields)
+@dataclass(frozen=True, slots=True)
+class LearnedRequest:
+    """A request that a run is likely to send.
+
+    Attributes:
+        like: a request with its model and fields.
+    """
+
+    engine: EngineClient
+    namespace: Mapping[str, str]
+    like: RecordedRequest
+    messages: Messages
+
+    async def render(self) -> str:
+        like = self.like
+        if like.unknown is not None:
+            raise NotForecastable(like.unknown)
+        if like.is_response:
+            body = {**write_messages(self.messages), **like.fields, "model": like.model}
+            return await self.engine.render_response(body)
+        return await self.engine.render(self.messages, **like.fields)

@@ -11,8 +11,8 @@ import anyio
 from flashmoa._concurrency import all_of, run_cancelled
 from flashmoa.engine import EngineClient
 from flashmoa.errors import PluginMissing
+from flashmoa.link.expected import ChatRequest, ExpectedRequest, Turn
 from flashmoa.link.failure_policy import Failure, FailurePolicy
-from flashmoa.link.forecasts import ChatRequest
 from flashmoa.link.link import Link, report_no_link
 from flashmoa.link.prompt import Placeholders, Prompt
 from flashmoa.link.prompt_feed import report_plain_engine
@@ -132,12 +132,7 @@ class PendingRequest:
         if self._link is not None and self._link.is_over:
             await self._link.delete_stream()
 
-    def prepare_link(
-        self,
-        engine: EngineClient,
-        fields: Mapping[str, Any],
-        namespace: Mapping[str, str] | None = None,
-    ) -> Background:
+    def prepare_link(self, engine: EngineClient, fields: Mapping[str, Any]) -> Background:
         """Return a function to run in the background, which links the prompt to the texts.
 
         The request does not wait for it: if it is claimed before its prompt is rendered, it is sent
@@ -145,8 +140,7 @@ class PendingRequest:
 
         Args:
             engine: the engine that the request will be sent to.
-            fields: the request's other fields.
-            namespace: the namespace of the request's KV; by default the engine client's.
+            fields: the request's other fields, with the namespace of its KV.
         """
         self._engine = engine.url
         self._rendering = rendering = anyio.CancelScope()
@@ -154,13 +148,15 @@ class PendingRequest:
         placeholders = Placeholders(text.name for text in unfinished)
         replacements = {text._mark: f"{text}" for text in self._texts}
         replacements |= {text._mark: placeholders.padded(text.name) for text in unfinished}
-        request = {**fields, "messages": replace_marks(self._messages, replacements)}
+        body = {**fields, "messages": replace_marks(self._messages, replacements)}
+        requests = [ChatRequest(engine, body)]
+        expected = ExpectedRequest(Turn(self._agent), requests, placeholders)
 
         async def render_and_link() -> None:
             prompt: Prompt | None = None
             with rendering:
                 try:
-                    prompt = placeholders.build_prompt(await ChatRequest(engine, request).render())
+                    prompt = await expected.prompt()
                 except PluginMissing as problem:
                     self._unlinked = NO_PLUGIN
                     report_plain_engine(engine, problem)
@@ -176,7 +172,7 @@ class PendingRequest:
                     prompt,
                     agent=self._agent,
                     on_failure=self._policy,
-                    namespace=namespace,
+                    namespace=expected.namespace,
                     listener=self._listener,
                 )
                 self._feed(self._link, unfinished if self._streams else ())

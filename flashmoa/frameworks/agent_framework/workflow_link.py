@@ -22,7 +22,7 @@ from agent_framework._workflows._edge import EdgeGroup, InternalEdgeGroup
 
 from flashmoa.frameworks import (
     CallRequest,
-    Forecast,
+    ExpectedRequest,
     LinkedCall,
     LinkedTeam,
     LinkOptions,
@@ -217,8 +217,8 @@ class WorkflowLinkPlanner(LinkPlanner):
             and self._known.conversations.keys() >= {*delivery.sources}
             and (reason := why_not_run(self._workflow, executor))
         ):
-            # There was no forecast to say so if what it reads could not be predicted either.
-            self.decline(name, NotForecastable(reason))
+            # Nothing was expected of it if what it reads could not be predicted either.
+            self.links.decline(name, NotForecastable(reason))
         return self.begin(name, request, rewritten=rewritten, linkable=name in self.linkable)
 
     def why_unplanned(self, agent: str) -> str:
@@ -257,7 +257,7 @@ class WorkflowLinkPlanner(LinkPlanner):
             reached |= {delivery.target for delivery in ready}
         return [turn for turn in turns if turn.agent not in self._known.conversations]
 
-    async def forecast(self, turn: Turn) -> Forecast | None:
+    async def expect(self, turn: Turn) -> ExpectedRequest | None:
         """Return an executor's next request, from a dry run; ``None`` if its input is unknown."""
         name, known = turn.agent, self._known
         sent, delivery = self._sent() | known.predicted, self._deliveries[name]
@@ -269,13 +269,7 @@ class WorkflowLinkPlanner(LinkPlanner):
         if why_rewritten(self._workflow, executor) is None:
             text = known.placeholders.padded(name)
             known.predicted[name] = make_response(executor, conversation, text)
-        return Forecast(
-            turn,
-            request.engine,
-            known.placeholders,
-            [request.render],
-            namespace=request.namespace,
-        )
+        return ExpectedRequest(turn, [request], known.placeholders)
 
     def _sent(self) -> dict[str, AgentExecutorResponse]:
         """Return the messages of executors that have begun, with placeholders for their texts."""

@@ -37,7 +37,7 @@ from pydantic import BaseModel
 from flashmoa._stack import owners
 from flashmoa.engine import PromptUsage
 from flashmoa.link.calls import CallResult, ObservedCall, current_call
-from flashmoa.link.forecasts import ChatRequest
+from flashmoa.link.expected import ChatRequest
 from flashmoa.scoring import Candidate, Scorer, Scores
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from flashmoa.frameworks.autogen.calls import (
     why_held_back,
 )
 from flashmoa.link.calls import CallObserver, CallRequest, ObservedCall, current_attempts
+from flashmoa.link.expected import ChatRequest
 from flashmoa.link.failure_policy import FailurePolicy, OnFailure
-from flashmoa.link.forecasts import ChatRequest
 from flashmoa.link.linked_team import LinkedTeams
 from flashmoa.link.prompt_feed import level_once
 from flashmoa.observe import Listener
@@ -272,7 +272,8 @@ class FlashMoAChatCompletionClient(OpenAIChatCompletionClient):
         """Return what shapes the prompt of :meth:`score`, which gives templates less."""
         given = self._request(messages)
         names = ("messages", "chat_template_kwargs")
-        return ChatRequest(self.engine, {name: given.sent.get(name) for name in names})
+        body = {name: given.sent.get(name) for name in names}
+        return ChatRequest(self.engine, {**given.namespace, **body})
 
     async def create(
         self,

@@ -53,13 +53,8 @@ from pydantic import BaseModel
 
 from flashmoa.frameworks.autogen.calls import ToolAnswer
 from flashmoa.frameworks.autogen.client import FlashMoAChatCompletionClient
-from flashmoa.link.forecasts import (
-    ChatRequest,
-    RequestAfterTools,
-    RequestCaptured,
-    first_request,
-    name_calls,
-)
+from flashmoa.link.after_tools import RequestAfterTools, name_calls
+from flashmoa.link.expected import ChatRequest, RequestCaptured, first_request
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.scoring import Scores
 
@@ -419,7 +414,7 @@ def own_request(
         **more,
     )
 
-    async def render(results: Mapping[str, str]) -> str:
+    async def request(results: Mapping[str, str]) -> ChatRequest:
         history, thought = clone_context(context), answer.result.thought
         executed = [
             FunctionExecutionResult(
@@ -431,9 +426,9 @@ def own_request(
             AssistantMessage(content=list(calls), source=agent.name, thought=thought)
         )
         await history.add_message(FunctionExecutionResultMessage(content=executed))
-        return await (await first_request(_drain(ask(model_context=history)))).render()
+        return await first_request(_drain(ask(model_context=history)))
 
-    return RequestAfterTools(name, client.engine, tools, render)
+    return RequestAfterTools(name, tools, [request])
 
 
 async def _drain(items: AsyncIterator[object]) -> None:

@@ -17,8 +17,9 @@ from flashmoa.frameworks.autogen.calls import ToolAnswer, observe_tools
 from flashmoa.frameworks.autogen.client import FlashMoAChatCompletionClient
 from flashmoa.frameworks.autogen.dry_run import DryRun, client_of
 from flashmoa.frameworks.autogen.team_members import MANAGER, SUMMARY, TeamMembers, TeamParts
+from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.calls import CallRequest, CallResult
-from flashmoa.link.forecasts import ChatRequest, Forecast, RequestAfterTools, Turn
+from flashmoa.link.expected import ChatRequest, ExpectedRequest, Turn
 from flashmoa.link.link import Link
 from flashmoa.link.linked_team import LinkedTeam, link_of, listen_for
 from flashmoa.link.options import LinkOptions, LinkSettings, check_names
@@ -231,10 +232,9 @@ class TeamLinkPlanner(LinkPlanner):
         # Teams within this one have their own planners.
         return [turn for turn in turns if turn.agent not in self._inner]
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         """Return what the agent of a turn will send, as dry runs of its code show."""
         members, agent = self._members, turn.agent
-        client = members.client(agent)
         placeholders = Placeholders(turn.writers)
         futures = members.possible_futures(turn, placeholders)
         received_since, expected = members.count_received_since(agent), len(futures[0])
@@ -248,13 +248,7 @@ class TeamLinkPlanner(LinkPlanner):
             return (received == 0 and now == turn) or awaits(now, expected - received, prompt)
 
         requests = await predict_requests(members.dry_runs(agent), futures)
-        return Forecast(
-            turn,
-            client.engine,
-            placeholders,
-            [request.render for request in requests],
-            holds=holds,
-        )
+        return ExpectedRequest(turn, requests, placeholders, holds)
 
     def possible(self) -> set[str]:
         """Return the agents that the manager waits for, the inner teams, and ``SUMMARY``."""
@@ -294,9 +288,9 @@ class TeamLinkPlanner(LinkPlanner):
 
         def learn(place: int, result: str | None) -> None:
             if result is None:
-                self.held.give_up(request)
+                self.tools.give_up(request)
             else:
-                self.held.add_result(request, request.tools[place], result)
+                self.tools.add_result(request, request.tools[place], result)
 
         observe_tools()
         answer.called.on_result = learn
@@ -326,19 +320,19 @@ class TeamLinkPlanner(LinkPlanner):
 
     async def _link_next_run(self) -> None:
         """Prefill the known parts of the next run's first prompts, in case it comes soon."""
-        changes = self.changes
+        course = self._course
         turns = await self._members.first_turns()
         counts = [self._members.count_received_since(turn.agent) for turn in turns]
-        await self.link_all([turn for turn in turns if turn.agent not in self._inner], changes)
+        await self.link_all([turn for turn in turns if turn.agent not in self._inner])
         with anyio.move_on_after(_NEXT_RUN_SECONDS):
             # A team that was reset starts over.
             while (  # noqa: ASYNC110
-                self._kept
-                and changes == self.changes
+                list(self.links)
+                and course is self._course
                 and all(count() is not None for count in counts)
             ):
                 await anyio.sleep(END_POLL_SECONDS)
-        if changes == self.changes:
+        if course is self._course:
             self.end_all("unused")
 
 

@@ -41,7 +41,8 @@ from flashmoa.frameworks.autogen.dry_run import (
     unwrapped,
     why_rewritten,
 )
-from flashmoa.link.forecasts import RequestAfterTools, Turn, Writers
+from flashmoa.link.after_tools import RequestAfterTools
+from flashmoa.link.expected import Turn, Writers
 from flashmoa.link.prompt import NotForecastable, Placeholders
 
 # Stands for the manager's own calls (Selector, MagenticOne); no participant can have this name.

@@ -17,7 +17,7 @@ from examples.own_framework import Relay, RelayLink, Speaker
 from flashmoa import agent_framework, autogen
 from flashmoa.agent_framework import FlashMoAChatClient
 from flashmoa.engine import EngineClient
-from flashmoa.frameworks import CallObserver, Forecast, Turn, conformance
+from flashmoa.frameworks import CallObserver, ExpectedRequest, Turn, conformance
 from flashmoa.frameworks.conformance import check_adapter
 from flashmoa.observe import CallFinished, LinkOpened, Listener
 from tests.integration.frameworks.agent_framework import workflows
@@ -118,8 +118,8 @@ class Silent(RelayLink):
 
 
 class Wrong(RelayLink):
-    async def forecast(self, turn: Turn) -> Forecast:
-        return await super().forecast(replace(turn, after=()))
+    async def expect(self, turn: Turn) -> ExpectedRequest:
+        return await super().expect(replace(turn, after=()))
 
 
 class Endless(RelayLink):

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from flashmoa.engine import EngineClient
-from flashmoa.link import forecasts
+from flashmoa.link import after_tools
 from flashmoa.observe import Event
 from flashmoa.observe.calls import calls
 from flashmoa.openai import run
@@ -184,7 +184,7 @@ async def test_what_is_held_is_given_back_if_the_request_does_not_come(
 ) -> None:
     script(monkeypatch, call_until(1, LOOK))
     if how == "minute":
-        monkeypatch.setattr(forecasts, "_LONGEST_TOOL_SECONDS", 0.2)
+        monkeypatch.setattr(after_tools, "SLOWEST_TOOL_SECONDS", 0.2)
     watch, opened = Watch(client), anyio.Event()
 
     class Left(Exception):
@@ -245,7 +245,7 @@ async def test_nothing_is_held_where_no_request_followed_before(
 async def test_a_request_that_was_given_up_is_not_linked_again(
     clients: Clients, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forecasts, "_LONGEST_TOOL_SECONDS", 0.2)
+    monkeypatch.setattr(after_tools, "SLOWEST_TOOL_SECONDS", 0.2)
 
     async def program(tool: Tool) -> str:
         return await agent(clients.first, "You look.", TASK, tool)

@@ -26,7 +26,12 @@ from tests.integration.plugin.test_hearing import (
     listening,
     text_of,
 )
-from tests.integration.support import generate, start_special_engine, wait_until_idle
+from tests.integration.support import (
+    TWO_REPLICAS,
+    generate,
+    start_special_engine,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.anyio
 Body = dict[str, Any]
@@ -35,14 +40,24 @@ CHATS = "/v1/chat/completions"
 LONG = {**CHAT, "max_tokens": 200, "ignore_eos": True, "separate_reasoning": False}
 
 
-@pytest.fixture(scope="module")
-async def engine(engines: LocalEngines, model: Path) -> AsyncGenerator[LocalEngine]:
-    """An engine that parses reasoning and tool calls."""
+RANKS = [
+    pytest.param([], id="one"),
+    pytest.param(["--dp-size", "2"], id="dp", marks=pytest.mark.nightly),
+    pytest.param(["--tp-size", "2"], id="tp", marks=pytest.mark.nightly),
+]
+
+
+@pytest.fixture(scope="module", params=RANKS)
+async def engine(
+    request: pytest.FixtureRequest, engines: LocalEngines, model: Path
+) -> AsyncGenerator[LocalEngine]:
+    """An engine that parses reasoning and tool calls, with one rank or two."""
     async with start_special_engine(
         engines,
         model,
         "--enable-cache-report", "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3",
-        "--served-model-name", "m",
+        "--served-model-name", "m", *request.param,
+        environment=TWO_REPLICAS if request.param else None,
     ) as engine:  # fmt: skip
         yield engine
 

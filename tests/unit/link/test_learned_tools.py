@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine import EngineClient
+from flashmoa.link.expected import Turn
 from flashmoa.link.learned_links import LearnedLinkPlanner
 from flashmoa.link.learned_runs import (
     LearnedRun,
@@ -224,7 +225,7 @@ async def test_what_forced_a_tool_is_expected_after_it_only_if_it_came_so_before
     planner._learned.complete(planner._learned.calls["agent"], tool_answer=answer)
     turn = planner.request_after_tools("agent", answer)
     assert turn is not None
-    await (await turn.forecast(turn.turn)).prompt()
+    await (await turn.expect(Turn(turn.agent))).prompt()
     await planner.close(learn=False)
     choice = {"tool_choice": "required"} if has_run else {}
     assert rendered == [{"tools": [{}], "reasoning_effort": "low", **choice}]

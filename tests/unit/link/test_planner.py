@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -19,8 +20,9 @@ from flashmoa.errors import (
     PluginMissing,
     PromptTooLarge,
 )
+from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.calls import CallRequest, CallResult, ObservedCall, OutputLengths
-from flashmoa.link.forecasts import Forecast, RequestAfterTools, Turn
+from flashmoa.link.expected import ExpectedRequest, Turn
 from flashmoa.link.link import Link
 from flashmoa.link.linked_call import LinkedCall
 from flashmoa.link.options import LinkSettings
@@ -37,6 +39,15 @@ ENGINE = "http://127.0.0.1:9"
 REQUEST = CallRequest(ENGINE, "m", None)
 TURN = Turn("reader", (frozenset(["writer"]),))
 LOOK, WALK = "look()", "walk()"
+
+
+@dataclass
+class Rendered:
+    """A request whose prompt a function renders."""
+
+    engine: EngineClient
+    render: Callable[[], Awaitable[str]]
+    namespace: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Pair(LinkPlanner):
@@ -60,7 +71,7 @@ class Pair(LinkPlanner):
         self.known = ""
         self.holds_still = True
         self.turn = TURN
-        self.own = RequestAfterTools("writer", engine, (LOOK, WALK), self.render)
+        self.own = RequestAfterTools("writer", (LOOK, WALK), [self.after_tools])
         self.renders = 0
         self.may_render = anyio.Event()
         self.may_render.set()
@@ -69,7 +80,7 @@ class Pair(LinkPlanner):
     async def upcoming(self, caller: str) -> Sequence[Turn]:
         return [self.turn] if caller == "writer" else []
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         self.forecasts += 1
         await self.may_forecast.wait()
         if self.problem is not None:
@@ -81,16 +92,18 @@ class Pair(LinkPlanner):
                 raise self.refusal
             return f"Read: {self.known or placeholders.padded('writer')}"
 
-        return Forecast(
-            turn, self._engine, placeholders, [render], holds=lambda *_: self.holds_still
-        )
+        request = Rendered(self._engine, render)
+        return ExpectedRequest(turn, [request], placeholders, lambda *_: self.holds_still)
 
-    async def render(self, results: Mapping[str, str]) -> str:
-        """Escape the results, as the templates of some models do."""
-        self.renders += 1
-        await self.may_render.wait()
-        shown = (f"\n{tool} '{text}'".replace("&", "&amp;") for tool, text in results.items())
-        return "".join(["Go.", *shown, "\nSo"])
+    async def after_tools(self, results: Mapping[str, str]) -> Rendered:
+        async def render() -> str:
+            """Escape the results, as the templates of some models do."""
+            self.renders += 1
+            await self.may_render.wait()
+            shown = (f"\n{tool} '{text}'".replace("&", "&amp;") for tool, text in results.items())
+            return "".join(["Go.", *shown, "\nSo"])
+
+        return Rendered(self._engine, render)
 
     def request_after_tools(self, agent: str, answer: object) -> RequestAfterTools:
         assert answer is self.own
@@ -187,10 +200,10 @@ async def test_an_agent_whose_code_fails_in_other_words_each_time_is_reported_on
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "a", "b", "c"):
-        planner.decline(name, OSError(f"no file {len(planner.events)}"))
+        planner.links.decline(name, OSError(f"no file {len(planner.events)}"))
     assert [event.agent for event in planner.events] == ["a", "b", "c"]
-    monkeypatch.setattr("flashmoa.link.planner._MOST_REPORTED", 3)
-    planner.decline("d", OSError("no file"))
+    monkeypatch.setattr("flashmoa.link.links.MAX_REPORTED_DECLINES", 3)
+    planner.links.decline("d", OSError("no file"))
     assert len(planner.reported_declines) == 1
 
 
@@ -411,7 +424,7 @@ async def test_text_before_a_tool_call_is_taken_back_and_the_link_waits_for_the_
     assert link.prompt.take_back() == len("Read: ") and link.prompt.take() == ""
     writer = planner.begin("writer", REQUEST)
     await planner.planned()
-    assert planner.links == [link]
+    assert [*planner.links] == [link]
     writer.on_text("Done.")
     writer.on_finish(CallResult("Done.", None, "stop", is_forwarded=True))
     assert link.prompt.take() == "Done." and link.prompt.is_complete
@@ -514,7 +527,7 @@ def call_tools(planner: Pair, text: str = "") -> None:
 async def test_a_result_waits_for_those_before_it(planner: Pair) -> None:
     call_tools(planner)
     link = await planner.linked("writer", "Go.\nlook() '")
-    planner.held.add_result(planner.own, WALK, "2 h")
+    planner.tools.add_result(planner.own, WALK, "2 h")
     await planner.planned(renders=2)
     assert planner.link_to("writer") is link and link.prompt.stable() == "Go.\nlook() '"
     assert [slot.name for slot in link.prompt.slots] == [LOOK]
@@ -525,7 +538,7 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
     call_tools(planner)
     link = await planner.linked("writer", "Go.\nlook() '")
     for tool in (LOOK, WALK):
-        planner.held.add_result(planner.own, tool, "")
+        planner.tools.add_result(planner.own, tool, "")
     await planner.planned(renders=1)
     assert planner.link_to("writer") is link and not link.is_over
     planner.begin("writer", REQUEST)
@@ -535,7 +548,7 @@ async def test_the_last_result_is_left_to_the_request(planner: Pair) -> None:
 async def test_tools_that_end_at_once_make_no_link_and_no_late_call(planner: Pair) -> None:
     call_tools(planner)
     for tool in (LOOK, WALK):
-        planner.held.add_result(planner.own, tool, "")
+        planner.tools.add_result(planner.own, tool, "")
     await planner.linked("reader", "Read: ")
     planner.plan()
     await planner.planned(renders=0)
@@ -555,13 +568,13 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
     else:
         call_tools(planner)
         await planner.linked("writer", "Go.\nlook() '")
-    planner.held.give_up(planner.own)
+    planner.tools.give_up(planner.own)
     planner.may_render.set()
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
     # What is not held any more changes nothing.
-    planner.held.add_result(planner.own, LOOK, "")
-    planner.held.give_up(planner.own)
+    planner.tools.add_result(planner.own, LOOK, "")
+    planner.tools.give_up(planner.own)
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None
 
@@ -569,8 +582,8 @@ async def test_a_request_that_is_given_up_is_not_linked_any_more(
 async def test_a_request_is_not_held_for_ever(
     planner: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashmoa.link.forecasts._LONGEST_TOOL_SECONDS", 0.05)
+    monkeypatch.setattr("flashmoa.link.after_tools.SLOWEST_TOOL_SECONDS", 0.05)
     call_tools(planner)
-    await until(lambda: not planner.held.holds(planner.own))
+    await until(lambda: not planner.tools)
     await planner.planned(renders=1)
     assert planner.link_to("writer") is None

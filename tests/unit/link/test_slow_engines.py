@@ -13,7 +13,7 @@ import pytest
 from flashmoa import EngineClient, errors
 from flashmoa.engine import soon
 from flashmoa.link.calls import CallRequest, CallResult
-from flashmoa.link.forecasts import Forecast, Turn
+from flashmoa.link.expected import ChatRequest, ExpectedRequest, Turn
 from flashmoa.link.options import LinkSettings
 from flashmoa.link.planner import LinkPlanner
 from flashmoa.link.prompt import Placeholders
@@ -42,14 +42,12 @@ class Candidates(LinkPlanner):
         readers = READERS if caller == "writer" else []
         return [Turn(name, (frozenset(["writer"]),)) for name in readers]
 
-    async def forecast(self, turn: Turn) -> Forecast:
+    async def expect(self, turn: Turn) -> ExpectedRequest:
         engine, placeholders = self._engines[turn.agent], Placeholders(turn.writers)
         content = f"{turn.agent} reads {placeholders.padded('writer')}"
 
-        async def render() -> str:
-            return await engine.render([{"role": "user", "content": content}])
-
-        return Forecast(turn, engine, placeholders, [render])
+        request = ChatRequest(engine, {"messages": [{"role": "user", "content": content}]})
+        return ExpectedRequest(turn, [request], placeholders)
 
 
 @asynccontextmanager
@@ -91,7 +89,7 @@ async def test_other_candidates_are_linked_while_one_engine_hangs() -> None:
                 assert reader.prompt_stream_id is not None
         assert hung.routes() == ["render"]
         await planner.host.close()
-        assert not planner._making_links[hung.url].locked()
+        assert not planner.links._making[hung.url].locked()
 
 
 async def test_an_engine_that_did_not_answer_in_time_is_not_asked_again_for_a_while(

@@ -15,7 +15,7 @@ import pytest
 
 from flashmoa import EngineClient, Text, UpstreamCancelled, Workflow
 from flashmoa._concurrency import TaskHost, all_of
-from flashmoa.engine.wire import Delta
+from flashmoa.engine.wire import Delta, kv_namespace
 from flashmoa.errors import BadAnswer, EngineUnreachable
 from flashmoa.observe import Event, LinkDeclined
 from tests.unit.link.hung_engine import hung_engine
@@ -181,7 +181,9 @@ async def test_a_link_is_in_the_namespace_of_its_request(
     model: str, own: dict[str, str], namespace: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespaces: list[object] = []
-    monkeypatch.setattr(Workflow, "_link", lambda *given: namespaces.append(given[-1]))
+    monkeypatch.setattr(
+        Workflow, "_link", lambda *given: namespaces.append(kv_namespace(given[-1]))
+    )
     async with workflow(Engine(model)) as flow:
         draft = flow.ask(user("Draft."), model="stop")
         await flow.ask(user(f"Shorten {draft}"), **own)

@@ -35,7 +35,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
         "link.learned_runs._MOST_PASSING": 5,
         "link.learned_runs._MOST_NAMES": 5,
         "link.calls._MOST_AGENTS": 5,
-        "link.forecasts._MOST_HELD": 5,
+        "link.after_tools.MAX_RUNNING": 5,
         "link.learned_links._MOST_SENT": 5,
         "openai.runs._MOST_ENGINES": 5,
         "observe.report._MOST_EVENTS": 5,
@@ -83,7 +83,7 @@ async def test_calls_without_end_keep_nothing(
 async def test_requests_after_tools_without_end_keep_nothing(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
-    monkeypatch.setattr("flashmoa.link.forecasts._AT_ONCE_SECONDS", 0)
+    monkeypatch.setattr("flashmoa.link.after_tools.FASTEST_TOOL_SECONDS", 0)
     server.chat = call_tool
     async with server.client() as client, run("endless"):
 

@@ -16,7 +16,7 @@ from autogen_core.models import CreateResult, RequestUsage
 from flashmoa.autogen import FlashMoAChatCompletionClient
 from flashmoa.frameworks.autogen.calls import ToolAnswer, note_tools, observe_tools
 from flashmoa.frameworks.autogen.dry_run import own_request
-from flashmoa.link.forecasts import RequestAfterTools
+from flashmoa.link.after_tools import RequestAfterTools
 from flashmoa.link.prompt import NotForecastable
 from tests.chat_templates import Renderer
 

@@ -23,7 +23,7 @@ from flashmoa.errors import BadAnswer
 from flashmoa.frameworks.autogen.client import SynchronousEngine
 from flashmoa.frameworks.autogen.dry_run import CapturingClient
 from flashmoa.link.calls import CallObserver, CallRequest
-from flashmoa.link.forecasts import first_request
+from flashmoa.link.expected import first_request
 from tests.unit.openai.fake_server import TEXT, URL, serve
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from flashmoa.autogen import FlashMoAChatCompletionClient, link
 from flashmoa.frameworks.autogen.team_link import awaits, has_received
 from flashmoa.frameworks.autogen.team_members import TeamMembers
 from flashmoa.link.calls import CallRequest
-from flashmoa.link.forecasts import Turn
+from flashmoa.link.expected import Turn
 from flashmoa.link.prompt import UNCERTAIN, Prompt, Slot
 from flashmoa.link.reasons import UNEXPECTED
 from flashmoa.observe import (

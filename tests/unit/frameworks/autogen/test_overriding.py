@@ -41,7 +41,7 @@ from flashmoa.frameworks.autogen.dry_run import (
     require_stock_methods,
 )
 from flashmoa.frameworks.autogen.team_link import TeamLinkPlanner
-from flashmoa.link.forecasts import Forecast, Turn
+from flashmoa.link.expected import ExpectedRequest, Turn
 from flashmoa.link.link import Ahead
 from flashmoa.link.prompt import NotForecastable
 from flashmoa.observe import Event, LinkDeclined
@@ -244,14 +244,14 @@ async def run_team(
     ahead: Ahead = "text" if linked else "nothing"
     running = link(team, ahead=ahead, include=include, listener=events.append)
     planners = [each._planner for each in (running, *running._inner)]
-    forecasts: list[Forecast] = []
-    forecast = TeamLinkPlanner.forecast
+    expected: list[ExpectedRequest] = []
+    expect = TeamLinkPlanner.expect
 
-    async def count_forecasts(planner: TeamLinkPlanner, turn: Turn) -> Forecast:
-        forecasts.append(await forecast(planner, turn))
-        return forecasts[-1]
+    async def count(planner: TeamLinkPlanner, turn: Turn) -> ExpectedRequest:
+        expected.append(await expect(planner, turn))
+        return expected[-1]
 
-    monkeypatch.setattr(TeamLinkPlanner, "forecast", count_forecasts)
+    monkeypatch.setattr(TeamLinkPlanner, "expect", count)
 
     async def handle(_: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
         await request.aread()
@@ -265,7 +265,7 @@ async def run_team(
     await client.close()
     declined = {each.agent: each.reason for each in events if isinstance(each, LinkDeclined)}
     sent = [body["messages"] for body in server.chats()]
-    return Run(next(numbers) - 1, sent, len(forecasts), declined)
+    return Run(next(numbers) - 1, sent, len(expected), declined)
 
 
 @pytest.mark.parametrize(

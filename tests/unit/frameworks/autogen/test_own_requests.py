@@ -17,7 +17,8 @@ from autogen_core.tools import FunctionTool, StaticWorkbench, ToolSchema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoa.link.forecasts import RequestAfterTools
+from flashmoa.link.after_tools import RequestAfterTools
+from flashmoa.link.expected import Turn
 from tests.unit.frameworks.autogen.scripted_agents import (
     ScriptedClient,
     called,
@@ -88,13 +89,13 @@ async def check_request(
     client: ScriptedClient, held: RequestAfterTools, number: int, prompt: str
 ) -> None:
     """Check that a prompt was predicted, step by step as the results were learned."""
-    certain = (await (await held.forecast(held.turn)).prompt()).stable()
+    certain = (await (await held.expect(Turn(held.agent))).prompt()).stable()
     assert prompt.startswith(certain)
     for place, tool in enumerate(held.tools):
         learned = client.learned[number, place]
         assert learned is not None
         held.results[tool] = learned
-        more = (await (await held.forecast(held.turn)).prompt()).stable()
+        more = (await (await held.expect(Turn(held.agent))).prompt()).stable()
         assert more.startswith(certain) and prompt.startswith(more)
         certain = more
     assert certain == prompt
@@ -150,5 +151,6 @@ async def test_a_workbench_is_not_asked_for_its_tools_once_more() -> None:
     before = asked
     (request, *_) = client.predictions
     assert request is not None
-    assert await request.render({"look()": "lake"}) == client.prompts[1]
+    (after,) = request.requests
+    assert await (await after({"look()": "lake"})).render() == client.prompts[1]
     assert asked == before

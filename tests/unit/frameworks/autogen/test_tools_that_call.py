@@ -120,7 +120,7 @@ async def run_linked(
 
     async def ask() -> str:
         answer = await Client.ask(client)
-        held.append(set(linked._planner.held))
+        held.append(set(linked._planner.tools))
         return answer
 
     client.ask = ask  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.frameworks.autogen.team_members import MANAGER, first_turns, upcoming_turns
-from flashmoa.link.forecasts import Turn, Writers
+from flashmoa.link.expected import Turn, Writers
 
 Edges = set[tuple[int, int]]
 

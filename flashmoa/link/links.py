@@ -130,7 +130,7 @@ class Links:
         for agent in list(self._kept):
             self.end(agent, reason)
         unlinked = self._unlinked.items()
-        self._unlinked = {agent: why for agent, why in unlinked if why.until == "forecast"}
+        self._unlinked = {agent: why for agent, why in unlinked if why.until == "prediction"}
 
     def begin_attempt(self, agent: str) -> None:
         """Note that an agent is unlinked until there is a link: its call may come before."""
@@ -265,7 +265,7 @@ class Links:
             reason = f"predicting its next prompt failed: {problem!r}"
         elif problem.__cause__ is None:
             kind = reason  # It is one of FlashMoA's own sentences.
-        self._unlinked[agent] = Unlinked(reason, "forecast")
+        self._unlinked[agent] = Unlinked(reason, "prediction")
         self.end(agent, "unused")
         reported, name = self._team.reported_declines, self._team.agent_of(agent)
         if (name, kind) in reported:

@@ -37,11 +37,11 @@ class Unlinked:
 
     Attributes:
         until: what ends it: the agent's next ``call`` or attempt to link it, the end of the
-            ``run``, or the next ``forecast`` of its prompt.
+            ``run``, or the next ``prediction`` of its prompt.
     """
 
     reason: str
-    until: Literal["call", "run", "forecast"] = "call"
+    until: Literal["call", "run", "prediction"] = "call"
 
 
 # The attempt has not ended, or was given up because a writer or another call was faster.

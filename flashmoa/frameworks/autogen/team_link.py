@@ -337,7 +337,7 @@ class TeamLinkPlanner(LinkPlanner):
 
 
 def has_received(received: int, expected: int, prompt: Prompt) -> bool:
-    """Return whether an agent that calls its model has received the messages of its forecast.
+    """Return whether an agent that calls its model has received the messages that its link expects.
 
     It has not if the team was stopped before that, and was run again or reset.
     """
@@ -350,7 +350,7 @@ def awaits(turn: Turn, missing: int, prompt: Prompt) -> bool:
     """Return whether a prompt waits for the writers of a turn, and for no more messages.
 
     Args:
-        missing: how many of the messages of its forecast the agent has not received.
+        missing: how many of the expected messages the agent has not received.
     """
     awaited = {slot.name for slot in prompt.slots if slot.is_open}
     return UNCERTAIN not in awaited and awaited == set(turn.writers) and len(awaited) <= missing

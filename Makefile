@@ -91,7 +91,7 @@ test-all: $(READY) $(FRAMEWORKS) $(RELEASE_SOURCES)
 	$(call RUN_TESTS,slow or not slow)
 
 nightly: test-all test-releases test-dynamo test-vllm test-conformance
-	@FLASHMOA_SOAK_CALLS=10000 $(BIN)/python -m pytest tests/integration/*/test_soak.py -s
+	@FLASHMOA_SOAK_CALLS=10000 $(BIN)/python -m pytest tests/integration/test_soak.py -s
 	@FLASHMOA_PROGRAMS=50 $(BIN)/python -m pytest tests/integration/openai -k "random_programs or newest_frameworks" -s
 
 test-releases: $(RELEASE_TESTS)

@@ -301,8 +301,15 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        ("/v1/responses", True),
+        pytest.param("/v1/responses", False, marks=pytest.mark.nightly),
+        pytest.param("/v1/chat/completions", True, marks=pytest.mark.nightly),
+        pytest.param("/v1/chat/completions", False, marks=pytest.mark.nightly),
+    ],
+)
 async def test_a_prewarmed_prompt_is_kept_for_its_time(
     engine: LocalEngine,
     http: httpx.AsyncClient,

@@ -1,6 +1,6 @@
 """How many tokens a forward needs to hide the transfers of experts (MoE-Prefill §6.2, Eq. (1)).
 
-A transfer is hidden if the layer that computes while it runs takes as long. Both are measured,
+A transfer is hidden if the layer that computes meanwhile takes as long. Both times are measured,
 layer by layer, in forwards of several sizes (§B.4), instead of being computed from peak FLOP/s.
 """
 
@@ -13,7 +13,6 @@ from flashmoa_sglang.costs import Costs, Points
 
 # The paper's gamma: a layer must compute for this many times as long as a transfer.
 MARGIN = 1.2
-_MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class LayerTimes:
 
     Attributes:
         tokens: number of tokens in the forward.
-        window: time that one layer computes, in which the experts of one layer can be copied.
+        window: computing time of one layer, in which the experts of one layer can be copied.
         transfer: time of the slowest copy of a layer's experts.
     """
 
@@ -69,41 +68,41 @@ def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Sat
     transfer = min(transfers)
     # One token more than the most tokens that still compute for too short a time.
     tokens = window_costs.tokens_within(MARGIN * transfer) + 1
-    return Saturation(
-        tokens if tokens < _MOST_TOKENS else None, largest_forward, transfer, window_costs.points
-    )
+    # ``tokens_within`` ends at a million tokens.
+    needed = tokens if tokens < 1 << 20 else None
+    return Saturation(needed, largest_forward, transfer, window_costs.points)
 
 
 class SaturationGate:
-    """Holds prefills back until there are enough for a forward that hides transfers of experts.
+    """Delays prefills until they are enough for a forward that hides transfers of experts.
 
     This is the admission of MoE-Prefill §7.4.
 
     Args:
         tokens: number of tokens that make a forward worth running.
-        longest_wait: the most seconds for which a request is held back, in total.
+        longest_wait: the most seconds that a request waits in total.
     """
 
     def __init__(self, tokens: int, longest_wait: float) -> None:
         self.tokens = tokens
         self._longest_wait = longest_wait
-        # The seconds for which each request in the queue has been held back.
-        self._held: dict[str, float] = {}
+        # The seconds that each request in the queue has waited.
+        self._waited: dict[str, float] = {}
 
-    def holds(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
+    def must_wait(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
         """Decide whether the whole queue waits in this step.
 
         Args:
             queue: ids of the waiting requests.
-            tokens: number of tokens that they have to compute.
+            tokens: number of uncomputed tokens of these requests.
             room: number of requests that could start.
             step: seconds that this step will take.
         """
-        self._held = {rid: self._held.get(rid, 0.0) for rid in queue}
+        self._waited = {rid: self._waited.get(rid, 0.0) for rid in queue}
         if not queue or len(queue) >= room or tokens >= self.tokens:
             return False
-        held = {rid: seconds + step for rid, seconds in self._held.items()}
-        if max(held.values()) > self._longest_wait:
+        waited = {rid: seconds + step for rid, seconds in self._waited.items()}
+        if max(waited.values()) > self._longest_wait:
             return False
-        self._held = held
+        self._waited = waited
         return True

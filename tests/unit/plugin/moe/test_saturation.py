@@ -111,7 +111,7 @@ def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
     for number, arriving in enumerate(arrivals):
         queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(arriving)}
         tokens = sum(queue.values())
-        if gate.holds(list(queue), tokens, ROOM, step):
+        if gate.must_wait(list(queue), tokens, ROOM, step):
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
             for rid in queue:
                 waited[rid] = waited.get(rid, 0.0) + step
@@ -124,7 +124,7 @@ def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
 def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
     """Return in how many steps a request is held back."""
     steps = 0
-    while gate.holds([rid, *queue], 10, ROOM, STEP):
+    while gate.must_wait([rid, *queue], 10, ROOM, STEP):
         steps += 1
     return steps
 
@@ -135,5 +135,5 @@ def test_a_lone_request_runs_after_the_longest_wait_and_the_next_one_waits_too()
     # If it then finds no room, it does not wait again, even for another request.
     assert steps_alone(gate, "a", ["b"]) == 0
     assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
-    assert not gate.holds([], 0, ROOM, STEP)
-    assert gate._held == {}
+    assert not gate.must_wait([], 0, ROOM, STEP)
+    assert gate._waited == {}

@@ -9,7 +9,6 @@ import pytest
 from flashmoa_sglang.costs import Costs
 from flashmoa_sglang.messages import RequestMark, StreamProgress
 from flashmoa_sglang.scheduler import admission, streams
-from flashmoa_sglang.scheduler.admission import Job, shortest_first
 from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin, Stage, StreamPins
 from flashmoa_sglang.scheduler.plan import StepView
@@ -142,7 +141,7 @@ def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
 def test_streams_give_way_in_the_order_in_which_their_requests_come() -> None:
     tree: Any = Tree(0)
     gave_way = list[str]()
-    stages = dict.fromkeys("ace", Stage.KNOWN) | dict.fromkeys("bfh", Stage.HELD)
+    stages = dict.fromkeys("ace", Stage.KNOWN) | dict.fromkeys("bfh", Stage.TOOLS)
     pins = StreamPins(tree, gave_way.append, lambda stream: stages.get(stream, Stage.NEXT))
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
@@ -175,7 +174,7 @@ def busy(lost: Any) -> FakeScheduler:
 
 def queued(scheduler: FakeScheduler) -> list[int]:
     """Return the prompts' lengths of the requests that may join a batch."""
-    with admission.held_back(scheduler, scheduler.running):
+    with admission.deferred(scheduler, scheduler.running):
         return [len(req.origin_input_ids) for req in scheduler.waiting_queue]
 
 
@@ -184,7 +183,7 @@ def test_a_request_that_lost_its_prompt_leaves_the_prompts_of_others_alone(
 ) -> None:
     """A request without a stream does not wait."""
     new = request(200, 0)
-    with admission.held_back(busy, busy.running):
+    with admission.deferred(busy, busy.running):
         assert [len(req.origin_input_ids) for req in busy.waiting_queue] == [500]
         busy.waiting_queue = [new]
     assert busy.waiting_queue == [lost, new] and len(busy.flashmoa.pins) == 2
@@ -242,10 +241,10 @@ def test_overdue_prompts_stay_where_they_are_not_enough_for_a_request(
     assert queued(busy) == [1500, 500] and not busy.flashmoa.pins
 
 
-def test_streams_leave_room_for_the_requests_that_are_held_back(busy: FakeScheduler) -> None:
+def test_streams_leave_room_for_the_requests_that_are_deferred(busy: FakeScheduler) -> None:
     busy.tree_cache.free, busy.max_total_num_tokens = 1600, 0
     before = room(busy)
-    with admission.held_back(busy, busy.running):
+    with admission.deferred(busy, busy.running):
         assert len(busy.waiting_queue) == 1
         assert room(busy) == before
     assert room(busy) == before
@@ -318,7 +317,7 @@ def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinne
     assert streams.returning_tokens() == 0
 
 
-def test_requests_with_priorities_are_not_held_back(busy: FakeScheduler) -> None:
+def test_requests_with_priorities_are_not_deferred(busy: FakeScheduler) -> None:
     busy.enable_priority_scheduling = True
     assert queued(busy) == [1500, 500]
 
@@ -452,7 +451,7 @@ def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> N
     first, structured = request(10, 5), request(20, 5)
     scheduler.waiting_queue, scheduler.grammar_manager.ready = [first], [structured]
     state: Any = scheduler.flashmoa
-    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.saturation_gate = SimpleNamespace(tokens=9000, must_wait=lambda *_: True)
     state.queued = SimpleNamespace(count=lambda *_: 10)
     # The loop does not sleep while a request decodes.
     assert read(scheduler, scheduler.running) == StepView(waits=True, decodes=1)
@@ -464,7 +463,7 @@ def test_requests_that_measure_do_not_wait_for_saturation() -> None:
     scheduler = FakeScheduler()
     scheduler.waiting_queue = [timed] = [request(10, 5)]
     state: Any = scheduler.flashmoa
-    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.saturation_gate = SimpleNamespace(tokens=9000, must_wait=lambda *_: True)
     state.queued = SimpleNamespace(count=lambda *_: 10)
     assert read(scheduler, scheduler.running).waits
     timed.flashmoa = RequestState(RequestMark(timed=True))
@@ -553,32 +552,46 @@ def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues
     assert released == ["increment"]
 
 
-COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+def job(uncached: int, output: int, queued_at: float, priority: int = 0) -> Any:
+    req = request(1, output)
+    req.priority = priority
+    req.flashmoa = RequestState(queued_at=queued_at, uncached=uncached)
+    return req
 
-JOBS = st.lists(
-    st.builds(
-        Job,
-        uncached=st.integers(0, 5000),
-        output=st.integers(0, 500),
-        queued_at=st.floats(0, 1e5),
-        priority=st.integers(-1, 1),
-    ),
-    max_size=10,
+
+def shortest_first(jobs: list[Any]) -> list[Any]:
+    """Return jobs in their order in the queue. A decode step takes as long as 100 tokens."""
+    scheduler = FakeScheduler()
+    scheduler.flashmoa.options = Options(schedule="sjf")
+    scheduler.flashmoa.costs = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+    ordered = [*jobs]
+    admission.order_queue(None, policy(scheduler, priorities=True), ordered)
+    return ordered
+
+
+@given(
+    jobs=st.lists(
+        st.builds(
+            job,
+            uncached=st.integers(0, 5000),
+            output=st.integers(0, 500),
+            queued_at=st.floats(0, 1e5),
+            priority=st.integers(-1, 1),
+        ),
+        max_size=10,
+    )
 )
-
-
-@given(jobs=JOBS)
-def test_shortest_first_orders_by_priority_and_then_by_size(jobs: list[Job]) -> None:
-    order = shortest_first(jobs, COSTS)
-    assert sorted(order) == list(range(len(jobs)))
-    ordered = [jobs[position] for position in order]
-    assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
+def test_jobs_are_ordered_by_priority_then_size(jobs: list[Any]) -> None:
+    ordered = shortest_first(jobs)
+    assert sorted(map(id, ordered)) == sorted(map(id, jobs))
+    priorities = [req.priority for req in ordered]
+    assert priorities == sorted(priorities, reverse=True)
 
 
 @given(uncached=st.integers(0, 5000), output=st.integers(0, 500), later=st.floats(1, 1e5))
 def test_a_job_is_overtaken_for_no_longer_than_it_takes(
     uncached: int, output: int, later: float
 ) -> None:
-    long = Job(uncached, output, queued_at=0.0)
-    size = uncached + COSTS.decode_weight * output
-    assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
+    long = job(uncached, output, queued_at=0.0)
+    short = job(0, 0, queued_at=uncached + 100 * output + later)
+    assert shortest_first([short, long]) == [long, short]

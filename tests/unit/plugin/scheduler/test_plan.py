@@ -8,9 +8,9 @@ from math import inf
 import pytest
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED, Costs
 from flashmoa_sglang.scheduler.plan import (
-    FILLS,
     Budget,
     Growth,
+    Rank,
     Step,
     StepView,
     choose_increments,
@@ -37,7 +37,7 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
         prefilled=st.integers(0, 50).map(lambda pages: pages * page),
         new=st.integers(1, 40).map(lambda pages: pages * page),
         ended=st.booleans(),
-        rank=st.integers(0, FILLS),
+        rank=st.sampled_from(Rank),
     )
     return page, draw(st.lists(stream, max_size=8))
 
@@ -78,9 +78,9 @@ def test_increments_are_whole_pages_of_due_streams_and_then_of_the_oldest(
 
 
 def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
-    streams = [Growth(0, 50), Growth(900, 20), Growth(0, 400, rank=FILLS), Growth(0, 300)]
+    streams = [Growth(0, 50), Growth(900, 20), Growth(0, 400, rank=Rank.FILLS), Growth(0, 300)]
     assert choose_increments(streams, 120, 16, 1) == [(0, 50), (1, 920), (3, 50)]
-    streams[3].rank = -1
+    streams[:2] = [replace(stream, rank=Rank.GROWS) for stream in streams[:2]]
     assert choose_increments(streams, 320, 16, 1) == [(3, 300), (0, 20)]
 
 

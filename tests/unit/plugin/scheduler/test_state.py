@@ -18,7 +18,7 @@ from flashmoa_sglang.messages import (
 )
 from flashmoa_sglang.moe import asyncep
 from flashmoa_sglang.moe.saturation import LayerTimes
-from flashmoa_sglang.scheduler import results, state
+from flashmoa_sglang.scheduler import results, state, timer
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.sglang.options import Options
 
@@ -191,7 +191,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(state, "time", clock)
+    monkeypatch.setattr(timer, "time", clock)
     # It would import SGLang.
     monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
     return clock
@@ -225,7 +225,7 @@ class Device:
             self.clock.now += self.launching
             return SimpleNamespace(copy_done=Event(self.clock, self.free_at))
 
-        return state.run_batch(launch, self.scheduler, batch)
+        return results.run_batch(launch, self.scheduler, batch)
 
     def process(self, batch: Any, result: Any, output: float = 2.0) -> None:
         """Process a result, which takes so many milliseconds after the forward's end."""
@@ -236,7 +236,7 @@ class Device:
             self.clock.now += output
             scheduler.flashmoa.timer.stop(batch.reqs)
 
-        state.process_result(work, self.scheduler, batch, result)
+        results.process_result(work, self.scheduler, batch, result)
 
 
 @pytest.fixture
@@ -377,13 +377,13 @@ def test_forwards_whose_time_says_nothing_of_others_are_not_described(
 ) -> None:
     nothing = (0, 0, 0, 0, 0.0)
     # Of many short prompts, each takes as long as all their tokens.
-    assert state._describe(scheduler, prefills((0, 1), (0, 1))) == nothing
-    assert state._describe(scheduler, prefills((0, 1)))[2] == 1
+    assert timer.describe(scheduler, prefills((0, 1), (0, 1))) == nothing
+    assert timer.describe(scheduler, prefills((0, 1)))[2] == 1
     held_up = decodes(100)
     held_up.is_extend_in_batch = scheduler.require_mlp_sync = True
-    assert state._describe(scheduler, held_up) == nothing
+    assert timer.describe(scheduler, held_up) == nothing
     idle = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
-    assert state._describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
+    assert timer.describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
 
 
 def test_no_times_are_told_once_the_costs_are_known(

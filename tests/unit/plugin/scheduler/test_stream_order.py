@@ -276,5 +276,5 @@ class Ranks(RuleBasedStateMachine):
 def test_increments_are_prefixes_that_grow_and_the_same_on_both_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_WORTH_MATCHING", 3)
+    monkeypatch.setattr(module, "_FEWEST_MATCHED", 3)
     run_state_machine_as_test(Ranks, settings=settings(max_examples=100, stateful_step_count=40))

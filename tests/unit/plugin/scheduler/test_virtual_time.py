@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +13,7 @@ from flashmoa_bench.modelled_gpu.gpu import Forward, Prefills
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.sglang.options import Options
 
+from tests.conftest import ROOT
 from tests.unit.plugin.scheduler.virtual_time.engine import (
     TO_CLIENT,
     TO_SCHEDULER,
@@ -33,7 +33,7 @@ from tests.unit.plugin.scheduler.virtual_time.workloads import (
     play,
 )
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results" / "modelled"
+RESULTS = ROOT / "docs" / "results" / "modelled"
 A100_32B = ("a100_sxm", "Qwen/Qwen3-32B")
 H200_32B = ("h200_sxm", "Qwen/Qwen3-32B")
 H200_8B = ("h200_sxm", "Qwen/Qwen3-8B")

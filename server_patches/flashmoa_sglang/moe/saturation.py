@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 from flashmoa_sglang.costs import Costs, Points
 
-# The paper's gamma: a layer must compute for this many times as long as a transfer.
+# The paper's gamma: a layer must compute this many times longer than a transfer takes.
 MARGIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Times of one forward, in seconds.
+    """Times in a forward, in seconds.
 
     Attributes:
         tokens: number of tokens in the forward.
-        window: computing time of one layer, in which the experts of one layer can be copied.
+        window: a layer's computing time, while another layer's experts can be copied.
         transfer: time of the slowest copy of a layer's experts.
     """
 
@@ -37,13 +37,13 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """The measured times, and the size of a forward that follows from them.
+    """The measured times, and the resulting size of a forward.
 
     Attributes:
         tokens: tokens that a forward needs to hide transfers; ``None``: no forward is long enough.
         largest_forward: number of tokens in the largest forward that the engine runs.
         transfer: seconds to copy one layer's experts.
-        windows: computing times of one layer, as (tokens, seconds).
+        windows: a layer's computing times, as (tokens, seconds).
     """
 
     tokens: int | None
@@ -53,7 +53,7 @@ class Saturation:
 
 
 def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturation | None:
-    """Find the saturation from the least times of each size, because noise only adds.
+    """Find the saturation from the shortest times of each size, because noise only adds time.
 
     Return ``None`` if fewer than two sizes were measured, or nothing was transferred.
     """
@@ -94,7 +94,7 @@ class SaturationGate:
 
         Args:
             queue: ids of the waiting requests.
-            tokens: number of uncomputed tokens of these requests.
+            tokens: number of tokens that the requests have to compute.
             room: number of requests that could start.
             step: seconds that this step will take.
         """

@@ -368,6 +368,7 @@ def test_graphs_are_turned_off_and_short_forwards_are_warned_of(
 
 PROGRAM = """
 import sys
+import flashmoa_sglang.serve  # This prepares the import of SGLang.
 from flashmoa_sglang.moe import asyncep
 from sglang.srt import server_args
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType

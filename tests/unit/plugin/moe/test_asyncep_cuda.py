@@ -235,7 +235,7 @@ def test_memory_that_cannot_be_pinned_ends_the_start(
 
 
 def test_experts_are_copied_in_pieces(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_PIECE", 64)
+    monkeypatch.setattr(cuda, "_PIECE_BYTES", 64)
     copied: list[int] = []
     copy = torch.Tensor.copy_
 

@@ -67,7 +67,6 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-asyncep-replica", "1"),
         ("--flashmoa-asyncep-group", "two words"),
         ("--flashmoa-asyncep-group", "a" * 65),
-        ("--flashmoa-asyncep-wait", "0"),
         ("--flashmoa-asyncep-on-device", "1"),
         ("--flashmoa-asyncep-on-device", "0"),
         ("--flashmoa-saturation", "-1"),

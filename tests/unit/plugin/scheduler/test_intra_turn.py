@@ -75,7 +75,7 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
     assert computed == len(unique)
 
 
-def test_requests_with_different_anchors_share_nothing() -> None:
+def test_other_anchors_share_nothing() -> None:
     turn = BatchTree(1)
     tokens = np.arange(100, dtype=np.int64)
     turn.add(("node", "salt"), tokens)
@@ -114,7 +114,7 @@ def joins(batch: SharedPrefill, taken: list[Request], req: Request) -> bool:
     return taken[-1:] == [req]
 
 
-def test_a_request_waits_once_for_what_another_of_the_batch_computes(batch: SharedPrefill) -> None:
+def test_a_request_waits_once(batch: SharedPrefill) -> None:
     taken: list[Request] = []
     assert joins(batch, taken, Request(0, 1000))
     # So few shared tokens are computed again at once.
@@ -126,7 +126,7 @@ def test_a_request_waits_once_for_what_another_of_the_batch_computes(batch: Shar
 
 
 @pytest.mark.parametrize(("waited_from", "prefix", "avoided"), [(500, 700, 200), (500, 100, 0)])
-def test_what_is_cached_after_a_wait_is_saved_but_for_what_was_evicted_meanwhile(
+def test_savings_exclude_evicted_tokens(
     batch: SharedPrefill, waited_from: int, prefix: int, avoided: int
 ) -> None:
     req = Request(prefix, 1000)

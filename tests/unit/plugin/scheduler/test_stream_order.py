@@ -273,8 +273,6 @@ class Ranks(RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("fake_release", "any_increment")
-def test_increments_are_prefixes_that_grow_and_the_same_on_both_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_make_the_same_growing_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FEWEST_MATCHED", 3)
     run_state_machine_as_test(Ranks, settings=settings(max_examples=100, stateful_step_count=40))

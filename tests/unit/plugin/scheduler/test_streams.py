@@ -23,7 +23,7 @@ from tests.unit.plugin.scheduler.fake_scheduler import (
 pytestmark = pytest.mark.usefixtures("fake_release", "any_increment")
 
 
-def test_a_stream_that_sglang_refuses_gets_no_increments(
+def test_a_refused_stream_gets_no_increments(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.refused.add("a")
@@ -35,7 +35,7 @@ def test_a_stream_that_sglang_refuses_gets_no_increments(
     assert not streams.can_prefill_more() and not make_increments(streams)
 
 
-def test_an_increment_that_sglang_refuses_leaves_the_others(
+def test_a_refused_increment_leaves_others(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     for stream in "ab":
@@ -44,7 +44,7 @@ def test_an_increment_that_sglang_refuses_leaves_the_others(
     assert list(make_increments(streams)) == ["b"]
 
 
-def test_increments_do_not_wait_in_the_queue_of_clients(
+def test_increments_do_not_wait_in_the_queue(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     waiting = [request(10, 5), request(20, 5)]
@@ -55,23 +55,7 @@ def test_increments_do_not_wait_in_the_queue_of_clients(
     assert list(make_increments(streams)) == ["a"] and scheduler.waiting_queue == waiting
 
 
-def test_with_eagle_an_increment_has_the_token_after_its_last_page() -> None:
-    """The radix tree has pairs of tokens, so that 64 tokens are three pages of 16 pairs."""
-    scheduler = FakeScheduler(eagle=True)
-    streams, scheduler.page_size = scheduler.flashmoa.streams, 16
-    scheduler.open_stream("a", 64)
-    assert streams.leading_tokens(None)[0] == 48
-    # All of it must fit the forward.
-    assert not make_increments(streams, tokens=16)
-    increment = make_increments(streams, tokens=48, most=1)["a"]
-    assert len(increment.origin_input_ids) == 33
-    streams.settle(increment)
-    assert streams.leading_tokens(None)[0] == 16
-    streams.extend(new_tokens("a", [64]))
-    assert len(make_increments(streams)["a"].origin_input_ids) == 65
-
-
-def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_instead(
+def test_taken_back_tokens_do_not_count(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100)
@@ -96,9 +80,7 @@ def test_tokens_that_are_taken_back_are_not_counted_and_others_are_computed_inst
     assert third.origin_input_ids == [*range(60), *range(200, 210), *range(300, 310)]
 
 
-def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
+def test_an_ended_stream_is_forgotten(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
     scheduler.tree_cache.cached = [[*range(80)]]
     scheduler.open_stream("a", 100)
     increment = make_increments(streams)["a"]
@@ -113,7 +95,7 @@ def test_a_stream_that_has_ended_is_forgotten_with_its_pin(
     assert [one.rid for one in scheduler.sent] == ["open-a", "open-a"]
 
 
-def test_a_stream_goes_on_when_its_request_is_refused(
+def test_a_refused_final_request_frees_its_stream(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 100)
@@ -124,7 +106,7 @@ def test_a_stream_goes_on_when_its_request_is_refused(
     assert make_increments(streams)["a"].origin_input_ids == [*range(150)]
 
 
-def test_streams_of_other_ranks_take_no_room_of_this_one(
+def test_other_ranks_streams_do_not_count(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     """Every rank gets all tokens, but only one of them the request that opens the stream."""
@@ -144,7 +126,7 @@ def test_lost_kv_is_reported_once(scheduler: FakeScheduler, streams: SchedulerSt
     assert reports == [(("a", 100, 100, 0.5),), (("a", 0, 0, 0.0),)]
 
 
-def test_streams_without_room_are_named_once_and_again_when_there_is_some(
+def test_missing_room_is_reported_once(
     scheduler: FakeScheduler, streams: SchedulerStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "fewest_tokens", lambda *_: 8)
@@ -181,9 +163,7 @@ def test_each_increment_is_reported_once(
 # What is taken from the radix tree that other requests have computed.
 
 
-def test_what_other_requests_have_computed_is_pinned_and_not_computed_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
+def test_cached_tokens_are_pinned(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
     scheduler.tree_cache.cached = [[*range(80), 7]]
     scheduler.open_stream("a", 100)
     # With what is cached, 20 tokens are enough.
@@ -193,9 +173,7 @@ def test_what_other_requests_have_computed_is_pinned_and_not_computed_again(
     assert scheduler.sent[-1] == StreamProgress((("a", 80, 0, 0.0),))
 
 
-def test_a_stream_that_takes_the_room_of_a_cached_one_is_matched_as_well(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
+def test_replacing_streams_are_matched(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
     scheduler.tree_cache.cached = [[*range(990)]]
     for stream in "abc":
         scheduler.open_stream(stream, 1000)
@@ -203,9 +181,7 @@ def test_a_stream_that_takes_the_room_of_a_cached_one_is_matched_as_well(
     assert [len(req.origin_input_ids) for req in made.values()] == [1000] * 3
 
 
-def test_a_stream_that_has_hardly_grown_is_not_matched_again(
-    scheduler: FakeScheduler, streams: SchedulerStreams
-) -> None:
+def test_small_growth_is_not_matched(scheduler: FakeScheduler, streams: SchedulerStreams) -> None:
     scheduler.open_stream("a", 100)
     streams.settle(make_increments(streams)["a"])
     scheduler.tree_cache.cached = [[*range(1000)]]
@@ -218,7 +194,7 @@ def test_a_stream_that_has_hardly_grown_is_not_matched_again(
 
 
 @pytest.mark.parametrize("children", [{}, {100: "another request's"}])
-def test_a_stream_is_matched_again_only_if_the_tree_goes_on_behind_its_pin(
+def test_complete_pins_are_not_matched(
     scheduler: FakeScheduler, streams: SchedulerStreams, children: dict[int, str]
 ) -> None:
     scheduler.open_stream("a", 100)
@@ -249,7 +225,7 @@ def build_nothing(scheduler: FakeScheduler) -> None:
 
 
 @pytest.mark.usefixtures("busy")
-def test_what_is_cached_of_a_new_stream_is_pinned_while_others_decode(
+def test_a_new_streams_cache_is_pinned_once(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 400, grows=False)
@@ -262,7 +238,7 @@ def test_what_is_cached_of_a_new_stream_is_pinned_while_others_decode(
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_stream_is_looked_for_once_it_has_tokens(
+def test_a_stream_is_matched_once_it_has_tokens(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     streams.open("a", opening("a"), scheduler.make_request)
@@ -275,7 +251,7 @@ def test_a_stream_is_looked_for_once_it_has_tokens(
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_stream_that_ended_before_a_step_is_not_pinned(
+def test_a_stream_that_ended_is_not_pinned(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     for stream in "ab":
@@ -288,7 +264,7 @@ def test_a_stream_that_ended_before_a_step_is_not_pinned(
 
 
 @pytest.mark.usefixtures("busy")
-def test_all_that_is_cached_of_a_stream_is_pinned_however_little_room_there_is(
+def test_cached_tokens_are_pinned_without_room(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.tree_cache.free = 0
@@ -298,7 +274,7 @@ def test_all_that_is_cached_of_a_stream_is_pinned_however_little_room_there_is(
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_stream_that_gave_way_is_prefilled_again_when_the_engine_is_idle(
+def test_a_stream_that_gave_way_is_not_matched(
     scheduler: FakeScheduler, streams: SchedulerStreams
 ) -> None:
     scheduler.open_stream("a", 400, grows=False)

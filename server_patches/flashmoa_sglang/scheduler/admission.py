@@ -71,14 +71,13 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
 
 
 def _lacks_room(result: Any) -> bool:
-    """Return whether ``PrefillAdder.add_one_req`` says that the KV pool is short."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     return result == AddReqResult.NO_TOKEN
 
 
 def _admit_increment(add: Callable[[], Any], adder: Any, req: Any) -> Any:
-    """Add an increment to the batch, if all of it fits.
+    """Add an increment to the batch, if it fits as a whole.
 
     If the forward has no room for it, SGLang would cut it into chunks, and compute the rest before
     requests of clients. If the KV pool has no room, SGLang would take the batch for full. Its
@@ -190,7 +189,7 @@ def make_room(scheduler: Any, running: Any) -> None:
 
 
 def unpromised(scheduler: Any, running: Any) -> int:
-    """Return the KV slots that running requests leave, in tokens."""
+    """Return how many KV slots running requests leave."""
     return available_tokens(scheduler.tree_cache) - _promised(scheduler, running)
 
 
@@ -244,7 +243,6 @@ def _promised(scheduler: Any, running: Any) -> int:
 
 
 def _rest(scheduler: Any) -> int:
-    """Return how many free KV slots the rest of the chunked prompt needs."""
     chunked = scheduler.chunked_req
     left = total_tokens(chunked) - RELEASE.computed_until(chunked)
     return left + 2 * scheduler.page_size
@@ -337,7 +335,7 @@ def place(state: SchedulerState, req: Any, step: float) -> float:
     when the request was queued. So shorter jobs overtake a job for at most the time that the job
     takes itself, and none starves.
 
-    Args: step: number of prefill tokens that take as long as a decode step.
+    Args: step: the time of a decode step, as a number of prefill tokens.
     """
     mine = state_of(req)
     expected = mine.mark.expected_output if mine.mark is not None else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_streams
@@ -42,8 +43,8 @@ def next_prefill_batch(
         _publish_launched(scheduler, state)
     if state is None or not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
-    # SGLang takes a batch for full until one of its requests ends. The missing room may have been
-    # that of increments in the last forward.
+    # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
+    # may have used the missing room.
     if state.increments_ended or not running.reqs:
         running.batch_is_full = state.increments_ended = False
     make_room(scheduler, running)
@@ -81,7 +82,6 @@ def _may_prefill(scheduler: Any) -> bool:
 
 
 def _wait(scheduler: Any, view: StepView) -> None:
-    """Go on without a batch."""
     # After a batch the scheduler does not sleep, because it still has to send the results.
     if view.waits and not view.decodes and not scheduler.last_batch:
         time.sleep(IDLE_STEP_SECONDS)
@@ -110,7 +110,7 @@ def _prepared(scheduler: Any, running: Any, step: Step, made: list[Any]) -> Gene
         scheduler.chunked_prefill_size = step.mixed + len(running.reqs)
     if step.only_streams or step.mixed:
         # A request that joins while SGLang builds the batch was not checked for mixing.
-        scheduler.grammar_manager = _NoGrammars()
+        scheduler.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
     state.needs_pages = scheduler.is_mixed_chunk
     try:
         yield
@@ -182,7 +182,6 @@ def _publish_launched(scheduler: Any, state: SchedulerState) -> None:
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
-    """Return whether other requests may use the KV of a launched request now."""
     if req.finished() or req.to_finish is not None:
         return False  # Its results have come already, or will not.
     if req.is_retracted:
@@ -190,13 +189,6 @@ def _publishes(scheduler: Any, req: Any) -> bool:
     if req is scheduler.chunked_req or req.output_ids:
         return False
     return is_increment(req) or is_shareable(req)
-
-
-class _NoGrammars:
-    """Stands for SGLang's ``GrammarManager`` while requests must not join the queue."""
-
-    def has_waiting_grammars(self) -> bool:
-        return False
 
 
 def _queue_compiled(scheduler: Any) -> None:

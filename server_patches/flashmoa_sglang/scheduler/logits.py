@@ -35,7 +35,7 @@ def _may_ban_all(sampling_info: Any) -> bool:
     return bool(
         sampling_info.grammars
         or sampling_info.logit_bias is not None
-        # With the overlap schedule, penalties are in these.
+        # Under the overlap schedule, these have the penalties.
         or sampling_info.acc_additive_penalties is not None
         or sampling_info.acc_scaling_penalties is not None
         or (penalties and penalties.is_required)

@@ -71,17 +71,16 @@ class StreamPins:
     """Locks the KV of prompt streams while there is room for it.
 
     When a request needs the room, pins are given up, and the streams' KV can be evicted. The first
-    to go are streams whose requests come last, by their :class:`Stage`, and among these the newest:
-    if there is not room for all, the streams that stay are still there when their requests come.
-    Among streams that wait for tools the oldest goes: most tools end soon, and a tool that has not
-    ended is likely to run on.
+    to go are streams whose requests come last, by their :class:`Stage`, and the newest of these: if
+    there is not room for all, the streams that stay are still there when their requests come. While
+    streams wait for tools, the oldest goes: most tools end soon, and a tool that has not ended is
+    likely to run on.
 
     Args:
         on_give_way: called with the id of a stream whose pin is given up.
         stage: returns the stage of the stream with an id.
 
-    Attributes:
-        gave_way: number of pins that were given up because room was needed.
+    ``gave_way`` counts the pins that were given up because room was needed.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class StreamPins:
         self._tree_cache = tree_cache
         self._on_give_way = on_give_way
         self._stage = stage
-        # In the order in which the streams were first pinned.
+        # The first pinned stream comes first.
         self._pins: dict[str, Pin] = {}
         self.gave_way = 0
 
@@ -122,10 +121,7 @@ class StreamPins:
             self.unlock(pin)
 
     def give_way(self, may: Callable[[str], bool] = lambda _: True) -> bool:
-        """Give up one pin, and return whether there was one.
-
-        Args: may: returns whether the stream with an id may give way.
-        """
+        """Give up one pin of the streams that may give way; return whether there was one."""
         pins = [stream for stream in self._pins if may(stream)]
         if not pins:
             return False
@@ -148,5 +144,4 @@ class StreamPins:
         self._pins.clear()
 
     def unlock(self, pin: Pin) -> None:
-        """Unlock the nodes of a pin that is no longer, or was never, a stream's."""
         self._tree_cache.dec_lock_ref(pin.node, pin.unlock)

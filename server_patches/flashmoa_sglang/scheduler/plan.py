@@ -53,11 +53,10 @@ class StepView:
         waits: whether prefills wait for a forward that is long enough to hide transfers of experts.
         linked: whether streams are open, or the request of a stream can start.
         decodes: number of requests that decode in the running batch.
-        elsewhere: number of requests that decode on other ranks or in other pipeline stages. A
-            forward of this batch would delay them.
+        elsewhere: number of requests that decode on other ranks or in other pipeline stages, which
+            a forward of this batch would delay.
         ranks: number of ranks whose streams delay the decodes.
-        prompts: uncomputed tokens of the clients' requests that can start; ``None`` if no request
-            can start.
+        prompts: uncomputed tokens of the clients' requests that can start; ``None`` if none can.
         queued: whether a request of a client waits.
         measures: whether a request that can start measures a mixed step.
         mixes: whether SGLang can mix the step's prefill with the decodes.
@@ -68,8 +67,7 @@ class StepView:
         steps: number of decode steps since the last forward of streams alone.
         limit: the operator's limit for the seconds between two tokens of a running request.
         kv: tokens of the running requests; 0 without a limit.
-        context: computed tokens before an uncomputed token of a stream, on average; 0 without a
-            limit.
+        context: computed tokens before an uncomputed token, on average; 0 without a limit.
         page: size of a KV page.
         chunk: the most tokens of a forward (``--chunked-prefill-size``), if limited.
     """
@@ -103,10 +101,9 @@ class Step:
         builds: whether a batch is built at all.
         streams: the most tokens of prompt streams in the batch.
         only_streams: whether waiting requests of clients stay in the queue.
-        mixed: the most tokens of streams and prompts that SGLang mixes with the decodes; 0: it
-            mixes nothing, and the decodes wait for this forward.
-        before: if given, streams that grow and are smaller jobs than this one come first. Other
-            streams fill the rest.
+        mixed: the most tokens of streams and prompts that SGLang mixes with the decodes; 0: the
+            decodes wait for this forward.
+        before: if given, streams that grow and are smaller jobs than this come first.
     """
 
     builds: bool = True
@@ -121,8 +118,8 @@ class Budget:
     """The sizes of steps, in tokens.
 
     Attributes:
-        mixed: allowed sizes of a step that decodes and prefills, in ascending order. They include
-            the decodes. Empty: nothing is mixed.
+        mixed: allowed sizes of a step that decodes and prefills, decodes included, in ascending
+            order. Empty: nothing is mixed.
         cheap: the allowed size with the lowest cost per prefilled token.
         alone: size of a forward of streams while nothing decodes.
         rides: whether streams ride, because the cheapest size saves enough.
@@ -135,13 +132,8 @@ class Budget:
 
     @classmethod
     def of(cls, costs: Costs, longest: float, decodes: int) -> Budget:
-        """Return the budget of a step.
-
-        Args:
-            longest: longest step, as a multiple of the step without prefill.
-            decodes: number of requests that decode. More than eight count as the next multiple of
-                eight, so that few budgets are computed.
-        """
+        """Return the budget of a step with ``decodes`` decodes; ``longest``: see :func:`plan`."""
+        # Beyond eight decodes, multiples of eight keep the number of computed budgets small.
         return _budget(costs, longest, decodes if decodes <= 8 else -(-decodes // 8) * 8)
 
 
@@ -217,10 +209,7 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
 
 
 def _fitting(view: StepView, costs: Costs, sizes: Iterable[int]) -> list[int]:
-    """Return the numbers of tokens that a chunk, a page and the operator's limit allow.
-
-    Args: sizes: numbers of tokens that a step could prefill beside its decodes.
-    """
+    """Return the sizes, in tokens beside the decodes, that chunk, page and limit allow."""
     left = view.limit - costs.decode(view.decodes, view.kv)
     cut = (min(size, view.chunk or size) for size in sizes)
     return [
@@ -232,10 +221,7 @@ def _fitting(view: StepView, costs: Costs, sizes: Iterable[int]) -> list[int]:
 
 
 def _stream_sizes(view: StepView, budget: Budget, costs: Costs) -> list[int]:
-    """Return the numbers of tokens of streams that may be mixed with the decodes.
-
-    The cheapest comes first, and larger ones follow.
-    """
+    """Return the allowed sizes for streams, in tokens beside the decodes, from the cheapest on."""
     sizes = _fitting(view, costs, [size - view.decodes for size in budget.mixed])
     return [size for size in sizes if size >= budget.cheap - view.decodes] or sizes[-1:]
 
@@ -243,9 +229,8 @@ def _stream_sizes(view: StepView, budget: Budget, costs: Costs) -> list[int]:
 def _prompt_size(view: StepView, costs: Costs) -> int:
     """Return how many tokens of prompts a step with decodes may have; 0: none are mixed.
 
-    It is the smallest block that keeps up with a large forward, so that no queue grows. Without
-    mixing, decodes would wait for the whole prompt, so the block may be longer than a step of
-    streams.
+    It is the smallest block that keeps up with a large forward, so that no queue grows. It may be
+    longer than a step of streams, because decodes would otherwise wait for the whole prompt.
     """
     # Decodes fill a part of the last block.
     below = -(view.decodes % _BLOCK_TOKENS)
@@ -265,7 +250,7 @@ def _prompt_size(view: StepView, costs: Costs) -> int:
 
 
 def _is_enough(tokens: int, view: StepView, budget: Budget) -> bool:
-    """Return whether tokens of streams are worth a step; all are once a stream has ended."""
+    """Return whether tokens of streams are worth a step."""
     return view.ended or tokens >= max(STEP_SIZES[0], (budget.cheap - view.decodes) // 2)
 
 
@@ -357,9 +342,9 @@ def choose_increments(
 def fewest_tokens(streams: int, tokens: int, page: int) -> int:
     """Return the fewest tokens of an increment that does not complete its stream.
 
-    SGLang's scheduler takes a millisecond or two for an increment, so many streams get few large
-    increments. A stream of 50 tokens a second grows by a quarter of a token in an H200's step of
-    5 ms, so all streams together get at most one increment in two steps.
+    SGLang's scheduler takes a millisecond or two for an increment. So if there are many streams,
+    they get few large increments. A stream of 50 tokens a second grows by a quarter of a token in
+    an H200's step of 5 ms, so all streams together get at most one increment in two steps.
 
     Args:
         streams: number of open streams.

@@ -11,7 +11,7 @@ from flashmoa_sglang.sglang.releases import RELEASE
 
 @dataclass(slots=True)
 class RequestState:
-    """The plugin's state of one request in a scheduler, as ``req.flashmoa``; sizes in tokens.
+    """The plugin's state of a request in a scheduler, as ``req.flashmoa``; sizes in tokens.
 
     Attributes:
         mark: the plugin's mark on the request, if any.
@@ -36,7 +36,7 @@ class RequestState:
 
     @property
     def increment_of(self) -> str | None:
-        """The prompt stream that the request prefills, if it is an increment of one."""
+        """The prompt stream that the request prefills, if it is an increment."""
         mark = self.mark
         return mark.stream if mark is not None and not (mark.final or mark.opens) else None
 

@@ -77,7 +77,7 @@ class BatchTree:
         node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
 
     def _first_page(self, tokens: Tokens) -> bytes:
-        """Return the key of a child: children differ in their first page and have at least one."""
+        """Return the key of a child: children differ in their first page."""
         return tokens[: self._page].tobytes()
 
     def _common(self, a: Tokens, b: Tokens) -> int:
@@ -90,11 +90,7 @@ class BatchTree:
 class SharedPrefill:
     """Lets a request wait for the tokens that an earlier request of the batch computes.
 
-    Args:
-        page_size: tokens in a KV page.
-
-    Attributes:
-        avoided: number of tokens that requests did not compute because another request had.
+    ``avoided`` counts the tokens that requests did not compute because another request had.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -147,8 +143,8 @@ class SharedPrefill:
 class QueuedTokens:
     """Counts the tokens that waiting requests have to compute, each shared token once.
 
-    A request's count stays right after the computation of an earlier request with which it shares
-    tokens, because the shared tokens are then in the radix tree.
+    A request's count stays right when an earlier request has computed shared tokens, because these
+    are then in the radix tree.
     """
 
     def __init__(self, page_size: int) -> None:

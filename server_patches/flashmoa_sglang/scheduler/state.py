@@ -37,16 +37,11 @@ SPARE_ROWS = 16
 
 
 class SchedulerState:
-    """The plugin's state of one SGLang scheduler, as ``scheduler.flashmoa``.
+    """The plugin's state of an SGLang scheduler, as ``scheduler.flashmoa``.
 
     Attributes:
-        streams: the open prompt streams.
-        written: the requests that clients hear while they are running.
-        pins: locks on the KV of prompt streams.
         role: the engine's role in a PD pair, "prefill" or "decode"; otherwise "null".
-        no_rides: why no tokens ride along with decode steps; empty if some do.
-        late_kv: why KV is put into the radix tree, and pinned there, only with the results of its
-            forward; empty if this happens once the forward is launched.
+        no_rides, late_kv: see ``KvReport``.
         shared: lets requests wait for tokens that others in the current batch compute; ``None`` if
             nothing is shared.
         deferred: requests that wait outside of the queue while a batch is built.
@@ -55,8 +50,7 @@ class SchedulerState:
         needs_pages: whether the current batch is mixed, and its decodes' room is not reserved yet.
         increments_ended: whether increments have freed KV since a batch was built.
         work: the engine's work so far, in prefill tokens.
-        elsewhere: number of requests that decode on another rank that steps together with this one,
-            or in another batch of a pipeline.
+        elsewhere: see ``StepView``.
         steps_without_streams: number of decode steps since the last forward of streams alone.
         duplicates_avoided, rode_along: numbers of tokens so far; see ``KvReport``.
     """
@@ -100,16 +94,12 @@ class SchedulerState:
         RELEASE.to_tokenizer(scheduler, update)
 
     def shares(self, scheduler: Any) -> bool | None:
-        """Return whether requests can share tokens that are not computed yet.
-
-        Return ``None`` if they share nothing at all, because no KV of prompts is kept.
-        """
+        """Return whether requests share uncomputed tokens; ``None`` without KV of prompts."""
         if scheduler.disable_radix_cache:
             return None
         return self.options.intra_turn != "off" and not self.late_kv and can_pin(scheduler)
 
     def start_sharing(self, scheduler: Any) -> None:
-        """Prepare sharing for the batch that is built next, if requests can share tokens."""
         self.shared = SharedPrefill(scheduler.page_size) if self.shares(scheduler) else None
 
 

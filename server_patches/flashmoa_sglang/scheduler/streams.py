@@ -33,7 +33,7 @@ _MAX_REMEMBERED_ENDINGS = 4096
 # other request can have computed exactly these.
 _FEWEST_MATCHED = 64
 # A prompt is overdue once the engine has done the work of computing the prompt this many times.
-# Evicting it sooner costs more than it saves: most tools end within a second, in which an engine
+# Evicting it sooner costs more than it saves: most tools end within a second, while an engine
 # computes a prompt once.
 _OVERDUE_AFTER = 8
 
@@ -122,10 +122,9 @@ class SchedulerStreams:
         self._ordered: list[tuple[SchedulerStream, int]] = []
         self._changed: dict[str, SchedulerStream] = {}
         self._openers = 0
-        # The streams that keep_cached() has not looked at yet.
+        # For keep_cached().
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
-        # By request id.
         self._returning: dict[str, Returning] = {}
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
@@ -135,7 +134,7 @@ class SchedulerStreams:
         self._reported_waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Return the number of streams that this scheduler computes, and not another rank's."""
+        """Return the number of streams whose opener this rank got."""
         return self._openers
 
     def can_prefill_more(self) -> bool:
@@ -167,7 +166,7 @@ class SchedulerStreams:
         return state.work + new + state.costs.decode_weight * stream.output < before
 
     def _growths(self) -> list[tuple[SchedulerStream, int]]:
-        """Return the streams with uncomputed tokens, in opening order, with their numbers."""
+        """Return the streams with uncomputed tokens, in opening order, and these numbers."""
         if self._changed:
             for stream in self._changed.values():
                 if new := self._growth(stream):
@@ -304,10 +303,9 @@ class SchedulerStreams:
         self._returning = dict(returning[-256:])  # At most 256 streams may be open.
 
     def returning_tokens(self) -> int:
-        """Return the tokens of requests that have just ended and whose agents may return.
+        """Return the tokens of ended requests whose agents may return.
 
-        Nothing pins their KV until the HTTP process has rendered the agents' next prompts. It also
-        says which agents do not return.
+        Nothing pins their KV until the HTTP process has rendered the agents' next prompts.
         """
         self._returning = self._still_returning()
         return sum(returning.tokens for returning in self._returning.values())
@@ -329,9 +327,8 @@ class SchedulerStreams:
         """Pin the prefixes of new streams that other requests have computed.
 
         A busy engine may not prefill these streams for a while, and could evict the prefixes: for
-        instance an agent's earlier turns while its tool runs. The whole prefix is pinned, however
-        little room there is: it uses no new room, and a part of a prompt is worth little. If
-        requests need the room, ``StreamPins`` chooses the pins to give up.
+        instance an agent's earlier turns while its tool runs. The whole prefix is pinned, because
+        it uses no new room, and a part of a prompt is worth little.
         """
         opened = [stream for stream in self._new if stream.id in self._open]
         for stream in opened:
@@ -383,10 +380,7 @@ class SchedulerStreams:
         return [req for req in made if req is not None]
 
     def _match(self, stream: SchedulerStream, room: int) -> int:
-        """Pin the prefix of a stream that other requests have computed; return the tokens gained.
-
-        Args: room: the most tokens to gain.
-        """
+        """Pin a stream's cached prefix; return how many tokens that gains, at most ``room``."""
         end = min(len(stream.tokens), stream.prefilled + room)
         if end - stream.prefilled < _FEWEST_MATCHED or not can_pin(self._scheduler):
             return 0
@@ -449,7 +443,7 @@ class SchedulerStreams:
         return stream if stream is not None and stream.increment is req else None
 
     def report(self) -> None:
-        """Tell the HTTP process what has been computed since the last report."""
+        """Tell the HTTP process the progress since the last report."""
         changed = self._waiting ^ self._reported_waiting
         if self._progress or changed:
             waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
@@ -462,10 +456,7 @@ def take_request(
 ) -> Any:
     """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
 
-    Args:
-        message: SGLang's message of the request.
-        make: lets SGLang make a request from such a message and put it into its queue.
-        runs: whether the request will be computed.
+    Args: see ``SchedulerStreams.open``; ``runs``: whether the request will be computed.
     """
     # SGLang must not refuse it because the queue is full, since it does not wait there.
     queue, scheduler.waiting_queue = scheduler.waiting_queue, []

@@ -36,7 +36,7 @@ class _Watched:
 
 
 class _Launch(NamedTuple):
-    """A launched forward: its result, what it computes, and when and how long it was launched."""
+    """A launched forward: its result and content, and when and how long it was launched."""
 
     result: Any
     forward: TimedForward

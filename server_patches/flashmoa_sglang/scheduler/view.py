@@ -15,15 +15,12 @@ from flashmoa_sglang.sglang.releases import RELEASE
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# An idle step in which prefills wait takes about as long as its sleep.
+# An idle step with waiting prefills takes about as long as its sleep.
 IDLE_STEP_SECONDS = 0.0025
 
 
 def read(scheduler: Any, running: Any) -> StepView:
-    """Read all that decides the next step.
-
-    Args: running: SGLang's batch of decoding requests.
-    """
+    """Read the next step; ``running``: SGLang's batch of decoding requests."""
     state: SchedulerState = scheduler.flashmoa
     decodes = 0 if running.is_empty() or running.is_prefill_only else len(running.reqs)
     if _waits_for_saturation(scheduler, running, decodes):
@@ -103,7 +100,6 @@ def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
 
 
 def _measures(req: Any) -> bool:
-    """Return whether a request runs for the times of its forwards."""
     mark = state_of(req).mark
     return mark is not None and mark.timed
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WrittenAnswers:
-    """The heard requests of one scheduler, each with its number of told tokens.
+    """The heard requests of a scheduler, each with its number of told tokens.
 
     Args: slowdown: factor of the interval between messages, for a slowed down modelled GPU.
     """

@@ -145,7 +145,6 @@ class Experts:
         }
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put these tensors into the layer, which then computes with them."""
         for name, tensor in tensors.items():
             parameter = self.layer._parameters.get(name)
             if parameter is not None:
@@ -195,10 +194,7 @@ class PackedExperts:
     """
 
     def __init__(self, experts: Experts, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Pack the loaded experts into memory of the host, and free their own tensors.
-
-        Args: allocate: returns a number of bytes (uint8) of memory.
-        """
+        """Pack the loaded experts into host memory (uint8), and free their own tensors."""
         self.experts = experts
         tensors = experts.tensors()
         self.packing = Packing.of(tensors)
@@ -234,7 +230,6 @@ def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[Pac
 
 
 def pack(layers: Sequence[Experts], gpu: CudaDevice | None, *, pinned: bool) -> list[PackedExperts]:
-    """Pack the layers' experts, one layer after the other, and free their own memory."""
     allocate = gpu.pinned_memory if gpu and pinned else partial(torch.zeros, dtype=torch.uint8)
     packed: list[PackedExperts] = []
     for experts in layers:

@@ -44,7 +44,6 @@ class SlotRotation:
         self.misses = 0
 
     def slot_of(self, layer: int) -> int | None:
-        """Return a layer's slot; ``None`` if it has none."""
         return self.slots.index(layer) if layer in self.slots else None
 
     def evict_for(self, layer: int) -> int:
@@ -99,11 +98,10 @@ class SlotCopier:
         """Note that the computation enqueued so far reads the slot."""
 
     def mark(self) -> Any:
-        """Return a mark at this point of the computation."""
         return time.perf_counter()
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the time between two marks; wait until both have been reached."""
+        """Return the time between two marks, when both have been reached."""
         return later - earlier
 
 
@@ -166,10 +164,7 @@ class ForwardClock:
 
     Only a forward that ``time_next`` announces is timed, so that the others have no overhead.
 
-    Args:
-        tokens: number of tokens in the forward.
-        copier: makes the marks.
-        copies_overlap: whether copies run while experts compute, as with two slots or more.
+    Args: copies_overlap: whether copies run while experts compute, as with two slots or more.
 
     Attributes:
         starts, ends: marks before and after each layer's computation with its experts.
@@ -220,11 +215,9 @@ class ExpertOffloader:
     Args:
         moe_layer: the class of layers with experts.
         computing: the name of its method that computes with the experts.
-        slots: number of slots on the device. With two, a layer can compute while the experts of the
-            next layer are copied.
+        slots: with two, a layer can compute while the next layer's experts are copied.
         store: stores the loaded experts of all layers except the first off the device.
         whole: whether this process has the whole model, and not a stage of a pipeline.
-        open_gpu: returns the GPU of a device, if the device is a GPU.
     """
 
     def __init__(
@@ -361,12 +354,11 @@ class ExpertOffloader:
         }
 
     def time_next(self, tokens: int) -> None:
-        """Time the layers of the next forward, which has ``tokens`` tokens."""
         overlap = len(self._slots) > 1
         self._clock = ForwardClock(tokens, self._copier, copies_overlap=overlap)
 
     def take_times(self) -> LayerTimes | None:
-        """Return the times of the last timed forward, once; wait for its copies to end."""
+        """Return the times of the last timed forward once, when its copies have ended."""
         clock, self._ended_clock = self._ended_clock, None
         return clock.times() if clock is not None else None
 
@@ -407,7 +399,7 @@ class ExpertOffloader:
         setattr(layer, self._computing, compute_with_experts)
 
     def _bind(self, number: int) -> int:
-        """Bind a layer to its experts in a slot, and copy them there if needed. Return the slot."""
+        """Bind a layer to its experts in a slot, after a copy if needed. Return the slot."""
         assert self._rotation is not None
         slot = self._rotation.slot_of(number)
         if slot is None:
@@ -419,7 +411,6 @@ class ExpertOffloader:
         return slot
 
     def _refill(self, number: int, slot: int) -> None:
-        """Copy other experts into the slot of a layer that has computed, if some are needed."""
         assert self._rotation is not None
         self._copier.note_use(slot)
         if (slot_and_layer := self._rotation.advance(number)) is not None:

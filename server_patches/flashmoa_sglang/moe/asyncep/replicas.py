@@ -116,10 +116,6 @@ class Introduction:
 
     @classmethod
     def parse(cls, message: bytes) -> Introduction:
-        """Parse another replica's message.
-
-        Raises: ReplicaError if it is not an introduction of this version.
-        """
         try:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
@@ -132,7 +128,7 @@ class Introduction:
         return json.dumps(asdict(self)).encode()
 
     def problem(self, other: Introduction) -> str | None:
-        """Return why this replica and another one do not belong together; ``None`` if they do."""
+        """Return why two replicas do not belong together; ``None`` if they do."""
         for name, remedy in _IN_COMMON.items():
             if getattr(other, name) != getattr(self, name):
                 return f"replicas {other.rank} and {self.rank} do not belong together: {remedy}"
@@ -228,7 +224,6 @@ class ShareExchange:
                 )
 
     def close(self) -> None:
-        """Stop giving shares to others."""
         if self._thread is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -312,11 +307,9 @@ def _check_user(peer: socket.socket) -> None:
 
 
 class HostSegment:
-    """A segment of host memory that is written once; its size is sealed (fcntl(2)).
+    """A segment of host memory that is written once; its size in bytes is sealed (fcntl(2)).
 
     Without a GPU, its content is sealed, too. CUDA pins only memory that a process could write.
-
-    Args: size: number of bytes that will be appended.
     """
 
     def __init__(self, size: int, gpu: CudaDevice | None = None) -> None:
@@ -324,7 +317,6 @@ class HostSegment:
         self._size, self._gpu = size, gpu
 
     def append(self, piece: torch.Tensor) -> None:
-        """Append a piece (uint8, on the CPU)."""
         with open(self.descriptor, "ab", closefd=False) as file:
             file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
 
@@ -405,9 +397,7 @@ class Section:
 def divide(layers: Sequence[int], replica: Replica, on_device: float) -> list[Section]:
     """Return the sections of a replica's share, without empty ones.
 
-    Args:
-        layers: bytes of each layer's packed experts.
-        on_device: the part of a share on the device, from 0 to 1.
+    Args: layers: bytes of each layer's packed experts.
     """
     ranks, rank = replica.size, replica.rank
     shares = [(_align(size * rank // ranks), _align(size * (rank + 1) // ranks)) for size in layers]
@@ -425,10 +415,7 @@ def _align(size: int) -> int:
 
 
 class Sharing:
-    """Stores a replica's share of the layers' experts, and maps the others' shares.
-
-    Args: on_device: the part of each share on its replica's device; the rest is in host memory.
-    """
+    """Stores a replica's share of the layers' experts, and maps the others' shares."""
 
     def __init__(
         self,
@@ -474,10 +461,6 @@ class Sharing:
         return HostSegment(size, self._gpu)
 
     def map(self, rank: int, share: Share) -> list[torch.Tensor]:
-        """Map the share of a replica.
-
-        Raises: ReplicaError if it cannot be used.
-        """
         try:
             return [
                 self._gpu.map_share(descriptor, sum(section.sizes), share.place)

@@ -158,10 +158,10 @@ def busy(lost: Any) -> FakeScheduler:
     for stream in "ab":
         scheduler.open_stream(stream, 1000, grows=False, ended=True)
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
-        scheduler.flashmoa.streams._open[stream].prefilled = 1000
+        scheduler.streams._open[stream].prefilled = 1000
     scheduler.open_stream("z", 1500, grows=False, ended=True)
-    scheduler.flashmoa.streams._open["z"].prefilled = 1000
-    scheduler.flashmoa.streams.lose("z")
+    scheduler.streams._open["z"].prefilled = 1000
+    scheduler.streams.lose("z")
     scheduler.waiting_queue = [lost, request(500, 100)]
     return scheduler
 
@@ -183,14 +183,14 @@ def test_a_lost_prompt_evicts_no_others(busy: FakeScheduler, lost: Any) -> None:
 
 @pytest.mark.parametrize("never", ["opened", "pinned", "given up"])
 def test_a_prompt_that_never_gave_way_starts(busy: FakeScheduler, never: str) -> None:
-    busy.flashmoa.streams.end("z")
+    busy.streams.end("z")
     if never != "opened":
         busy.waiting_queue[0].flashmoa.mark = RequestMark("y", final=True)
         busy.open_stream("y", 1500, grows=False, ended=True)
     if never == "given up":
         # All streams were flushed.
-        busy.flashmoa.streams._open["y"].prefilled = 1000
-        busy.flashmoa.streams.lose()
+        busy.streams._open["y"].prefilled = 1000
+        busy.streams.lose()
     assert queued(busy) == [1500, 500]
 
 
@@ -203,8 +203,8 @@ def test_a_small_lost_prompt_overtakes_none(busy: FakeScheduler) -> None:
     """Both have lost theirs. There is room for the small one, which the first would lack longer."""
     small = request(500, 100, stream="y", final=True)
     busy.open_stream("y", 500, grows=False, ended=True)
-    busy.flashmoa.streams._open["y"].prefilled = 500
-    busy.flashmoa.streams.lose("y")
+    busy.streams._open["y"].prefilled = 500
+    busy.streams.lose("y")
     busy.waiting_queue.insert(1, small)
     assert queued(busy) == [500]
     busy.tree_cache.free = 2400
@@ -264,7 +264,7 @@ def test_one_request_always_runs(busy: FakeScheduler, lost: Any) -> None:
 def test_patience_ends(busy: FakeScheduler) -> None:
     # Their own requests have come, so that they are not overdue.
     for stream in "ab":
-        busy.flashmoa.streams.claim(stream)
+        busy.streams.claim(stream)
     assert queued(busy) == [500]
     busy.flashmoa.work = 32 * 1500 - 1
     assert queued(busy) == [500]
@@ -276,7 +276,7 @@ def test_patience_ends(busy: FakeScheduler) -> None:
 def test_an_ended_answer_keeps_room_for_its_agent(busy: FakeScheduler) -> None:
     busy.tree_cache.free = 2500
     busy.flashmoa.options = Options(hold_tool_calls=60)
-    streams = busy.flashmoa.streams
+    streams = busy.streams
     assert queued(busy) == [1500, 500]
     ended = request(1000, 300, 300, stream="y", final=True)
     ended.origin_input_ids = [*range(1000)]

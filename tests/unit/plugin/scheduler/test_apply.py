@@ -81,7 +81,7 @@ def test_a_left_increment_is_made_again() -> None:
     idle = engine()
     idle.open_stream("a", 100)
     assert step(idle).increments() == [100] and idle.waiting_queue == []
-    idle.flashmoa.streams.extend(new_tokens("a", range(100, 150)))
+    idle.streams.extend(new_tokens("a", range(100, 150)))
     assert step(idle).increments() == [150]
 
 
@@ -90,9 +90,9 @@ def test_a_joined_increment_is_not_made_again() -> None:
     idle.open_stream("a", 100)
     built = step(idle, Build(takes=lambda _: True))
     assert idle.flashmoa.work == 100
-    idle.flashmoa.streams.extend(new_tokens("a", range(100, 250)))
-    assert not idle.flashmoa.streams.can_prefill_more()
-    idle.flashmoa.streams.finish(built.queues[0][0], 0.1)
+    idle.streams.extend(new_tokens("a", range(100, 250)))
+    assert not idle.streams.can_prefill_more()
+    idle.streams.finish(built.queues[0][0], 0.1)
     assert step(idle).increments() == [250]
 
 
@@ -120,7 +120,7 @@ def test_known_text_does_not_wait_for_few_tokens() -> None:
         for queue in step(busy, Build(takes=lambda _: True)).queues:
             done += [len(req.origin_input_ids) for req in queue]
             for req in queue:
-                busy.flashmoa.streams.settle(req)
+                busy.streams.settle(req)
     assert done == [700]
 
 
@@ -159,7 +159,7 @@ def test_decodes_leave_time_to_streams(
             made = [req for queue in built.queues for req in queue]
             assert not made or (not built.settings["mixed"] and built.settings["rows"] == 16)
             for req in made:
-                busy.flashmoa.streams.settle(req)
+                busy.streams.settle(req)
             done.append(sum(len(req.origin_input_ids) for req in made))
         return done
 
@@ -239,7 +239,7 @@ def test_a_failed_build_restores_everything() -> None:
         next_prefill_batch(fail, busy)
     assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.can_prefill_more()
+    assert not busy.flashmoa.only_streams and busy.streams.can_prefill_more()
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,19 @@ def test_kv_is_published_once_early_or_late(
     assert idle.flashmoa.pins._pins["a"].node == ("launched" if is_early else "with its result")
     step(idle)
     assert len(published) == is_early
+
+
+def test_a_stream_that_ends_early_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RELEASE, "publish", lambda *_: None)
+    monkeypatch.setattr(apply, "pin_published", lambda *_: Pin(None, None))
+    idle = engine()
+    idle.flashmoa.late_kv = ""
+    for stream in "ab":
+        idle.open_stream(stream, 100)
+    step(idle, Build(takes=lambda _: True))
+    idle.streams.end("a")
+    step(idle)
+    assert "a" not in idle.flashmoa.pins and "b" in idle.flashmoa.pins
 
 
 def test_retracted_requests_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_larger_jobs_only_fill_rides_with_sjf() -> None:
     assert not step(busy).increments()
     busy.open_stream("small", 40, output=1, ended=True)
     assert step(busy).increments() == [40, 22]
-    busy.flashmoa.streams.end("small")
+    busy.streams.end("small")
     busy.waiting_queue = []
     assert step(busy).increments() == [62]
     assert waiting
@@ -282,7 +282,7 @@ def test_long_contexts_shrink_rides() -> None:
         for req in busy.running.reqs:
             req.priority = None
         busy.open_stream("a", 25_000)
-        busy.flashmoa.streams._open["a"].prefilled = 20_000
+        busy.streams._open["a"].prefilled = 20_000
         built = step(busy)
         return max(built.increments(), default=20_000) - 20_000 if built.queues else 0
 

@@ -59,13 +59,13 @@ def prefill(output: int = 0, **mark: Any) -> Any:
 def test_increments_send_only_progress(scheduler: FakeScheduler, streamer: Streamer) -> None:
     scheduler.open_stream("a", 100)
     scheduler.sent.clear()
-    (increment,) = scheduler.flashmoa.streams.make(1000, 1000, 16)
-    scheduler.flashmoa.streams.settle(increment)
+    (increment,) = scheduler.streams.make(1000, 1000, 16)
+    scheduler.streams.settle(increment)
     chat = request(20, 5)
     send(streamer, [chat, increment], return_logprob=True)
     assert streamer.sent == [([chat], True, "detokenizer")]
     assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
-    assert not scheduler.flashmoa.streams.can_prefill_more()
+    assert not scheduler.streams.can_prefill_more()
     streamer.sent.clear()
     send(streamer, [increment])
     assert streamer.sent == []
@@ -79,13 +79,13 @@ def test_an_end_is_noted_once(scheduler: FakeScheduler, streamer: Streamer) -> N
     send(streamer, [req])
     req.finished_output = True
     send(streamer, [req])
-    assert scheduler.flashmoa.streams.returning_tokens() == 25
+    assert scheduler.streams.returning_tokens() == 25
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0, 0), (60, 256)])
 def test_returning_agents_are_limited(scheduler: FakeScheduler, seconds: float, kept: int) -> None:
     scheduler.flashmoa.options = Options(hold_tool_calls=seconds)
-    streams = scheduler.flashmoa.streams
+    streams = scheduler.streams
 
     def end(rid: str, reason: str = "stop") -> None:
         req = request(20, 5, 5, stream="a", final=True)
@@ -468,18 +468,18 @@ def test_a_final_request_ends_increments(attached: FakeScheduler) -> None:
     handled: list[Any] = []
     state.handle_request(lambda _, message: handled.append(message), attached, final)
     assert handled == [final]
-    assert attached.flashmoa.streams.leading_tokens(None)[0] == 50
+    assert attached.streams.leading_tokens(None)[0] == 50
 
 
 @pytest.mark.parametrize("flushed", [True, False])
 def test_flushed_streams_are_prefilled_again(attached: FakeScheduler, flushed: bool) -> None:
     attached.open_stream("a", 50)
-    for increment in attached.flashmoa.streams.make(100, 100, 16):
+    for increment in attached.streams.make(100, 100, 16):
         attached.flashmoa.pins.replace("a", Pin(None, None))
-        attached.flashmoa.streams.settle(increment)
+        attached.streams.settle(increment)
     assert state.flush_cache(lambda _: flushed, attached) is flushed
     assert len(attached.flashmoa.pins) == (0 if flushed else 1)
-    assert attached.flashmoa.streams.can_prefill_more() == flushed
+    assert attached.streams.can_prefill_more() == flushed
     # The tree was reset, with its locks.
     assert attached.tree_cache.free == 50_000
 

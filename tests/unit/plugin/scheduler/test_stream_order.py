@@ -77,7 +77,7 @@ class Ranks(RuleBasedStateMachine):
             self.open(id_, [], [0, 1] * 10)
 
     def streams(self) -> list[SchedulerStreams]:
-        return [rank.flashmoa.streams for rank in self.ranks]
+        return [rank.streams for rank in self.ranks]
 
     def pages(self, tokens: int) -> int:
         """Return how many of a prompt's first tokens the radix tree keeps."""
@@ -111,7 +111,7 @@ class Ranks(RuleBasedStateMachine):
             return
         self.extend(id_, before, grows=False)
         for rank in self.ranks:
-            rank.flashmoa.streams.open(id_, opening(id_), rank.make_request)
+            rank.streams.open(id_, opening(id_), rank.make_request)
         self.known.setdefault(id_, Known()).opened = True
         self.extend(id_, after, grows=True)
 

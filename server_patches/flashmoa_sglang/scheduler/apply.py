@@ -24,6 +24,7 @@ from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_st
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.plan import Step, plan
 from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
+from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
 from flashmoa_sglang.scheduler.view import IDLE_STEP_SECONDS, read
 from flashmoa_sglang.sglang.releases import RELEASE
@@ -61,7 +62,8 @@ def next_prefill_batch(
                 _wait(scheduler, view)
                 return RELEASE.no_batch(running)
             with _prepared(scheduler, running, step, made):
-                state.start_sharing(scheduler)
+                if state.shares(scheduler):
+                    state.shared = SharedPrefill(scheduler.page_size)
                 result = original(scheduler, *args, **kwargs)
                 batch, running = RELEASE.split_batches(scheduler, result)
                 if batch is not None:

@@ -99,9 +99,6 @@ class SchedulerState:
             return None
         return self.options.intra_turn != "off" and not self.late_kv and can_pin(scheduler)
 
-    def start_sharing(self, scheduler: Any) -> None:
-        self.shared = SharedPrefill(scheduler.page_size) if self.shares(scheduler) else None
-
 
 def stands_aside(arguments: Any) -> bool:
     """Return whether the plugin leaves SGLang as it is, because it cannot serve these arguments.

@@ -121,7 +121,6 @@ class SchedulerStreams:
         self._growing: dict[int, tuple[SchedulerStream, int]] = {}
         self._ordered: list[tuple[SchedulerStream, int]] = []
         self._changed: dict[str, SchedulerStream] = {}
-        self._openers = 0
         # For keep_cached().
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -135,7 +134,7 @@ class SchedulerStreams:
 
     def __len__(self) -> int:
         """Return the number of streams whose opener this rank got."""
-        return self._openers
+        return sum(stream.opener is not None for stream in self._open.values())
 
     def can_prefill_more(self) -> bool:
         return bool(self._growths())
@@ -227,7 +226,6 @@ class SchedulerStreams:
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
             stream.opened_at = self._scheduler.flashmoa.work
-            self._openers += 1
             self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
@@ -274,7 +272,6 @@ class SchedulerStreams:
         self._pins.release(id_)
         stream = self._open.pop(id_, None)
         if stream is not None:
-            self._openers -= stream.opener is not None
             stream.claimed, self._changed[id_] = True, stream
 
     def lose(self, id_: str | None = None) -> None:

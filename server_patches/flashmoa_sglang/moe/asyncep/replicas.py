@@ -120,7 +120,7 @@ class Introduction:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
             raise ReplicaError(
-                f"the answer {message[:80]!r} is from no replica of this version: run one version "
+                f"the message {message[:80]!r} is from no replica of this version: run one version "
                 "of flashmoa-sglang in all replicas, or choose another --flashmoa-asyncep-group"
             ) from error
 
@@ -146,7 +146,7 @@ class ShareExchange:
         self._problem = ""
         self._refused = threading.Event()
         self._thread: threading.Thread | None = None
-        self._own: Introduction | None = None
+        self._own: Introduction
         # The stored and obtained shares by rank, to give them to others.
         self._shares: dict[int, Share] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -254,7 +254,7 @@ class ShareExchange:
         message = peer.recv(_MAX_MESSAGE_BYTES)
         if not message:  # The peer has disconnected.
             return
-        own, question = self._introduction(), Introduction.parse(message)
+        own, question = self._own, Introduction.parse(message)
         problem, share = own.problem(question), self._shares.get(question.share)
         if problem or share is None:
             answer, descriptors = own, []
@@ -270,7 +270,7 @@ class ShareExchange:
 
     def _ask(self, peer: int, rank: int) -> Share | None:
         """Ask a replica for the share of a rank; return ``None`` if it does not have it."""
-        own = self._introduction()
+        own = self._own
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(_ANSWER_TIMEOUT_SECONDS)
             connection.connect(replace(self.replica, rank=peer).address)
@@ -285,11 +285,6 @@ class ShareExchange:
         if problem := own.problem(answer):
             raise ReplicaError(problem)
         return Share(answer.place, descriptors) if answer.share == rank else None
-
-    def _introduction(self) -> Introduction:
-        if self._own is None:
-            raise RuntimeError("call introduce() first")
-        return self._own
 
 
 def _check_user(peer: socket.socket) -> None:

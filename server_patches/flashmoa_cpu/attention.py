@@ -12,11 +12,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from flashmoa_sglang.sglang.releases import RELEASE
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from flashmoa_cpu.releases import write_location
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -38,9 +39,9 @@ class _Rows:
 
 
 # The fused kernel is faster for an extend with more rows than this.
-_FEW_ROWS = 64
+_MAX_ROWS_IN_PLACE = 64
 # One copy is faster than reading runs in place that are shorter than this.
-_SHORT_RUN = 64
+_MIN_RUN_IN_PLACE = 64
 
 
 class CpuAttentionBackend(TorchNativeAttnBackend):
@@ -98,7 +99,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         if save_kv_cache and k is not None and v is not None:
             # Every key of the batch is written before any is read, so a request may attend to keys
             # that another request of the same batch has just written.
-            location = RELEASE.write_location(self, forward_batch)
+            location = write_location(self, forward_batch)
             pool.set_kv_buffer(layer, location, k, v)
         keys = pool.get_key_buffer(layer.layer_id)
         values = pool.get_value_buffer(layer.layer_id)
@@ -106,7 +107,7 @@ class CpuAttentionBackend(TorchNativeAttnBackend):
         out = q.new_empty((queries.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         for rows in self._rows:
             query = queries[rows.start : rows.end]
-            in_place = isinstance(rows.runs, list) and rows.end - rows.start <= _FEW_ROWS
+            in_place = isinstance(rows.runs, list) and rows.end - rows.start <= _MAX_ROWS_IN_PLACE
             attend = _attend_in_place if in_place else _attend_fused
             out[rows.start : rows.end] = attend(query, keys, values, rows, layer.scaling)
         return out.view(queries.shape[0], -1)
@@ -163,7 +164,7 @@ def _runs(slots: torch.Tensor) -> list[slice] | torch.Tensor:
     """Turn slot numbers into slices of the pool. Return them unchanged if runs would be short."""
     slots = slots.to(torch.int64)
     ends = (slots[1:] - slots[:-1] != 1).nonzero().flatten() + 1
-    if (len(ends) + 1) * _SHORT_RUN > max(len(slots), _SHORT_RUN):
+    if (len(ends) + 1) * _MIN_RUN_IN_PLACE > max(len(slots), _MIN_RUN_IN_PLACE):
         return slots
     bounds = [0, *ends.tolist(), len(slots)]
     firsts = slots[torch.tensor(bounds[:-1])].tolist()

@@ -24,10 +24,6 @@ from typing import Any
 
 from flashmoa_sglang.serve import serve
 
-# Has the kernel kill a process when its parent ends, in whatever way. The other processes of SGLang
-# end with this one.
-_PR_SET_PDEATHSIG = 1
-
 
 def import_sglang() -> None:
     """Import what an HTTP process, a scheduler and a detokenizer import."""
@@ -81,7 +77,10 @@ def fork_engine(order: dict[str, Any]) -> int:
 
 def run_engine(order: dict[str, Any]) -> None:
     """Turn the forked process into an engine; do not return."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The kernel kills this process when its parent ends in any way (prctl(2)). SGLang's other
+    # processes end with this one.
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.update(order.get("env", {}))
     if cores := order.get("cores"):

@@ -14,7 +14,7 @@ from flashmoa_sglang.sglang import torchvision_ops
 
 
 def convert(file: Path, out: Path) -> None:
-    """Write the folder ``out``, all of it or nothing."""
+    """Write the folder ``out`` completely or not at all."""
     torchvision_ops.allow_mismatched_build()
     import torch
     import transformers
@@ -25,7 +25,7 @@ def convert(file: Path, out: Path) -> None:
     if (config := getattr(transformers, "GgufConfig", None)) is not None:
         settings["quantization_config"] = config(dequantize=True)
     scratch = out.with_name(out.name + ".partial")
-    # transformers' types of these are incomplete.
+    # transformers' types are incomplete.
     parts: list[tuple[Any, dict[str, Any]]] = [
         (AutoTokenizer, {}),
         (AutoModelForCausalLM, settings),

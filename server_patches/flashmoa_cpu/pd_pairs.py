@@ -1,4 +1,4 @@
-"""Patches with which the engines of a PD pair run on a CPU, and leave it to others while they wait.
+"""Patches that let the engines of a PD pair run on a CPU, and sleep while they wait.
 
 On a GPU, SGLang and nixl keep a core busy each while they wait for KV. Here all engines share the
 cores.
@@ -11,11 +11,6 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
-
-# How long to sleep between two looks: short beside a decode step, and long beside a look.
-_SCHEDULER_SECONDS = 0.0005
-# How long nixl's thread waits for an event. It wakes at once when there is one.
-_NIXL_MICROSECONDS = 1000
 
 
 def prepare_pd_pairs(server_args: Any) -> None:
@@ -36,17 +31,18 @@ def _patch_scheduler() -> None:
 
 
 def _sleep_if_busy(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``Scheduler.on_idle``, which SGLang calls in each step in which nothing runs.
+    """Wrap ``Scheduler.on_idle``, which SGLang calls in each step without a batch.
 
-    SGLang sleeps there only if the engine has no request. One that awaits KV looks for it without
-    a pause.
+    SGLang sleeps there only if the engine has no request. While a request awaits KV, it polls
+    without a pause.
     """
 
     @wraps(original)
     def on_idle(scheduler: Any) -> None:
         original(scheduler)
         if not scheduler.is_fully_idle():
-            time.sleep(_SCHEDULER_SECONDS)
+            # Short compared with a decode step, and long compared with a poll.
+            time.sleep(0.0005)
 
     return on_idle
 
@@ -55,8 +51,8 @@ def _sleep_if_busy(original: Callable[[Any], None]) -> Callable[[Any], None]:
 def _patch_nixl() -> None:
     """Let nixl register the KV pool as host memory, and wait for events instead of polling.
 
-    SGLang registers the pool as "VRAM", so this name is made to mean host memory. The other
-    transfer backend, Mooncake, finds out from the pool's address.
+    SGLang registers the pool as "VRAM", so this name is made to mean host memory. Mooncake, the
+    other transfer backend, recognises host memory by its address.
     """
     try:
         api: Any = import_module("nixl._api")
@@ -76,7 +72,8 @@ def _use_dram_for_vram(original: Callable[..., None]) -> Callable[..., None]:
 
 def _wait_for_events(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_agent(name: str, agent_config: Any) -> Any:
-        agent_config.pthrDelay = _NIXL_MICROSECONDS
+        # Microseconds. An event wakes nixl's thread at once.
+        agent_config.pthrDelay = 1000
         return original(name, agent_config)
 
     return make_agent

@@ -3,8 +3,8 @@
 SGLang asks every ``sglang.srt.platforms`` entry point for a platform class. With an out-of-tree
 platform whose dispatch key is ``native``, each fused op takes its pure-torch path. Only the
 attention backend has to be replaced: on every extend, the stock ``torch_native`` computes queries
-for the whole cached prefix again, so that a cached prefix, and incremental prefill with it, saves
-nothing. The plugin's backend computes only the new rows.
+for the whole cached prefix again, so that a cached prefix saves nothing, nor does incremental
+prefill. This platform's backend computes only the new rows.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from flashmoa_sglang.sglang.options import lacks_accelerator
-from flashmoa_sglang.sglang.releases import RELEASE
 from sglang.srt.platforms.interface import PlatformEnum
 
+from flashmoa_cpu import releases
 from flashmoa_cpu.pd_pairs import prepare_pd_pairs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from torch import Tensor
 
-# SGLang has a list of the names of backends that need no Triton, and on a CPU only this one works.
-# So the plugin registers its backend under the name of the stock one.
+# SGLang lists the names of backends that need no Triton, and on a CPU only this one works. So the
+# platform registers its backend under the stock name.
 ATTENTION_BACKEND = "torch_native"
-DEFAULT_KV_TOKENS = 65536
 # Arguments of SGLang that need a GPU, and why.
 _NEEDS_GPU = {
     "--speculative-algorithm": (
@@ -42,7 +41,7 @@ def activate() -> str | None:
 
 
 class _Pools:
-    """Names what SGLang's classes of a platform leave to be named."""
+    """Names the classes that a platform may choose."""
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -55,7 +54,7 @@ class _Pools:
         return CpuPagedAllocator
 
 
-class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
+class TorchCpuPlatform(releases.platform_base(_Pools)):
     """Runs SGLang on torch's CPU ops, in float32 or bfloat16."""
 
     _enum = PlatformEnum.OOT
@@ -70,16 +69,16 @@ class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
         for argument, reason in _NEEDS_GPU.items():
             if getattr(server_args, argument[2:].replace("-", "_")):
                 raise SystemExit(f"flashmoa serve: {argument} needs a GPU: {reason}. Leave it out.")
-        # SGLang's default is its AMX backend. That needs a build of the kernels that no registry
-        # has, so it is not the user's choice.
+        # SGLang's default is its AMX backend, which needs a build of the kernels that no registry
+        # has. So it is not the user's choice.
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         if server_args.max_total_tokens is None:
-            server_args.max_total_tokens = DEFAULT_KV_TOKENS
+            server_args.max_total_tokens = 65536
         server_args.sampling_backend = "pytorch"
-        # On a platform of a plugin, SGLang makes one pool, which fits no separate one for windows.
+        # For an out-of-tree platform, SGLang makes one pool, without a separate one for windows.
         server_args.disable_hybrid_swa_memory = True
         if server_args.disaggregation_mode == "prefill":
             # A prefill engine of a PD pair records CUDA events under the overlap schedule.
@@ -101,15 +100,12 @@ class TorchCpuPlatform(RELEASE.cpu_platform(_Pools)):
         return "native"
 
     def init_backend(self) -> None:
-        """Register the plugin's attention in each worker, before SGLang looks for a backend."""
+        """Register the attention backend in each worker, before SGLang looks for one."""
         super().init_backend()
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
-        from sglang.srt.lora import layers
-        from sglang.srt.lora.backend import torch_backend
 
-        # SGLang's LoRA asks for pinned memory on any device, which torch refuses on a CPU.
-        modules: tuple[Any, ...] = (layers, torch_backend, *RELEASE.repair_cpu())
-        for module in modules:
+        # Torch refuses pinned memory on a CPU.
+        for module in releases.repair():
             module.torch = _UnpinnedTorch("torch")
         torch.Tensor.pin_memory = _skip_pinning  # pyright: ignore[reportAttributeAccessIssue]
 

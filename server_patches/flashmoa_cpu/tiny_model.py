@@ -46,8 +46,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 class Shape:
     """Sizes of a tiny model.
 
-    ``labels``: number of scores that it gives a prompt in place of a next token; 0 for a model that
-    generates text.
+    ``labels``: number of scores for a prompt, in place of a next token; 0: it generates text.
     """
 
     layers: int = 6
@@ -102,7 +101,7 @@ def train_tokenizer(texts: list[Path], vocabulary: int, context: int) -> Any:
 
 
 def build(out: Path, texts: list[Path], shape: Shape, seed: int = 0) -> None:
-    """Write tokenizer, configuration and weights to the folder ``out``, all of them or none."""
+    """Write tokenizer, configuration and weights to the folder ``out``, or nothing at all."""
     torchvision_ops.allow_mismatched_build()
     import torch
     from transformers import (
@@ -159,8 +158,8 @@ def silence_unprintable(head: Any, tokenizer: Any) -> None:
     """Zero the rows of tokens that are not words, so that greedy output consists of words.
 
     Such output is streamed and tokenised again like real text; with a random head it would contain
-    parts of characters, which a detokenizer holds back. A zero row gives a logit of zero, and among
-    thousands of random logits there is always one above that.
+    parts of characters, which a detokenizer delays. A zero row gives a logit of zero, and among
+    thousands of random logits there is always a larger one.
     """
     import torch
 

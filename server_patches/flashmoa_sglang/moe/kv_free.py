@@ -1,8 +1,8 @@
 """Prefill-only work without a KV cache (MoE-Prefill §6.3), for models that generate.
 
-If nothing is decoded, no prompt is cut into chunks and no prefix is shared, a layer's keys and
-values are read only by that layer in the same forward. So one layer's buffers serve all layers in
-turn. SGLang's ``--prefill-only-disable-kv-cache`` needs no buffers, but is for embedding models.
+Without decodes, chunked prompts and shared prefixes, only the layer itself reads its keys and
+values, in the same forward. So one layer's buffers serve all layers in turn. SGLang's
+``--prefill-only-disable-kv-cache`` needs no buffers, but is for embedding models.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def bytes_of(scheduler: Any) -> int | None:
 
 
 def peak_memory(scheduler: Any) -> int:
-    """Return the most bytes that this process has had on its GPU, or, without one, in memory."""
+    """Return this process's peak bytes on its GPU, or in memory if it has no GPU."""
     if not str(_pool(scheduler).device).startswith("cuda"):
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     import torch

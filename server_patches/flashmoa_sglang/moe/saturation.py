@@ -1,6 +1,6 @@
 """How many tokens a forward needs to hide the transfers of experts (MoE-Prefill §6.2, Eq. (1)).
 
-A transfer is hidden if the layer that computes while it runs takes as long. Both are measured,
+A transfer is hidden if the layer that computes meanwhile takes as long. Both times are measured,
 layer by layer, in forwards of several sizes (§B.4), instead of being computed from peak FLOP/s.
 """
 
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 from flashmoa_sglang.costs import Costs, Points
 
-# The paper's gamma: a layer must compute for this many times as long as a transfer.
+# The paper's gamma: a layer must compute this many times longer than a transfer takes.
 MARGIN = 1.2
-_MOST_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Times of one forward, in seconds.
+    """Times in a forward, in seconds.
 
     Attributes:
         tokens: number of tokens in the forward.
-        window: time that one layer computes, in which the experts of one layer can be copied.
+        window: a layer's computing time, while another layer's experts can be copied.
         transfer: time of the slowest copy of a layer's experts.
     """
 
@@ -38,13 +37,13 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """The measured times, and the size of a forward that follows from them.
+    """The measured times, and the resulting size of a forward.
 
     Attributes:
         tokens: tokens that a forward needs to hide transfers; ``None``: no forward is long enough.
         largest_forward: number of tokens in the largest forward that the engine runs.
         transfer: seconds to copy one layer's experts.
-        windows: computing times of one layer, as (tokens, seconds).
+        windows: a layer's computing times, as (tokens, seconds).
     """
 
     tokens: int | None
@@ -54,7 +53,7 @@ class Saturation:
 
 
 def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Saturation | None:
-    """Find the saturation from the least times of each size, because noise only adds.
+    """Find the saturation from the shortest times of each size, because noise only adds time.
 
     Return ``None`` if fewer than two sizes were measured, or nothing was transferred.
     """
@@ -69,41 +68,41 @@ def find_saturation(measured: Iterable[LayerTimes], largest_forward: int) -> Sat
     transfer = min(transfers)
     # One token more than the most tokens that still compute for too short a time.
     tokens = window_costs.tokens_within(MARGIN * transfer) + 1
-    return Saturation(
-        tokens if tokens < _MOST_TOKENS else None, largest_forward, transfer, window_costs.points
-    )
+    # ``tokens_within`` ends at a million tokens.
+    needed = tokens if tokens < 1 << 20 else None
+    return Saturation(needed, largest_forward, transfer, window_costs.points)
 
 
 class SaturationGate:
-    """Holds prefills back until there are enough for a forward that hides transfers of experts.
+    """Delays prefills until they are enough for a forward that hides transfers of experts.
 
     This is the admission of MoE-Prefill §7.4.
 
     Args:
         tokens: number of tokens that make a forward worth running.
-        longest_wait: the most seconds for which a request is held back, in total.
+        longest_wait: the most seconds that a request waits in total.
     """
 
     def __init__(self, tokens: int, longest_wait: float) -> None:
         self.tokens = tokens
         self._longest_wait = longest_wait
-        # The seconds for which each request in the queue has been held back.
-        self._held: dict[str, float] = {}
+        # The seconds that each request in the queue has waited.
+        self._waited: dict[str, float] = {}
 
-    def holds(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
+    def must_wait(self, queue: Sequence[str], tokens: int, room: int, step: float) -> bool:
         """Decide whether the whole queue waits in this step.
 
         Args:
             queue: ids of the waiting requests.
-            tokens: number of tokens that they have to compute.
+            tokens: number of tokens that the requests have to compute.
             room: number of requests that could start.
             step: seconds that this step will take.
         """
-        self._held = {rid: self._held.get(rid, 0.0) for rid in queue}
+        self._waited = {rid: self._waited.get(rid, 0.0) for rid in queue}
         if not queue or len(queue) >= room or tokens >= self.tokens:
             return False
-        held = {rid: seconds + step for rid, seconds in self._held.items()}
-        if max(held.values()) > self._longest_wait:
+        waited = {rid: seconds + step for rid, seconds in self._waited.items()}
+        if max(waited.values()) > self._longest_wait:
             return False
-        self._held = held
+        self._waited = waited
         return True

@@ -1,1 +1,1 @@
-"""The plugin's part of schedulers: which requests join a prefill batch, and what they share."""
+"""The plugin's part of schedulers: which requests join a prefill batch, and their shared tokens."""

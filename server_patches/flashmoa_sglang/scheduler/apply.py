@@ -1,13 +1,12 @@
 """Build a step's batch as planned; wraps SGLang's own batching.
 
-``view.py`` reads a step, ``plan.py`` decides it, and this module applies it. Only the reader and
-this module touch SGLang's scheduler. Rules of a batch:
+``view.py`` reads a step, ``plan.py`` decides it, and this module applies it. Rules of a batch:
 
 1. *Streams*: streams whose requests are due come first, then growing streams in opening order.
 2. *Room*: streams get the KV slots that requests leave. Requests that need room evict streams
    (``admission.py``).
-3. *Sharing*: what several requests have in common is computed once: the first joins the batch, and
-   the others wait for a later one (``shared_prefill.py``).
+3. *Sharing*: a prefix that several requests share is computed once: one request joins the batch,
+   and the others wait for a later one (``shared_prefill.py``).
 4. *Publish and pin*: under the overlap schedule the KV of a forward is put into the radix tree when
    the next step begins: once the forward has been launched, as chunked prefill does it, and before
    its results have come.
@@ -18,22 +17,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from flashmoa_sglang.scheduler.admission import held_back, make_room, room_for_streams
+from flashmoa_sglang.scheduler.admission import deferred, make_room, room_for_streams
 from flashmoa_sglang.scheduler.pins import can_pin, pin_published
 from flashmoa_sglang.scheduler.plan import Step, plan
 from flashmoa_sglang.scheduler.request import is_increment, is_shareable, state_of
+from flashmoa_sglang.scheduler.shared_prefill import SharedPrefill
 from flashmoa_sglang.scheduler.state import SPARE_ROWS
-from flashmoa_sglang.scheduler.view import read
+from flashmoa_sglang.scheduler.view import IDLE_STEP_SECONDS, read
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.plan import StepView
     from flashmoa_sglang.scheduler.state import SchedulerState
-
-# The scheduler sleeps in an idle step in which prefills wait.
-_IDLE_SLEEP_SECONDS = 0.002
 
 
 def next_prefill_batch(
@@ -47,12 +45,12 @@ def next_prefill_batch(
     if state is None or not _may_prefill(scheduler):
         return original(scheduler, *args, **kwargs)
     # SGLang takes a batch for full until one of its requests ends. Increments in the last forward
-    # may have held the room that was missing.
+    # may have used the missing room.
     if state.increments_ended or not running.reqs:
         running.batch_is_full = state.increments_ended = False
     make_room(scheduler, running)
     try:
-        with held_back(scheduler, running):
+        with deferred(scheduler, running):
             state.streams.keep_cached()
             view = read(scheduler, running)
             step = plan(view, state.costs, state.options.itl_budget)
@@ -64,7 +62,8 @@ def next_prefill_batch(
                 _wait(scheduler, view)
                 return RELEASE.no_batch(running)
             with _prepared(scheduler, running, step, made):
-                state.start_sharing(scheduler)
+                if state.shares(scheduler):
+                    state.shared = SharedPrefill(scheduler.page_size)
                 result = original(scheduler, *args, **kwargs)
                 batch, running = RELEASE.split_batches(scheduler, result)
                 if batch is not None:
@@ -85,10 +84,9 @@ def _may_prefill(scheduler: Any) -> bool:
 
 
 def _wait(scheduler: Any, view: StepView) -> None:
-    """Go on without a batch."""
     # After a batch the scheduler does not sleep, because it still has to send the results.
     if view.waits and not view.decodes and not scheduler.last_batch:
-        time.sleep(_IDLE_SLEEP_SECONDS)
+        time.sleep(IDLE_STEP_SECONDS)
     _queue_compiled(scheduler)
     RELEASE.check_host_cache(scheduler)
 
@@ -113,8 +111,8 @@ def _prepared(scheduler: Any, running: Any, step: Step, made: list[Any]) -> Gene
         scheduler.is_mixed_chunk, running.return_logprob = True, False
         scheduler.chunked_prefill_size = step.mixed + len(running.reqs)
     if step.only_streams or step.mixed:
-        # Nobody knows whether a request can be mixed that joins while SGLang builds the batch.
-        scheduler.grammar_manager = _NoGrammars()
+        # A request that joins while SGLang builds the batch was not checked for mixing.
+        scheduler.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
     state.needs_pages = scheduler.is_mixed_chunk
     try:
         yield
@@ -147,7 +145,7 @@ def _make_increments(scheduler: Any, running: Any, step: Step) -> list[Any]:
 
 
 def _settle(scheduler: Any, batch: Any, step: Step) -> None:
-    """Count what the built batch computes, and note whose KV the next step publishes."""
+    """Count the tokens of the built batch, and note whose KV the next step publishes."""
     state: SchedulerState = scheduler.flashmoa
     state.work += batch.extend_num_tokens
     if step.only_streams and not step.mixed:
@@ -166,7 +164,7 @@ def _settle(scheduler: Any, batch: Any, step: Step) -> None:
 
 
 def _publish_launched(scheduler: Any, state: SchedulerState) -> None:
-    """Put the KV of the forward that was launched last into the radix tree, and pin the streams'.
+    """Put the KV of the last launched forward into the radix tree, and pin the streams' KV.
 
     Its results come after this step: SGLang would put the KV there one step too late for requests
     that share it. Everything that reads or copies it from now on is enqueued after the forward.
@@ -180,26 +178,19 @@ def _publish_launched(scheduler: Any, state: SchedulerState) -> None:
         if stream is not None:
             # SGLang would go through the tree once more with the result.
             req.skip_radix_cache_insert = True
-            state.pins.replace(stream, pin_published(scheduler, req))
+            if state.streams.is_unpinned(req):
+                state.pins.replace(stream, pin_published(scheduler, req))
             state.streams.settle(req)
 
 
 def _publishes(scheduler: Any, req: Any) -> bool:
-    """Return whether a request that was launched holds KV that other requests may use now."""
     if req.finished() or req.to_finish is not None:
         return False  # Its results have come already, or will not.
     if req.is_retracted:
-        return False  # It holds no KV any more, as after a pause within a prompt in chunks.
+        return False  # It has no KV any more, as after a pause within a chunked prompt.
     if req is scheduler.chunked_req or req.output_ids:
         return False
     return is_increment(req) or is_shareable(req)
-
-
-class _NoGrammars:
-    """Stands for SGLang's ``GrammarManager`` while requests must not join the queue."""
-
-    def has_waiting_grammars(self) -> bool:
-        return False
 
 
 def _queue_compiled(scheduler: Any) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 # SGLang's own bound where it replaces infinite logits. The sampler divides them by the temperature,
-# which is at least 1e-6, and must not come to an infinite number.
-_LARGEST = 1e30
+# which is at least 1e-6, and the result must be finite.
+_MAX_LOGIT = 1e30
 
 
 def keep_finite(original: Callable[..., Any], sampler: Any, logits: Any, sampling_info: Any) -> Any:
@@ -25,8 +25,8 @@ def keep_finite(original: Callable[..., Any], sampler: Any, logits: Any, samplin
         return logits
     import torch
 
-    bounded = torch.nan_to_num(logits, nan=-_LARGEST).clamp(-_LARGEST, _LARGEST)
-    is_usable = logits.amax(dim=-1, keepdim=True).abs() <= _LARGEST
+    bounded = torch.nan_to_num(logits, nan=-_MAX_LOGIT).clamp(-_MAX_LOGIT, _MAX_LOGIT)
+    is_usable = logits.amax(dim=-1, keepdim=True).abs() <= _MAX_LOGIT
     return torch.where(is_usable, logits, bounded)
 
 
@@ -35,7 +35,7 @@ def _may_ban_all(sampling_info: Any) -> bool:
     return bool(
         sampling_info.grammars
         or sampling_info.logit_bias is not None
-        # The penalties of a forward that is launched before the results of the one before it.
+        # Under the overlap schedule, these have the penalties.
         or sampling_info.acc_additive_penalties is not None
         or sampling_info.acc_scaling_penalties is not None
         or (penalties and penalties.is_required)

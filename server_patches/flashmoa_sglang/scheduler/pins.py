@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,18 +12,16 @@ from flashmoa_sglang.sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED_RELEASES = 4096
-
 
 class Stage(IntEnum):
     """How soon the request of a prompt stream comes; the latest first.
 
-    ``KNOWN``: the agent before has not begun to write. ``HELD``: nothing but the results of tools
-    is missing. ``NEXT``: the agent before writes, or the request has come.
+    ``KNOWN``: the upstream agent has not begun to write. ``TOOLS``: only the results of tools are
+    missing. ``NEXT``: the upstream agent writes, or the request has come.
     """
 
     KNOWN = 0
-    HELD = 1
+    TOOLS = 1
     NEXT = 2
 
 
@@ -37,13 +34,13 @@ class Pin:
 
 
 def pin_published(scheduler: Any, req: Any) -> Pin:
-    """Lock the nodes that hold a published request's KV, so that they are not evicted."""
+    """Lock the nodes with a published request's KV, so that they are not evicted."""
     lock = scheduler.tree_cache.inc_lock_ref(req.last_node)
     return Pin(req.last_node, lock.to_dec_params())
 
 
 def match_and_pin(tree_cache: Any, key: Any) -> tuple[Pin, int]:
-    """Lock the nodes that hold a key or its beginning; return also how many tokens they hold."""
+    """Lock the nodes with the longest cached prefix of a key; return also its number of tokens."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
     match = tree_cache.match_prefix(MatchPrefixParams(key=key))
@@ -73,18 +70,17 @@ def available_tokens(tree_cache: Any) -> int:
 class StreamPins:
     """Locks the KV of prompt streams while there is room for it.
 
-    When a request needs the room, pins are given up. The streams' KV is then ordinary cache that
-    can be evicted. The streams give way first whose requests come last, by their :class:`Stage`,
-    and of one stage the newest: if there is not room for all, those that stay are still there when
-    their requests come. Of prompts that are held over tool calls the oldest gives way: most tools
-    end soon, and one that has not is likely to run on.
+    When a request needs the room, pins are given up, and the streams' KV can be evicted. The first
+    to go are streams whose requests come last, by their :class:`Stage`, and the newest of these: if
+    there is not room for all, the streams that stay are still there when their requests come. While
+    streams wait for tools, the oldest goes: most tools end soon, and a tool that has not ended is
+    likely to run on.
 
     Args:
         on_give_way: called with the id of a stream whose pin is given up.
         stage: returns the stage of the stream with an id.
 
-    Attributes:
-        gave_way: how many pins were given up because room was needed.
+    ``gave_way`` counts the pins that were given up because room was needed.
     """
 
     def __init__(
@@ -96,8 +92,8 @@ class StreamPins:
         self._tree_cache = tree_cache
         self._on_give_way = on_give_way
         self._stage = stage
-        self._pins: OrderedDict[str, Pin] = OrderedDict()
-        self._released: OrderedDict[str, None] = OrderedDict()
+        # The first pinned stream comes first.
+        self._pins: dict[str, Pin] = {}
         self.gave_way = 0
 
     def __len__(self) -> int:
@@ -106,43 +102,33 @@ class StreamPins:
     def __contains__(self, stream: object) -> bool:
         return stream in self._pins
 
-    def hold_all(self, stream: str) -> bool:
-        """Return whether the tree has certainly no more of a stream than what is pinned of it."""
+    def is_complete(self, stream: str) -> bool:
+        """Return whether the tree certainly has no more of a stream than is pinned."""
         pin = self._pins.get(stream)
-        # Some trees do not show what they hold behind a node.
+        # Some trees do not show the children of a node.
         return pin is not None and not getattr(pin.node, "children", True)
 
     def replace(self, stream: str, new: Pin) -> None:
         """Pin a stream's longer prefix, then unlock the shorter one."""
         old = self._pins.get(stream)
-        if stream in self._released:
-            self.unlock(new)
-        else:
-            self._pins[stream] = new
+        self._pins[stream] = new
         if old is not None:
             self.unlock(old)
 
     def release(self, stream: str) -> None:
-        """Give up the pin of a stream that has ended; increments that end later pin nothing."""
-        self._released[stream] = None
-        if len(self._released) > _REMEMBERED_RELEASES:
-            self._released.popitem(last=False)
-        old = self._pins.pop(stream, None)
-        if old is not None:
-            self.unlock(old)
+        """Give up the pin of a stream that has ended."""
+        if (pin := self._pins.pop(stream, None)) is not None:
+            self.unlock(pin)
 
-    def give_way(self, may: Callable[[str], bool] | None = None) -> bool:
-        """Give up one pin, and return whether there was one.
-
-        Args: may: returns whether the stream with an id may give way; by default all may.
-        """
-        pins = [stream for stream in self._pins if may is None or may(stream)]
+    def give_way(self, may: Callable[[str], bool] = lambda _: True) -> bool:
+        """Give up one pin of the streams that may give way; return whether there was one."""
+        pins = [stream for stream in self._pins if may(stream)]
         if not pins:
             return False
         stage = min(map(self._stage, pins))
         of_stage = [stream for stream in pins if self._stage(stream) == stage]
-        stream = of_stage[0 if stage is Stage.HELD else -1]
-        self.unlock(self._pins.pop(stream))
+        stream = of_stage[0 if stage is Stage.TOOLS else -1]
+        self.release(stream)
         self.gave_way += 1
         self._on_give_way(stream)
         logger.debug("Prompt stream %s gives way: its KV is evictable now", stream)
@@ -158,5 +144,4 @@ class StreamPins:
         self._pins.clear()
 
     def unlock(self, pin: Pin) -> None:
-        """Unlock nodes, whose pin is not held here or not any more."""
         self._tree_cache.dec_lock_ref(pin.node, pin.unlock)

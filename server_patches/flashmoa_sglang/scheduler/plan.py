@@ -11,8 +11,9 @@ a clock, but only on the view and the costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 from math import inf
 from typing import TYPE_CHECKING
@@ -22,36 +23,26 @@ from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED
 if TYPE_CHECKING:
     from flashmoa_sglang.costs import Costs
 
-# The budget of a step with more decodes is computed for the next multiple of this number.
-_DECODES = 8
-# A token may cost at most this factor of a token in a large forward. With a mixture of experts, a
-# few more tokens read many more weights, so that mixing a small block costs several times as much.
-_TOLERANCE = 1.1
+# A token of a mixed step, or of streams' own forward, may cost at most this factor of a token in a
+# large forward. With a mixture of experts, a few more tokens read many more weights, so that mixing
+# a small block costs several times as much.
+_MAX_TOKEN_COST = 1.1
 # Streams ride if a token then costs at most this factor of a token in a large forward. A ride that
 # saves less, as beside one decode on a CPU, delays decodes for nothing: while the next agent writes
 # on another engine, this one is idle and computes the tokens without delaying anyone.
-_WORTH_RIDING = 0.85
+_MAX_RIDE_COST = 0.85
 # Prompts are mixed in blocks that take at most this factor of their time in a large forward; the
 # second, with an operator's limit. Smaller blocks would let short prompts wait behind long ones.
-_SLOWEST, _SLOWEST_LIMITED = 1.25, 2.0
+_MAX_SLOWDOWN, _MAX_LIMITED_SLOWDOWN = 1.25, 2.0
 # Kernels compute blocks of up to this many tokens.
-_BLOCK = 128
-# Until costs are measured: the most tokens of a step, and of a forward of streams alone.
-_GUESSED_TOKENS, _GUESSED_ALONE = 256, 512
-_FORWARD_SIZES = tuple(1 << n for n in range(6, 14))
-# A step needs at least this many tokens of streams, unless a stream has ended.
-_FEWEST_TOKENS = 32
+_BLOCK_TOKENS = 128
 # Nobody knows when an answer ends. Streams compute their backlog within this many steps.
 _HORIZON_STEPS = 128
 # Where SGLang mixes nothing, streams have a forward of this many tokens after this many steps.
-_OWN_TOKENS, _OWN_STEPS = 1024, 9
+_OWN_FORWARD_TOKENS, _OWN_FORWARD_STEPS = 1024, 9
 # Where mixing costs too much, decodes have this multiple of the time of streams' own forwards.
-_DECODES_PER_FORWARD = 16
-# Fewest tokens of an increment that does not complete its stream: SGLang's scheduler takes a
-# millisecond or two for an increment.
-_LEAST_INCREMENT = 16
-# Rank of the streams that only fill a step.
-FILLS = 2
+_DECODE_TIME_SHARE = 16
+_FORWARD_SIZES = tuple(1 << n for n in range(6, 14))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +53,10 @@ class StepView:
         waits: whether prefills wait for a forward that is long enough to hide transfers of experts.
         linked: whether streams are open, or the request of a stream can start.
         decodes: number of requests that decode in the running batch.
-        elsewhere: number of requests that decode on other ranks or in other pipeline stages. A
-            forward of this batch would delay them.
+        elsewhere: number of requests that decode on other ranks or in other pipeline stages, which
+            a forward of this batch would delay.
         ranks: number of ranks whose streams delay the decodes.
-        prompts: uncomputed tokens of the clients' requests that can start; ``None`` if no request
-            can start.
+        prompts: uncomputed tokens of the clients' requests that can start; ``None`` if none can.
         queued: whether a request of a client waits.
         measures: whether a request that can start measures a mixed step.
         mixes: whether SGLang can mix the step's prefill with the decodes.
@@ -74,11 +64,10 @@ class StepView:
         leading: uncomputed tokens of the streams that come before the next request.
         ended: whether a leading stream has ended.
         before: place of the next request in the queue, see ``admission.place_of_next``.
-        steps: number of decode steps since streams had a forward of their own.
+        steps: number of decode steps since the last forward of streams alone.
         limit: the operator's limit for the seconds between two tokens of a running request.
         kv: tokens of the running requests; 0 without a limit.
-        context: computed tokens before an uncomputed token of a stream, on average; 0 without a
-            limit.
+        context: computed tokens before an uncomputed token, on average; 0 without a limit.
         page: size of a KV page.
         chunk: the most tokens of a forward (``--chunked-prefill-size``), if limited.
     """
@@ -112,10 +101,9 @@ class Step:
         builds: whether a batch is built at all.
         streams: the most tokens of prompt streams in the batch.
         only_streams: whether waiting requests of clients stay in the queue.
-        mixed: the most tokens of streams and prompts that SGLang mixes with the decodes; 0: it
-            mixes nothing, and the decodes wait for this forward.
-        before: if given, streams lead that grow and are smaller jobs than this one. Other streams
-            fill the rest.
+        mixed: the most tokens of streams and prompts that SGLang mixes with the decodes; 0: the
+            decodes wait for this forward.
+        before: if given, streams that grow and are smaller jobs than this come first.
     """
 
     builds: bool = True
@@ -130,8 +118,8 @@ class Budget:
     """The sizes of steps, in tokens.
 
     Attributes:
-        mixed: allowed sizes of a step that decodes and prefills, in ascending order. They include
-            the decodes. Empty: nothing is mixed.
+        mixed: allowed sizes of a step that decodes and prefills, decodes included, in ascending
+            order. Empty: nothing is mixed.
         cheap: the allowed size with the lowest cost per prefilled token.
         alone: size of a forward of streams while nothing decodes.
         rides: whether streams ride, because the cheapest size saves enough.
@@ -144,43 +132,37 @@ class Budget:
 
     @classmethod
     def of(cls, costs: Costs, longest: float, decodes: int) -> Budget:
-        """Return the budget of a step.
-
-        Args:
-            longest: longest step, as a multiple of the step without prefill.
-            decodes: number of requests that decode.
-        """
-        if decodes > _DECODES:
-            decodes = -(-decodes // _DECODES) * _DECODES
-        return _budget(costs, longest, decodes)
+        """Return the budget of a step with ``decodes`` decodes; ``longest``: see :func:`plan`."""
+        # Beyond eight decodes, multiples of eight keep the number of computed budgets small.
+        return _budget(costs, longest, decodes if decodes <= 8 else -(-decodes // 8) * 8)
 
 
 @lru_cache(maxsize=256)
 def _budget(costs: Costs, longest: float, decodes: int) -> Budget:
-    below = decodes - decodes % _BLOCK
+    below = decodes - decodes % _BLOCK_TOKENS
     if costs is UNMEASURED:
         return _guessed_budget(longest, decodes, below)
     sizes = {*STEP_SIZES, *(below + size for size in STEP_SIZES)}
     added = {size: costs.added(decodes, size - decodes) for size in sorted(sizes) if size > decodes}
     token = costs.per_token_at_best
-    most, best = (longest - 1) * costs.decode(decodes), _TOLERANCE * token
+    most, best = (longest - 1) * costs.decode(decodes), _MAX_TOKEN_COST * token
     allowed = tuple(
         size
         for size, seconds in added.items()
         if longest > 1 and seconds <= min(most, best * (size - decodes))
     )
     cheap = min(allowed, key=lambda size: added[size] / (size - decodes), default=0)
-    rides = cheap > 0 and added[cheap] <= _WORTH_RIDING * token * (cheap - decodes)
+    rides = cheap > 0 and added[cheap] <= _MAX_RIDE_COST * token * (cheap - decodes)
     alone = next((n for n in _FORWARD_SIZES if costs.prefill(n) <= best * n), _FORWARD_SIZES[-1])
     return Budget(allowed, cheap, alone, rides)
 
 
 def _guessed_budget(longest: float, decodes: int, below: int) -> Budget:
     """Return sizes that suit most GPUs: a step of 256 tokens takes about twice as long."""
-    sizes = [size for size in STEP_SIZES if size <= min(1, longest - 1) * _GUESSED_TOKENS]
+    sizes = [size for size in STEP_SIZES if size <= min(1, longest - 1) * 256]
     allowed = tuple(below + size for size in sizes if below + size > decodes)
-    cheap = next((size for size in allowed if size >= below + _BLOCK), max(allowed, default=0))
-    return Budget(allowed, cheap, _GUESSED_ALONE, bool(allowed))
+    cheap = next((size for size in allowed if size >= below + _BLOCK_TOKENS), 0)
+    return Budget(allowed, cheap or max(allowed, default=0), STEP_SIZES[-1], bool(allowed))
 
 
 def plan(view: StepView, costs: Costs, longest: float) -> Step:
@@ -210,9 +192,10 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
         if view.prompts is not None or not _is_enough(view.waiting, view, budget):
             return Step(builds=view.prompts is not None or view.queued)
         return Step(streams=max(view.page, budget.alone), only_streams=True)
-    sizes = _mixed_sizes(view, budget, costs) if view.decodes and view.mixes else []
+    mixes = view.decodes > 0 and view.mixes
+    sizes = _stream_sizes(view, budget, costs) if mixes else []
     if view.prompts is not None:
-        most = _prompt_size(view, costs) if view.decodes and view.mixes and longest > 1 else 0
+        most = _prompt_size(view, costs) if mixes and longest > 1 else 0
         room = max(sizes, default=0) if most and budget.rides else 0
         streams = max(0, min(most, room) - view.prompts)
         return Step(streams=streams, mixed=most, before=view.before)
@@ -225,43 +208,50 @@ def plan(view: StepView, costs: Costs, longest: float) -> Step:
     return Step(builds=view.queued)
 
 
+def _fitting(view: StepView, costs: Costs, sizes: Iterable[int]) -> list[int]:
+    """Return the sizes, in tokens beside the decodes, that chunk, page and limit allow."""
+    left = view.limit - costs.decode(view.decodes, view.kv)
+    cut = (min(size, view.chunk or size) for size in sizes)
+    return [
+        size
+        for size in cut
+        if size >= max(view.page, FEWEST_RIDING)
+        and costs.added(view.decodes, size, view.context) <= left
+    ]
+
+
+def _stream_sizes(view: StepView, budget: Budget, costs: Costs) -> list[int]:
+    """Return the allowed sizes for streams, in tokens beside the decodes, from the cheapest on."""
+    sizes = _fitting(view, costs, [size - view.decodes for size in budget.mixed])
+    return [size for size in sizes if size >= budget.cheap - view.decodes] or sizes[-1:]
+
+
 def _prompt_size(view: StepView, costs: Costs) -> int:
     """Return how many tokens of prompts a step with decodes may have; 0: none are mixed.
 
-    It is the smallest block that keeps up with a large forward, so that no queue grows. Without
-    mixing, decodes would wait for the whole prompt, so the block may be longer than a step of
-    streams.
+    It is the smallest block that keeps up with a large forward, so that no queue grows. It may be
+    longer than a step of streams, because decodes would otherwise wait for the whole prompt.
     """
-    chunk = view.chunk or STEP_SIZES[-1]
-    below = view.decodes - view.decodes % _BLOCK
-    blocks = (below + size - view.decodes for size in STEP_SIZES)
-    sizes = [min(block, chunk) for block in blocks if block >= max(view.page, FEWEST_RIDING)]
-    token = max(costs.per_token_at_best, costs.prefill(chunk) / chunk if view.chunk else 0.0)
-    slowest, left = _SLOWEST, inf
+    # Decodes fill a part of the last block.
+    below = -(view.decodes % _BLOCK_TOKENS)
+    sizes = _fitting(view, costs, [below + size for size in STEP_SIZES])
+    slowest = _MAX_SLOWDOWN
     if view.limit < inf:
-        slowest, left = _SLOWEST_LIMITED, view.limit - costs.decode(view.decodes, view.kv)
+        slowest = _MAX_LIMITED_SLOWDOWN
         sizes.reverse()
+    token = costs.per_token_at_best
+    if view.chunk:
+        token = max(token, costs.prefill(view.chunk) / view.chunk)
     for size in sizes:
-        added = costs.added(view.decodes, size, view.context)
         step = costs.decode(view.decodes) + costs.added(view.decodes, size)
-        if added <= left and step <= slowest * size * token:
+        if step <= slowest * size * token:
             return size
     return 0
 
 
 def _is_enough(tokens: int, view: StepView, budget: Budget) -> bool:
-    return view.ended or tokens >= max(_FEWEST_TOKENS, (budget.cheap - view.decodes) // 2)
-
-
-def _mixed_sizes(view: StepView, budget: Budget, costs: Costs) -> list[int]:
-    """Return the numbers of tokens that may be mixed with the decodes, the cheapest first."""
-    most = inf if view.chunk is None else view.chunk
-    sizes = [int(min(size - view.decodes, most)) for size in budget.mixed]
-    if view.limit < inf:
-        left = view.limit - costs.decode(view.decodes, view.kv)
-        sizes = [n for n in sizes if costs.added(view.decodes, n, view.context) <= left]
-    sizes = [size for size in sizes if size >= max(view.page, FEWEST_RIDING)]
-    return [size for size in sizes if size >= budget.cheap - view.decodes] or sizes[-1:]
+    """Return whether tokens of streams are worth a step."""
+    return view.ended or tokens >= max(STEP_SIZES[0], (budget.cheap - view.decodes) // 2)
 
 
 def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
@@ -270,7 +260,7 @@ def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
     Ranks that step together take turns, however few of them have streams. Prompts whose upstream
     agent has not begun to write come only if no stream grows.
     """
-    before, waiting, most = view.before, view.leading, _OWN_TOKENS
+    before, waiting, most = view.before, view.leading, _OWN_FORWARD_TOKENS
     costs_too_much = view.decodes and view.mixes
     if costs_too_much:
         most = budget.alone
@@ -282,33 +272,40 @@ def _own_forward(view: StepView, budget: Budget, costs: Costs) -> Step:
         size = min(size, costs.tokens_within(view.limit - step))
     if costs_too_much:
         # An engine that is soon idle computes streams for less.
-        pause = _DECODES_PER_FORWARD * costs.prefill(most)
+        pause = _DECODE_TIME_SHARE * costs.prefill(most)
     else:
         # Decodes have at least as much time as streams.
-        pause = view.ranks * max(_OWN_STEPS * step, costs.prefill(size))
+        pause = view.ranks * max(_OWN_FORWARD_STEPS * step, costs.prefill(size))
     if size < view.page or view.steps * step < pause or not _is_enough(waiting, view, budget):
         return Step(builds=view.queued)
     return Step(streams=size, only_streams=True, before=before)
 
 
+class Rank(IntEnum):
+    """Order of streams in a step. The request of a ``DUE`` stream comes next; ``FILLS`` is last."""
+
+    DUE = 0
+    GROWS = 1
+    FILLS = 2
+
+
 @dataclass(slots=True)
 class Growth:
-    """How far a prompt stream could be prefilled; sizes in tokens.
+    """How far a prompt stream could be prefilled; sizes in tokens, in whole pages.
 
-    It is not frozen, because there may be one for each of hundreds of streams in each step, and
-    frozen objects take several times as long to make.
+    It is not frozen, because a step may make hundreds, and frozen objects take several times as
+    long to make.
 
     Attributes:
-        prefilled: number of tokens that have KV, in whole pages.
-        new: number of tokens that have none, in whole pages.
+        prefilled: number of tokens that have KV.
+        new: number of tokens without KV.
         ended: whether no more tokens come.
-        rank: streams of a smaller rank come first. With :data:`FILLS` they only fill the rest.
     """
 
     prefilled: int
     new: int
     ended: bool = False
-    rank: int = 0
+    rank: Rank = Rank.DUE
 
 
 def choose_increments(
@@ -322,15 +319,14 @@ def choose_increments(
     Args:
         streams: all streams, in opening order.
         tokens: the most tokens of all increments together.
-        fewest: fewest tokens of an increment that does not complete its stream, see
-            :func:`fewest_tokens`.
+        fewest: fewest tokens of an increment that does not complete its stream.
         page: number of tokens in a KV page.
 
     Return the position of each chosen stream, and its number of tokens that have KV afterwards.
     """
     chosen: list[tuple[int, int]] = []
-    may = (n for n, stream in enumerate(streams) if stream.ended or stream.new >= fewest)
-    for position in sorted(may, key=lambda n: streams[n].rank):
+    worth = (n for n, stream in enumerate(streams) if stream.ended or stream.new >= fewest)
+    for position in sorted(worth, key=lambda n: streams[n].rank):
         if tokens < page:
             break
         stream = streams[position]
@@ -346,11 +342,12 @@ def choose_increments(
 def fewest_tokens(streams: int, tokens: int, page: int) -> int:
     """Return the fewest tokens of an increment that does not complete its stream.
 
-    Many streams get few large increments. A stream of 50 tokens a second grows by a quarter of a
-    token in an H200's step of 5 ms, so all streams together get at most one increment in two steps.
+    SGLang's scheduler takes a millisecond or two for an increment. So if there are many streams,
+    they get few large increments. A stream of 50 tokens a second grows by a quarter of a token in
+    an H200's step of 5 ms, so all streams together get at most one increment in two steps.
 
     Args:
         streams: number of open streams.
         tokens: the most tokens of all increments of the step.
     """
-    return max(_LEAST_INCREMENT, min(streams // 2, tokens - tokens % page))
+    return max(FEWEST_RIDING, min(streams // 2, tokens - tokens % page))

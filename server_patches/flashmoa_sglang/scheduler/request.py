@@ -8,22 +8,19 @@ from typing import Any
 from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.sglang.releases import RELEASE
 
-# SGLang reserves at most this many output tokens when it admits a request.
-_RESERVED_OUTPUT = 4096
-
 
 @dataclass(slots=True)
 class RequestState:
-    """The plugin's state of one request in a scheduler, as ``req.flashmoa``; sizes in tokens.
+    """The plugin's state of a request in a scheduler, as ``req.flashmoa``; sizes in tokens.
 
     Attributes:
         mark: the plugin's mark on the request, if any.
-        queued_at: the work that the engine had done when the request was queued, in prefill tokens.
-        uncached: how much of it was not in the radix tree when it was last matched.
-        unshared: how much of that no request before it in the queue computes.
-        first_wait: length of its cached prefix when it first waited for another request to compute
-            tokens that both need.
-        last_wait: length of its cached prefix when it last waited so.
+        queued_at: the engine's work when the request was queued, in prefill tokens.
+        uncached: number of tokens that were not in the radix tree at the last match.
+        unshared: number of uncached tokens that no earlier request in the queue computes.
+        first_wait: length of the cached prefix when the request first waited for another one to
+            compute tokens that both need.
+        last_wait: length of the cached prefix at its last such wait.
     """
 
     mark: RequestMark | None = None
@@ -39,7 +36,7 @@ class RequestState:
 
     @property
     def increment_of(self) -> str | None:
-        """The prompt stream that the request prefills, if it is an increment of one."""
+        """The prompt stream that the request prefills, if it is an increment."""
         mark = self.mark
         return mark.stream if mark is not None and not (mark.final or mark.opens) else None
 
@@ -72,14 +69,14 @@ def is_shareable(req: Any) -> bool:
 
 
 def total_tokens(req: Any) -> int:
-    """Return how many tokens a request has, in its prompt and in its answer so far."""
+    """Return the number of tokens of a request's prompt and of its answer so far."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
 def output_left(req: Any) -> int:
-    """Return for how many more output tokens SGLang reserves room."""
+    """Return for how many more output tokens SGLang reserves room: at most 4,096."""
     left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
-    return min(max(0, left), _RESERVED_OUTPUT)
+    return min(max(0, left), 4096)
 
 
 def uncached_tokens(tree_cache: Any, req: Any) -> int:

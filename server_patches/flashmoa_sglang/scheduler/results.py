@@ -1,9 +1,10 @@
-"""Hooks around a forward's requests: what decodes get in it, which go on, how results are sent."""
+"""Hooks around a forward: its time, mixing with decodes, the end of increments, sent results."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoa_sglang.scheduler.pins import match_and_pin
@@ -14,18 +15,39 @@ if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
 
+def run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Time a forward; wraps ``Scheduler.run_batch``."""
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    run = partial(original, scheduler, batch, *args, **kwargs)
+    return run() if state is None else state.timer.launch(run, batch)
+
+
+def process_result(
+    original: Callable[..., None], scheduler: Any, batch: Any, result: Any, *args: Any
+) -> None:
+    """End a forward's time; wraps ``Scheduler.process_batch_result``."""
+    state: SchedulerState | None = getattr(scheduler, "flashmoa", None)
+    process = partial(original, scheduler, batch, result, *args)
+    if state is None:
+        process()
+    else:
+        state.timer.process(process, result, batch.reqs)
+
+
 def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
     """Let decodes share a forward with any prefill; wraps ``mix_with_running``.
 
-    SGLang 0.5.12 takes each decode's position, which it calls its prefix, from the number of its
-    output tokens. Under the overlap schedule it assumes that its last token is not among these yet.
-    That is wrong for a decode that was not in the forward before, as after a prefill of others: its
-    position would be one too high. The length of its sequence has been counted for this forward
-    already, so it is right for every decode. SGLang 0.5.23 uses it, too.
+    SGLang 0.5.12 derives a decode's position, which it calls its prefix, from the number of its
+    output tokens, and assumes under the overlap schedule that the last one is still missing there.
+    A decode that was not in the last forward, as after a prefill of others, would be one position
+    too high. The length of its sequence has been counted for this forward already, so it is right
+    for every decode, and SGLang 0.5.23 uses it, too.
 
-    SGLang mixes nothing with decodes that return log-probabilities. It would return one of each
-    decode's input token, too, which nobody has asked for. Of the prefilled tokens it returns none
-    in such a batch. So every row has log-probabilities of its output alone, as in a decode step.
+    SGLang mixes nothing with decodes that return log-probabilities: it would also return one for
+    each decode's input token, and none for the prefilled tokens. So every row gets the
+    log-probabilities of its output alone, as in a decode step.
     """
     running_batch.return_logprob = any(req.return_logprob for req in running_batch.reqs)
     original(batch, running_batch)
@@ -38,13 +60,13 @@ def mix(original: Callable[..., None], batch: Any, running_batch: Any) -> None:
 
 
 def drop_increments(original: Callable[..., None], batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Let increments go no further than their forward; wraps ``ScheduleBatch.filter_batch``.
+    """Remove increments after their forward; wraps ``ScheduleBatch.filter_batch``.
 
-    Under the overlap schedule, SGLang does not know yet that they have ended when it makes the next
-    decode step of the requests of a mixed batch, and would decode a token of each.
+    Under the overlap schedule, SGLang makes the next decode step of a mixed batch before it knows
+    that the increments have ended, and would decode a token of each.
     """
     original(batch, *args, **kwargs)
-    # Where the plugin is off there are none, and a mark may be a client's.
+    # Where the plugin is off there are no increments, and a mark may be a client's.
     is_off = getattr(batch.tree_cache, "flashmoa", None) is None
     if batch.reqs and not is_off and batch.forward_mode.is_extend():
         kept = [i for i, req in enumerate(batch.reqs) if not is_increment(req)]
@@ -61,9 +83,8 @@ def stream_output(
 ) -> None:
     """Send answers without text past the detokenizer; wraps ``RELEASE.STREAM_OUTPUT``.
 
-    Increments have no answer: the HTTP process only gets their number of tokens.
-
-    The HTTP process takes token ids, too, because a server without a tokenizer sends these.
+    Increments have no answer: the HTTP process only gets their number of tokens. It takes token
+    ids, too, because a server without a tokenizer sends these.
     """
     state: SchedulerState | None = getattr(streamer.tree_cache, "flashmoa", None)
     if state is None:
@@ -74,7 +95,7 @@ def stream_output(
         state.tokenizer_channel.send_output(RELEASE.wrap(news), None)
     for req in reqs:
         mark = state_of(req).mark
-        # Under the overlap schedule, SGLang hands a request that has ended over twice.
+        # Under the overlap schedule, SGLang passes an ended request twice.
         if mark is not None and mark.final and req.finished() and not req.finished_output:
             state.streams.note_end(req)
     increments = [req for req in reqs if is_increment(req)]

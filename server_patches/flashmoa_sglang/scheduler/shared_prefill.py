@@ -1,4 +1,4 @@
-"""The intra-turn prefix cache: what requests of one prefill batch share is computed once.
+"""The intra-turn prefix cache: a prefix that several requests share is computed once.
 
 FlashAgents §3.2, Algorithm 2: sequences that are not computed yet are merged into a temporary radix
 tree (:class:`BatchTree`), and each unique node is computed once, parents before children. SGLang's
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.int64]
 
 # A request waits for the next forward only for at least this many shared tokens.
-WORTH_WAITING = 32
+FEWEST_SHARED = 32
 
 
 @dataclass(slots=True)
@@ -36,12 +36,10 @@ class _Node:
 
 
 class BatchTree:
-    """The unique tokens that the requests of a batch compute.
-
-    Time and memory are linear in its tokens, which are only the uncached ones.
+    """The unique uncached tokens that the requests of a batch compute, in linear time and memory.
 
     Each sequence starts where its cached prefix ends. An ``anchor`` identifies that point: equal
-    anchors mean that the tokens before it are equal, in the same namespace (salt, adapter).
+    anchors mean equal tokens before it, in the same namespace (salt, adapter).
 
     Args:
         page_size: tokens in a KV page; only whole pages are shared.
@@ -79,7 +77,7 @@ class BatchTree:
         node.tokens, node.children = node.tokens[:at], {self._first_page(rest.tokens): rest}
 
     def _first_page(self, tokens: Tokens) -> bytes:
-        """Return the key of a child: children differ in their first page and have at least one."""
+        """Return the key of a child: children differ in their first page."""
         return tokens[: self._page].tobytes()
 
     def _common(self, a: Tokens, b: Tokens) -> int:
@@ -92,11 +90,7 @@ class BatchTree:
 class SharedPrefill:
     """Lets a request wait for the tokens that an earlier request of the batch computes.
 
-    Args:
-        page_size: tokens in a KV page.
-
-    Attributes:
-        avoided: tokens that requests would have computed if another request did not.
+    ``avoided`` counts the tokens that requests did not compute because another request had.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -116,13 +110,15 @@ class SharedPrefill:
         start = RELEASE.cached_tokens(req)
         tokens = RELEASE.tokens(req, start, RELEASE.longest_prefix(req))
         shared = self._tree.match(_anchor(req, start), tokens)
-        if shared >= WORTH_WAITING and self._may_wait(req, start):
+        if shared >= FEWEST_SHARED and self._may_wait(req, start):
             from sglang.srt.managers.schedule_policy import AddReqResult
 
             return AddReqResult.CONTINUE
         result = original()
-        if adder.can_run_list and adder.can_run_list[-1] is req:
-            self._count(req, start)
+        first_wait = state_of(req).first_wait
+        if first_wait is not None and adder.can_run_list and adder.can_run_list[-1] is req:
+            # The prefix may have been evicted while the request waited.
+            self.avoided += max(0, start - first_wait)
         return result
 
     def _may_wait(self, req: Any, start: int) -> bool:
@@ -134,13 +130,6 @@ class SharedPrefill:
             state.first_wait = start
         state.last_wait = start
         return True
-
-    def _count(self, req: Any, start: int) -> None:
-        """Count what a request that joins saved by waiting; ``start``: its cached prefix."""
-        first_wait = state_of(req).first_wait
-        if first_wait is not None:
-            # The prefix may have been evicted while the request waited.
-            self.avoided += max(0, start - first_wait)
 
     def _enter(self, taken: Sequence[Any]) -> None:
         """Add the requests that have joined the batch since the last call."""
@@ -154,8 +143,8 @@ class SharedPrefill:
 class QueuedTokens:
     """Counts the tokens that waiting requests have to compute, each shared token once.
 
-    A request's count stays right when the request before it, with which it shares tokens, has been
-    computed, because the shared tokens are then in the radix tree.
+    A request's count stays right when an earlier request has computed shared tokens, because these
+    are then in the radix tree.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -163,11 +152,11 @@ class QueuedTokens:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the tokens counted so far, because requests leave the queue now."""
+        """Forget the counted tokens, because requests leave the queue now."""
         self._tree = BatchTree(self._page)
 
     def count(self, tree_cache: Any, queue: Sequence[Any], enough: int) -> int:
-        """Return the number of tokens, or a part that is ``enough``; match each request once."""
+        """Return the number of tokens, counted up to ``enough``; match each request once."""
         total = 0
         for req in queue:
             state = state_of(req)
@@ -191,5 +180,5 @@ class QueuedTokens:
 
 
 def _anchor(req: Any, start: int) -> Hashable:
-    """Return a value that identifies where a request's cached prefix ends in the radix tree."""
+    """Identify the point in the radix tree where a request's cached prefix ends."""
     return (RELEASE.namespace(req), req.last_node, start)

@@ -1,7 +1,7 @@
-"""``SchedulerStreams``: the prompt streams of a scheduler, and the increments made of them.
+"""``SchedulerStreams``: a scheduler's prompt streams, and the increments that it makes of them.
 
-The HTTP process hands each new token over once. The scheduler makes increments when it builds a
-batch, from the latest tokens of all streams (FlashAgents §3.1 and Algorithm 2). An increment is an
+The HTTP process sends each new token once. When the scheduler builds a batch, it makes increments
+from the latest tokens of all streams (FlashAgents §3.1 and Algorithm 2). An increment is an
 ordinary request of SGLang that generates nothing, so adapters, tensor parallelism and the radix
 tree work as for any request. It joins the batch that is being built, or is discarded.
 """
@@ -16,27 +16,26 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashmoa_sglang.messages import STREAM_OPENED, RequestMark, StreamProgress, StreamTokens
 from flashmoa_sglang.scheduler.pins import Stage, can_pin, match_and_pin
-from flashmoa_sglang.scheduler.plan import FILLS, Growth, choose_increments, fewest_tokens
-from flashmoa_sglang.scheduler.request import state_of
+from flashmoa_sglang.scheduler.plan import Growth, Rank, choose_increments, fewest_tokens
+from flashmoa_sglang.scheduler.request import state_of, total_tokens
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.pins import StreamPins
 
-_REMEMBERED_ENDINGS = 4096
+# Messages about a stream may arrive after its end, and must not open it again.
+_MAX_REMEMBERED_ENDINGS = 4096
 # A stream that has grown by fewer tokens is not matched with the radix tree again: hardly any
-# other request can have computed just these.
-_WORTH_MATCHING = 64
-# While the engine does as much work as computing a prompt so many times takes, requests that have
-# lost their own prompts leave it pinned. To give way sooner costs more than it saves: most tools
-# end within a second, in which an engine computes a prompt once.
-_HELD_FOR = 8
-# Of so many requests at most it is remembered that they have ended: as many as streams may be open.
-_MOST_RETURNING = 256
+# other request can have computed exactly these.
+_FEWEST_MATCHED = 64
+# A prompt is overdue once the engine has done the work of computing the prompt this many times.
+# Evicting it sooner costs more than it saves: most tools end within a second, while an engine
+# computes a prompt once.
+_OVERDUE_AFTER = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -44,21 +43,21 @@ class SchedulerStream:
     """A prompt stream in a scheduler.
 
     Attributes:
-        number: in which order the streams were opened.
+        number: position in opening order.
         tokens: all tokens of the prompt so far.
         message: SGLang's message of the request that opened the stream; ``None`` until it comes.
-        opener: that request. It is ended without being computed, because SGLang would wait for its
-            end before changes of the engine, and has the namespace of the stream's KV.
-        output: number of tokens that are expected in the answer to its final request; 0 if unknown.
-        opened_at: the work that the engine had done when the stream was opened, in prefill tokens.
-        prefilled: number of tokens at the beginning that have KV, or get it in a running forward.
-        grows: whether the agent before writes already, so that the stream's request may come soon.
+        opener: that request. It has the namespace of the stream's KV. It is ended uncomputed,
+            because SGLang would wait for its end before changes of the engine.
+        output: expected number of tokens of the answer to the final request; 0 if unknown.
+        opened_at: the engine's work when the stream was opened, in prefill tokens.
+        prefilled: number of leading tokens that have KV, or get it in a running forward.
+        grows: whether the upstream agent writes already, so that the final request may come soon.
         ended: whether no more tokens come.
         claimed: whether the final request has come, which computes the rest.
         increment: the increment that was made and is not in the radix tree yet.
-        kept: how many of its tokens are still those of the stream.
+        kept: number of leading tokens of the increment that the stream still has.
         is_pin_stale: whether tokens were taken back since the stream's KV was pinned.
-        gave_way: whether that was given up because a request needed the room.
+        gave_way: whether the pin was given up because a request needed the room.
     """
 
     id: str
@@ -78,8 +77,8 @@ class SchedulerStream:
     gave_way: bool = False
 
     @property
-    def is_next(self) -> bool:
-        """Whether the agent before has just written the end, so that the request is due."""
+    def is_due(self) -> bool:
+        """Whether the upstream agent has written its last token, so that the request is due."""
         return self.ended and self.grows and not self.claimed
 
     @property
@@ -87,14 +86,13 @@ class SchedulerStream:
         return self.opener is not None and not self.claimed and self.increment is None
 
 
-@dataclass(frozen=True, slots=True)
-class Returning:
+class Returning(NamedTuple):
     """A request that has ended, whose agent is likely to return with the results of tools.
 
     Attributes:
         tokens: number of its tokens, with its answer.
-        prompt: number of its prompt's tokens, and ``last`` the last of these.
-        ended_at: the work that the engine had done when it ended, in prefill tokens.
+        prompt: number of tokens of its prompt; ``last`` is the last one.
+        ended_at: the engine's work when it ended, in prefill tokens.
     """
 
     tokens: int
@@ -109,7 +107,7 @@ class SchedulerStreams:
     Tensor-parallel ranks get the same messages in the same steps, and so make the same increments.
 
     Attributes:
-        beyond: how many tokens an increment has that the radix tree does not keep.
+        beyond: number of tokens of an increment that the radix tree does not keep.
     """
 
     def __init__(self, scheduler: Any, pins: StreamPins) -> None:
@@ -118,27 +116,25 @@ class SchedulerStreams:
         # With EAGLE, the radix tree has pairs of tokens: it keeps the KV of a token with the next.
         self.beyond = int(scheduler.spec_algorithm.is_eagle())
         self._open: dict[str, SchedulerStream] = {}
-        # The streams of which tokens wait, with how many, and in which order; and those that have
-        # changed since, by their ids.
-        self._grown: dict[int, tuple[SchedulerStream, int]] = {}
+        # Streams with uncomputed tokens and their numbers of such tokens, by opening number, and
+        # the same in opening order. In a step few of hundreds of streams change.
+        self._growing: dict[int, tuple[SchedulerStream, int]] = {}
         self._ordered: list[tuple[SchedulerStream, int]] = []
         self._changed: dict[str, SchedulerStream] = {}
-        self._openers = 0
-        # The streams that keep_cached() has not looked at yet.
+        # For keep_cached().
         self._new: list[SchedulerStream] = []
         self._ended: OrderedDict[str, None] = OrderedDict()
-        # By the ids of the requests.
         self._returning: dict[str, Returning] = {}
         self._numbers = count()
         self._make: Callable[[Any], Any] | None = None
         self._progress: list[tuple[str, int, int, float]] = []
-        # The streams without room for their tokens, and those of them that the HTTP process knows.
+        # The streams without room for their tokens, now and as last reported.
         self._waiting: set[str] = set()
-        self._known_waiting: set[str] = set()
+        self._reported_waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Return the number of streams that this scheduler computes, and not another rank's."""
-        return self._openers
+        """Return the number of streams whose opener this rank got."""
+        return sum(stream.opener is not None for stream in self._open.values())
 
     def can_prefill_more(self) -> bool:
         return bool(self._growths())
@@ -156,47 +152,48 @@ class SchedulerStreams:
         return sum(new for _, new in leading), any(stream.ended for stream, _ in leading)
 
     def context(self) -> int:
-        """Return how many tokens come before one that waits, on average."""
+        """Return how many computed tokens precede an uncomputed token, on average."""
         growths = self._growths()
         new = sum(new for _, new in growths)
         return sum(stream.prefilled * new for stream, new in growths) // new if new else 0
 
     def _leads(self, stream: SchedulerStream, new: int, before: float) -> bool:
-        return stream.grows and (before == inf or self._job(stream, new) < before)
-
-    def _job(self, stream: SchedulerStream, new: int) -> float:
-        """Return how large a job its request would be if it came now; see ``admission.Job``."""
+        """Compare the stream's request, if it came now, with a place of ``admission.place``."""
+        if not stream.grows or before == inf:
+            return stream.grows
         state = self._scheduler.flashmoa
-        return state.work + new + state.costs.decode_weight * stream.output
+        return state.work + new + state.costs.decode_weight * stream.output < before
 
     def _growths(self) -> list[tuple[SchedulerStream, int]]:
-        """Return the streams of which tokens could be prefilled, and how many, in their order.
-
-        In a step, few of hundreds of streams change.
-        """
+        """Return the streams with uncomputed tokens, in opening order, and these numbers."""
         if self._changed:
             for stream in self._changed.values():
                 if new := self._growth(stream):
-                    self._grown[stream.number] = stream, new
+                    self._growing[stream.number] = stream, new
                 else:
-                    self._grown.pop(stream.number, None)
+                    self._growing.pop(stream.number, None)
             self._changed.clear()
-            self._ordered = [self._grown[number] for number in sorted(self._grown)]
+            self._ordered = [self._growing[number] for number in sorted(self._growing)]
         return self._ordered
 
     def _growth(self, stream: SchedulerStream) -> int:
-        return self._kept(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0
+        return self._cacheable(len(stream.tokens)) - stream.prefilled if stream.may_grow else 0
 
-    def _kept(self, tokens: int) -> int:
-        """Return how many of a prompt's first tokens the radix tree keeps: whole pages."""
-        return max(0, tokens - self.beyond) // self._scheduler.page_size * self._scheduler.page_size
+    def _cacheable(self, tokens: int) -> int:
+        """Return how many of a prompt's leading tokens the radix tree keeps: whole pages."""
+        page = self._scheduler.page_size
+        return max(0, tokens - self.beyond) // page * page
 
-    # What the HTTP process and SGLang say.
+    # Messages of the HTTP process and of SGLang.
 
     def extend(self, message: StreamTokens) -> None:
         for id_, kept in message.kept:
             if id_ not in self._ended:
-                self._take_back(self._stream(id_), kept)
+                stream = self._stream(id_)
+                del stream.tokens[kept:]
+                stream.kept = min(stream.kept, kept)
+                stream.prefilled = min(stream.prefilled, self._cacheable(kept))
+                stream.is_pin_stale = True
         for id_, tokens, grows in message.tokens:
             if id_ not in self._ended:
                 stream = self._stream(id_)
@@ -208,35 +205,31 @@ class SchedulerStreams:
         for id_ in message.unclaimed:
             self.claim(id_, claimed=False)
 
-    def _take_back(self, stream: SchedulerStream, tokens: int) -> None:
-        del stream.tokens[tokens:]
-        stream.kept = min(stream.kept, tokens)
-        stream.prefilled = min(stream.prefilled, self._kept(tokens))
-        stream.is_pin_stale = True
-
     def open(self, id_: str, message: Any, make: Callable[[Any], Any], output: int = 0) -> None:
         """Open a stream in answer to the request that opens it.
 
         Args:
             message: SGLang's message of the request.
             make: lets SGLang make a request from such a message and put it into its queue.
-            output: number of tokens that are expected in the answer to the stream's request.
+            output: expected number of tokens of the answer to the stream's final request.
         """
         self._make = make
         message.sampling_params.custom_params = RequestMark(id_).to_custom_params()
         opener = take_request(self._scheduler, message, make, runs=False)
         if opener is None:
             return  # SGLang has refused it, and told the HTTP process.
-        end_stream_opener(self._scheduler, opener)
-        if id_ not in self._ended:  # The stream may have been closed before this request came.
+        # With this status SGLang releases what the request uses, such as its adapter.
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        end_unserved(self._scheduler, opener, status, STREAM_OPENED)
+        let_go(self._scheduler, opener)
+        if id_ not in self._ended:
             stream = self._stream(id_)
             stream.message, stream.opener, stream.output = message, opener, output
             stream.opened_at = self._scheduler.flashmoa.work
-            self._openers += 1
             self._new.append(stream)
 
     def _stream(self, id_: str) -> SchedulerStream:
-        """Return a stream that changes, which may be its opening."""
+        """Return a stream that changes; open it if this is its first message."""
         stream = self._open.get(id_)
         if stream is None:
             stream = self._open[id_] = SchedulerStream(id_, next(self._numbers))
@@ -244,27 +237,23 @@ class SchedulerStreams:
         return stream
 
     def stage(self, id_: str) -> Stage:
-        """Return how soon the request of a stream comes."""
         stream = self._open.get(id_)
         if stream is None:
             return Stage.KNOWN
         if stream.grows or stream.claimed:
             return Stage.NEXT
-        return Stage.HELD if stream.ended else Stage.KNOWN
+        return Stage.TOOLS if stream.ended else Stage.KNOWN
 
     def is_overdue(self, id_: str) -> bool:
-        """Return whether a stream's request is so late that its KV is better used otherwise.
-
-        That is when the engine could have computed its prompt several times since it was opened.
-        """
+        """Return whether a stream's request is so late that others may evict its KV."""
         stream = self._open.get(id_)
         if stream is None:
             return True
         waited = self._scheduler.flashmoa.work - stream.opened_at
-        return self.stage(id_) is not Stage.NEXT and waited >= _HELD_FOR * stream.prefilled
+        return self.stage(id_) is not Stage.NEXT and waited >= _OVERDUE_AFTER * stream.prefilled
 
     def overdue_tokens(self) -> int:
-        """Return how much room at most all streams would leave that are overdue, in tokens."""
+        """Return how much room the overdue streams would leave at most, in tokens."""
         pinned = (stream for stream in self._open.values() if stream.id in self._pins)
         return sum(stream.prefilled for stream in pinned if self.is_overdue(stream.id))
 
@@ -274,16 +263,15 @@ class SchedulerStreams:
             self._stream(id_).claimed = claimed
 
     def end(self, id_: str) -> None:
-        """End a stream, or expect the agent of a request that has ended no more."""
+        """End a stream, or stop expecting the agent of a request that has ended."""
         if self._returning.pop(id_, None) is not None:
             return
         self._ended[id_] = None
-        if len(self._ended) > _REMEMBERED_ENDINGS:
+        if len(self._ended) > _MAX_REMEMBERED_ENDINGS:
             self._ended.popitem(last=False)
         self._pins.release(id_)
         stream = self._open.pop(id_, None)
         if stream is not None:
-            self._openers -= stream.opener is not None
             stream.claimed, self._changed[id_] = True, stream
 
     def lose(self, id_: str | None = None) -> None:
@@ -299,24 +287,22 @@ class SchedulerStreams:
         stream = self._open.get(id_ or "")
         return stream is not None and stream.gave_way and id_ not in self._pins
 
-    def note_end(self, req: Any) -> None:
-        """Note that the request of a stream has ended, and may leave a stream of the next one.
+    # Agents that are likely to return with the results of tools (--flashmoa-hold-tool-calls).
 
-        It leaves none unless prompts are held while tools run.
-        """
+    def note_end(self, req: Any) -> None:
+        """Keep room for the KV of a final request that has ended, if its agent may return."""
         state = self._scheduler.flashmoa
         if not state.options.hold_tool_calls or req.finished_reason.to_json()["type"] != "stop":
             return
-        tokens, prompt = len(req.origin_input_ids) + len(req.output_ids), len(req.origin_input_ids)
-        ended = Returning(tokens, prompt, req.origin_input_ids[-1], state.work)
+        prompt = req.origin_input_ids
+        ended = Returning(total_tokens(req), len(prompt), prompt[-1], state.work)
         returning = [*self._still_returning().items(), (req.rid, ended)]
-        self._returning = dict(returning[-_MOST_RETURNING:])
+        self._returning = dict(returning[-256:])  # At most 256 streams may be open.
 
     def returning_tokens(self) -> int:
-        """Return how many tokens the requests have that have just ended, until they are pinned.
+        """Return the tokens of ended requests whose agents may return.
 
-        Before the HTTP process has rendered their agents' next prompts, nothing pins their KV. It
-        also says which of them do not return.
+        Nothing pins their KV until the HTTP process has rendered the agents' next prompts.
         """
         self._returning = self._still_returning()
         return sum(returning.tokens for returning in self._returning.values())
@@ -325,35 +311,34 @@ class SchedulerStreams:
         now = self._scheduler.flashmoa.work
         return {rid: r for rid, r in self._returning.items() if now - r.ended_at < r.tokens}
 
-    def _has_returned(self, stream: SchedulerStream) -> None:
+    def _note_return(self, stream: SchedulerStream) -> None:
         tokens = stream.tokens
         for rid, returning in self._returning.items():
             if returning.prompt <= len(tokens) and tokens[returning.prompt - 1] == returning.last:
                 del self._returning[rid]
                 return
 
-    def keep_cached(self) -> None:
-        """Pin what other requests have computed of the streams that were just opened.
+    # Increments.
 
-        The engine may be too busy to prefill these streams for a while, in which it could evict
-        that: what an agent has said before, for instance, while the agent's tool runs. All of it is
-        pinned, however little room there is: it takes none that is not taken already, and part of
-        a prompt is worth little. Where requests need the room, the pins that go are chosen then.
+    def keep_cached(self) -> None:
+        """Pin the prefixes of new streams that other requests have computed.
+
+        A busy engine may not prefill these streams for a while, and could evict the prefixes: for
+        instance an agent's earlier turns while its tool runs. The whole prefix is pinned, because
+        it uses no new room, and a part of a prompt is worth little.
         """
         opened = [stream for stream in self._new if stream.id in self._open]
         for stream in opened:
             if self._growth(stream):
                 self._match(stream, len(stream.tokens))
-                self._has_returned(stream)
+                self._note_return(stream)
         self._new = [stream for stream in opened if not stream.tokens]
-
-    # Increments.
 
     def make(self, tokens: int, room: int, most: int, *, before: float | None = None) -> list[Any]:
         """Make increments for the batch that is built next, and return them.
 
         Args:
-            tokens: the most new tokens of all increments together, with those beyond the tree's.
+            tokens: the most new tokens of all increments, including ``beyond`` for each.
             room: number of KV slots that streams may take.
             most: the most increments.
             before: streams that grow, and are smaller jobs than this one, come first.
@@ -361,21 +346,21 @@ class SchedulerStreams:
         page = self._scheduler.page_size
         tokens -= most * self.beyond
         fewest = fewest_tokens(len(self), tokens, page)
+        growths = self._growths()
         # While many streams are open, none has enough tokens in most steps.
-        if not any(new >= fewest or stream.ended for stream, new in self._growths()):
+        if not any(new >= fewest or stream.ended for stream, new in growths):
             self._waiting = set()
             return []
 
         def size(stream: SchedulerStream, new: int) -> Growth:
             leads = before is None or self._leads(stream, new, before)
-            rank = FILLS if not leads else 0 if stream.is_next else 1
+            rank = Rank.FILLS if not leads else Rank.DUE if stream.is_due else Rank.GROWS
             return Growth(stream.prefilled, new, stream.ended, rank)
 
-        growths = self._growths()
         streams = [stream for stream, _ in growths]
         sizes = [size(stream, new) for stream, new in growths]
-        # Only the chosen few are matched, since matching takes as long as their prompts are. Those
-        # that turn out to be computed already leave their place in the batch to others.
+        # Matching takes time in proportion to the prompt, so only chosen streams are matched. A
+        # stream that turns out to be computed leaves its place in the batch to another one.
         matched: set[int] = set()
         while True:
             chosen = choose_increments(sizes, min(tokens, room), fewest, page)[:most]
@@ -387,20 +372,17 @@ class SchedulerStreams:
                 sizes[position] = size(streams[position], self._growth(streams[position]))
             matched.update(fresh)
         lack_room = room < tokens and not chosen and choose_increments(sizes, tokens, fewest, page)
-        self._waiting = {s.id for s, _ in growths if lack_room and self._growth(s)}
+        self._waiting = {stream.id for stream in streams if lack_room and self._growth(stream)}
         made = (self._make_increment(streams[position], end) for position, end in chosen)
         return [req for req in made if req is not None]
 
     def _match(self, stream: SchedulerStream, room: int) -> int:
-        """Pin what other requests have computed of a stream; return how many tokens that adds.
-
-        Args: room: how many tokens it may add.
-        """
+        """Pin a stream's cached prefix; return how many tokens that gains, at most ``room``."""
         end = min(len(stream.tokens), stream.prefilled + room)
-        if end - stream.prefilled < _WORTH_MATCHING or not can_pin(self._scheduler):
+        if end - stream.prefilled < _FEWEST_MATCHED or not can_pin(self._scheduler):
             return 0
         # Matching compares the whole prompt, so it is not done where it can find nothing.
-        if self._pins.hold_all(stream.id) and not stream.is_pin_stale:
+        if self._pins.is_complete(stream.id) and not stream.is_pin_stale:
             return 0
         key = RELEASE.key_of(stream.tokens[:end], stream.opener)
         pin, tokens = match_and_pin(self._scheduler.tree_cache, key)
@@ -428,21 +410,19 @@ class SchedulerStreams:
 
     def discard(self, req: Any) -> None:
         let_go(self._scheduler, req)
-        stream = self._of(req)
-        if stream is not None:
+        if (stream := self._stream_of(req)) is not None:
             stream.increment = None
             self._changed[stream.id] = stream
 
     def is_unpinned(self, req: Any) -> bool:
-        """Return whether an increment has been computed of an open stream, and can be pinned."""
-        return self._of(req) is not None and can_pin(self._scheduler)
+        """Return whether an increment's stream is open, and its KV is to be pinned now."""
+        return self._stream_of(req) is not None and can_pin(self._scheduler)
 
     def settle(self, req: Any) -> None:
         """Note that an increment's KV has been published, so that the next one can follow."""
-        stream = self._of(req)
-        if stream is not None:
-            # Text that came since may have changed the last of its tokens.
-            stream.prefilled, stream.increment = self._kept(stream.kept), None
+        if (stream := self._stream_of(req)) is not None:
+            # The stream may have changed the increment's last tokens since.
+            stream.prefilled, stream.increment = self._cacheable(stream.kept), None
             stream.is_pin_stale = False
             self._changed[stream.id] = stream
 
@@ -455,19 +435,17 @@ class SchedulerStreams:
             tokens = min(len(req.origin_input_ids), stream.prefilled)
             self._progress.append((id_, tokens, max(0, tokens - req.cached_tokens), seconds))
 
-    def _of(self, req: Any) -> SchedulerStream | None:
+    def _stream_of(self, req: Any) -> SchedulerStream | None:
         stream = self._open.get(state_of(req).increment_of or "")
         return stream if stream is not None and stream.increment is req else None
 
-    # What the HTTP process is told.
-
     def report(self) -> None:
-        """Tell the HTTP process what has been computed since the last report."""
-        changed = self._waiting ^ self._known_waiting
+        """Tell the HTTP process the progress since the last report."""
+        changed = self._waiting ^ self._reported_waiting
         if self._progress or changed:
             waiting = tuple((id_, id_ in self._waiting) for id_ in sorted(changed))
             RELEASE.to_tokenizer(self._scheduler, StreamProgress(tuple(self._progress), waiting))
-            self._progress, self._known_waiting = [], self._waiting
+            self._progress, self._reported_waiting = [], self._waiting
 
 
 def take_request(
@@ -475,12 +453,9 @@ def take_request(
 ) -> Any:
     """Let SGLang make a request and take it out of its queue; ``None`` if it was refused.
 
-    Args:
-        message: SGLang's message of the request.
-        make: lets SGLang make a request from such a message and put it into its queue.
-        runs: whether the request will be computed.
+    Args: see ``SchedulerStreams.open``; ``runs``: whether the request will be computed.
     """
-    # It must not be refused because the queue is full, since it does not wait there.
+    # SGLang must not refuse it because the queue is full, since it does not wait there.
     queue, scheduler.waiting_queue = scheduler.waiting_queue, []
     make(message)
     if scheduler.server_args.disaggregation_mode == "prefill":
@@ -488,7 +463,7 @@ def take_request(
         if runs:
             # A request that is sent nowhere is ready for its prefill at once.
             scheduler.waiting_queue.extend(bootstrap.pop_bootstrapped())
-            # It stays there while SGLang has no buffer for its metadata, and others would join it.
+            # SGLang leaves it there while no metadata buffer is free, and others would join it.
             for req in [req for req in bootstrap.queue if req.rid == message.rid]:
                 bootstrap.queue.remove(req)
                 let_go(scheduler, req)
@@ -497,13 +472,6 @@ def take_request(
     made, scheduler.waiting_queue = scheduler.waiting_queue, queue
     queue.extend(req for req in made if req.rid != message.rid)
     return next((req for req in made if req.rid == message.rid), None)
-
-
-def end_stream_opener(scheduler: Any, req: Any) -> None:
-    """End the request that opened a prompt stream, without computing it."""
-    # With this status SGLang gives back what the request holds, such as its adapter.
-    end_unserved(scheduler, req, HTTPStatus.SERVICE_UNAVAILABLE, STREAM_OPENED)
-    let_go(scheduler, req)
 
 
 def end_unserved(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> None:
@@ -516,7 +484,7 @@ def end_unserved(scheduler: Any, req: Any, status: HTTPStatus, message: str) -> 
 
 
 def let_go(scheduler: Any, req: Any) -> None:
-    """Release what a request holds that has left the queue unserved."""
+    """Release the resources of a request that has left the queue unserved."""
     RELEASE.release_prefetch(scheduler, req)
     if scheduler.server_args.disaggregation_mode == "prefill":
         RELEASE.release_metadata_buffer(scheduler, req)

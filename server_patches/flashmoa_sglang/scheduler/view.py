@@ -6,29 +6,21 @@ from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from flashmoa_sglang.costs import STEP_SIZES
 from flashmoa_sglang.scheduler.admission import has_room_to_ride, place_of_next
 from flashmoa_sglang.scheduler.plan import StepView
-from flashmoa_sglang.scheduler.request import (
-    state_of,
-    total_tokens,
-    uncached_tokens,
-)
+from flashmoa_sglang.scheduler.request import state_of, total_tokens, uncached_tokens
 from flashmoa_sglang.sglang.releases import RELEASE
 
 if TYPE_CHECKING:
     from flashmoa_sglang.scheduler.state import SchedulerState
 
-# Prompts are counted up to this many tokens.
-_LARGE_FORWARD = 8192
-# Estimated seconds of an idle step.
-_IDLE_STEP = 0.0025
+# An idle step with waiting prefills takes about as long as its sleep.
+IDLE_STEP_SECONDS = 0.0025
 
 
 def read(scheduler: Any, running: Any) -> StepView:
-    """Read all that decides the next step.
-
-    Args: running: SGLang's batch of decoding requests.
-    """
+    """Read the next step; ``running``: SGLang's batch of decoding requests."""
     state: SchedulerState = scheduler.flashmoa
     decodes = 0 if running.is_empty() or running.is_prefill_only else len(running.reqs)
     if _waits_for_saturation(scheduler, running, decodes):
@@ -44,8 +36,9 @@ def read(scheduler: Any, running: Any) -> StepView:
     # Counting takes time, and matters only to streams.
     grow = streams.can_prefill_more()
     prompts = (_prompt_tokens(scheduler, joining) if grow else 0) if can_join else None
-    # Without a place, a request joins in place of another one. It may not be mixable.
+    # Without a free place, a request replaces another one, which may not be mixable.
     fits = has_room_to_ride(scheduler, running, joining) if joining else not can_join
+    together = scheduler.require_mlp_sync
     elsewhere = 0 if decodes else _decoding_elsewhere(scheduler)
     before = place_of_next(scheduler) if grow and (decodes or elsewhere) else None
     leading, ended = streams.leading_tokens(before)
@@ -53,7 +46,7 @@ def read(scheduler: Any, running: Any) -> StepView:
     return StepView(
         decodes=decodes,
         elsewhere=elsewhere,
-        ranks=_ranks(scheduler),
+        ranks=RELEASE.data_parallel_ranks(scheduler.server_args) if together else 1,
         prompts=prompts,
         queued=bool(scheduler.waiting_queue),
         mixes=can_mix and fits,
@@ -70,21 +63,14 @@ def read(scheduler: Any, running: Any) -> StepView:
     )
 
 
-def _ranks(scheduler: Any) -> int:
-    if not scheduler.require_mlp_sync:
-        return 1
-    return RELEASE.data_parallel_ranks(scheduler.server_args)
-
-
 def _decoding_elsewhere(scheduler: Any) -> int:
     """Return the number of requests on other ranks or stages that a forward here would delay.
 
     With pipeline stages (--pp-size), batches run in turns, and the largest batch counts. Ranks that
     step together know all ranks' numbers of the last step, and the largest number counts. With some
     --moe-a2a-backend, a rank knows only that there was a step, and its own number. If a rank
-    prefilled in the last step, the numbers are no decodes, and the numbers of the step before
-    count. A rank that has just prefilled streams skips a step. So it learns whether another rank
-    decodes by now.
+    prefilled in the last step, the numbers are no decodes, and the earlier number counts. A rank
+    that has just prefilled streams skips a step. So it learns whether another rank decodes by now.
     """
     state, last = scheduler.flashmoa, scheduler.last_batch
     if RELEASE.pipeline_stages(scheduler) > 1:
@@ -104,17 +90,16 @@ def _waits_for_saturation(scheduler: Any, running: Any, decoding: int) -> bool:
     gate, queue = state.saturation_gate, scheduler.waiting_queue
     if gate is None or scheduler.chunked_req is not None or any(map(_measures, queue)):
         return False
-    step = state.costs.decode(decoding) if decoding else _IDLE_STEP
+    step = state.costs.decode(decoding) if decoding else IDLE_STEP_SECONDS
     tokens = state.queued.count(scheduler.tree_cache, queue, gate.tokens)
     room = scheduler.max_running_requests - len(running.reqs)
-    if not gate.holds([req.rid for req in queue], tokens, room, step):
+    if not gate.must_wait([req.rid for req in queue], tokens, room, step):
         state.queued.forget()
         return False
     return True
 
 
 def _measures(req: Any) -> bool:
-    """Return whether a request runs for the times of its forwards."""
     mark = state_of(req).mark
     return mark is not None and mark.timed
 
@@ -140,14 +125,14 @@ def _joining(scheduler: Any, running: Any) -> list[Any]:
 
 
 def _prompt_tokens(scheduler: Any, joining: Sequence[Any]) -> int:
-    """Return about how many tokens the requests compute. Stop counting at _LARGE_FORWARD."""
+    """Return about how many tokens the requests compute, counted up to the largest step."""
     tokens = 0
     for req in joining:
         if req is scheduler.chunked_req:
             tokens += total_tokens(req) - RELEASE.computed_until(req)
         else:
             tokens += uncached_tokens(scheduler.tree_cache, req)
-        if tokens >= _LARGE_FORWARD:
+        if tokens >= STEP_SIZES[-1]:
             break
     return tokens
 
@@ -155,8 +140,8 @@ def _prompt_tokens(scheduler: Any, joining: Sequence[Any]) -> int:
 def _can_be_cut(scheduler: Any, joining: Sequence[Any]) -> bool:
     """Return whether SGLang can cut the prompts of all these requests and mix them with decodes.
 
-    It mixes no prompt whose log-probabilities are asked for, nor embeddings. With deterministic
-    kernels it cuts prompts only at multiples that may be longer than a ride.
+    It mixes neither prompts with log-probabilities nor embeddings. With deterministic kernels it
+    cuts prompts only at multiples that may be longer than a mixed step.
     """
     return scheduler.truncation_align_size is None and not any(
         req.return_logprob or req.input_embeds is not None or req.multimodal_inputs is not None
@@ -165,7 +150,7 @@ def _can_be_cut(scheduler: Any, joining: Sequence[Any]) -> bool:
 
 
 def _limit(state: SchedulerState, running: Any) -> float:
-    """Return the operator's strictest limit for the seconds between two tokens of a request."""
+    """Return the strictest ``--flashmoa-itl-ms`` of the running requests, in seconds."""
     if not (limits := state.options.itl_limits()):
         return inf
     others = limits.get(None, inf)

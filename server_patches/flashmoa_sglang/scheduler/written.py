@@ -1,7 +1,7 @@
-"""``WrittenAnswers``: what running requests have written, told to the HTTP process meanwhile.
+"""``WrittenAnswers``: tells the HTTP process the tokens of running answers.
 
-Only requests that a client hears are told. SGLang still sends each whole answer when the answer is
-complete: the request is not marked, and its answer takes SGLang's own way.
+Only requests that a client hears are told. SGLang still sends each answer when it is complete: the
+request has no mark, and its answer takes SGLang's own way.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ if TYPE_CHECKING:
 
     from flashmoa_sglang.messages import HearAnswers
 
-# SGLang detokenises an answer together with this many tokens of its prompt.
-_PROMPT_TOKENS = 5
-_INTERVAL_SECONDS = 0.025
-
 
 class WrittenAnswers:
-    """The heard requests of one scheduler, each with its number of told tokens.
+    """The heard requests of a scheduler, each with its number of told tokens.
 
     Args: slowdown: factor of the interval between messages, for a slowed down modelled GPU.
     """
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self._told: dict[str, int] = {}
-        self._interval = _INTERVAL_SECONDS * slowdown
+        self._interval_seconds = 0.025 * slowdown
         self._next = 0.0
 
     def __len__(self) -> int:
@@ -53,20 +49,21 @@ class WrittenAnswers:
         answers = [self._tell(req) for req in reqs if self._has_news(req)]
         if not answers:
             return None
-        self._next = now + self._interval
+        self._next = now + self._interval_seconds
         return WrittenTokens(tuple(answers))
 
     def _has_news(self, req: Any) -> bool:
         told = self._told.get(req.rid)
         if told is None or told >= len(req.output_ids) or req.finished():
             return False
-        # SGLang's streams hold back text that may become a stop string, too.
+        # SGLang's own streaming also delays text that may become a stop string.
         return not req.check_match_stop_str_prefix()
 
     def _tell(self, req: Any) -> tuple[str, bytes, int]:
         told = self._told[req.rid]
         self._told[req.rid] = len(req.output_ids)
-        before = req.origin_input_ids_unpadded[-_PROMPT_TOKENS:] if told == 0 else ()
+        # SGLang detokenises an answer together with the last five tokens of its prompt.
+        before = req.origin_input_ids_unpadded[-5:] if told == 0 else ()
         tokens = array("q", before)
         tokens.extend(req.output_ids[told:])
         return req.rid, tokens.tobytes(), len(before)

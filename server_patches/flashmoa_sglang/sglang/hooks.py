@@ -4,7 +4,7 @@ SGLang calls :func:`register` through the entry point ``sglang.srt.plugins`` in 
 in each scheduler. SGLang only logs a hook that fails to apply, but half a plugin is worse than
 none. So before the hooks are registered the plugin looks for everything that it uses in SGLang
 (:func:`verify`), and afterwards it checks that each hook was applied. A failure stops the process
-with a message that names the release and what is missing.
+with a message that names the release and the missing name.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+# SGLang starts without this package, but has no Responses API then.
+_HAS_RESPONSES = find_spec("openai_harmony") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,8 @@ def generate_request(
 async def handle_chat(
     original: Callable[..., Any], chat: Any, request: Any, raw_request: Any = None
 ) -> Any:
-    """Do the same for chats; wraps ``OpenAIServingChat.handle_request``, and what does the like for
-    the Responses API."""
+    """Tie chats to their prompt stream; wraps ``OpenAIServingChat.handle_request`` and
+    ``OpenAIServingResponses.create_responses``."""
     table: StreamTable | None = chat.tokenizer_manager.flashmoa_table
     if table is None:
         return await original(chat, request, raw_request)
@@ -142,7 +144,7 @@ async def handle_chat(
         stream_request = client_requests.bind(table, raw_request)
     except ValueError as error:
         return chat.create_error_response(str(error))
-    # SGLang may process its messages in a worker thread, from which this context learns nothing.
+    # SGLang may process its messages in a worker thread, whose context variables do not come back.
     rendering.served.set(request)
     gaps: ToolGaps | None = chat.tokenizer_manager.flashmoa_tool_gaps
     serving = original(chat, request, raw_request)
@@ -171,7 +173,7 @@ async def without_streams(
     """Close all prompt streams before a change; wraps methods of ``TokenizerManager``.
 
     SGLang changes weights and adapters when no request runs. It does not know of prompt streams,
-    whose increments are made in the schedulers.
+    because the schedulers make their increments.
     """
     if manager.flashmoa_table is None:
         return await original(manager, *args, **kwargs)
@@ -184,8 +186,8 @@ async def unload_adapter(
 ) -> Any:
     """Close an adapter's streams; wraps ``TokenizerManager._unload_lora_adapter_locked``.
 
-    SGLang itself waits for the adapter's requests only; the others go on. It unloads adapters for
-    requests of others, too, where it has room for a few.
+    SGLang itself waits for the adapter's requests only; the others go on. Where it has room for a
+    few adapters, it also unloads one when a request needs another one.
     """
     if manager.flashmoa_table is None:
         return await original(manager, obj, *args, **kwargs)
@@ -196,7 +198,7 @@ async def unload_adapter(
 def update_weights(*result: Any) -> Callable[..., Any]:
     """Make the wrapper of ``TokenizerManager.update_weights_from_...``.
 
-    Args: result: what the method returns after ``False`` and the message, if it is refused.
+    Args: result: further values that a refused method returns after ``False`` and the message.
     """
 
     async def update(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,16 +209,21 @@ def update_weights(*result: Any) -> Callable[..., Any]:
     return update
 
 
+def _optional(target: str | None, function: Callable[..., Any]) -> list[Hook]:
+    """Return a hook around a function that some releases lack."""
+    return [] if target is None else [Hook(target, "around", function)]
+
+
 SCHEDULER_HOOKS = [
     Hook(f"{_SCHEDULER}.init_request_dispatcher", "after", state.attach),
     Hook(f"{_SCHEDULER}.handle_generate_request", "around", state.handle_request),
     Hook(f"{_SCHEDULER}.get_num_allocatable_reqs", "around", admission.allocatable_requests),
     Hook(f"{_REQUEST_TABLE}.__init__", "around", state.add_rows),
-    *(Hook(target, "around", state.largest_batch) for target in [RELEASE.LARGEST_BATCH] if target),
+    *_optional(RELEASE.LARGEST_BATCH, state.largest_batch),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", apply.next_prefill_batch),
     Hook(f"{_SCHEDULER}._prefetch_kvcache", "around", admission.prefetch),
-    Hook(f"{_SCHEDULER}.run_batch", "around", state.run_batch),
-    Hook(f"{_SCHEDULER}.process_batch_result", "around", state.process_result),
+    Hook(f"{_SCHEDULER}.run_batch", "around", results.run_batch),
+    Hook(f"{_SCHEDULER}.process_batch_result", "around", results.process_result),
     Hook(f"{_SCHEDULER}.flush_cache", "around", state.flush_cache),
     Hook(f"{_SCHEDULE_BATCH}.check_decode_mem", "around", admission.check_decode_memory),
     Hook(f"{_SCHEDULE_BATCH}.mix_with_running", "around", results.mix),
@@ -240,20 +247,9 @@ HTTP_HOOKS = [
     Hook(f"{_CHAT}._process_messages", "around", rendering.note_served),
     Hook(f"{_MESSAGES}.handle_messages", "around", handle_messages),
     Hook(f"{_CHAT}._convert_to_internal_request", "around", client_requests.convert_chat),
-    *(
-        Hook(target, "around", function)
-        for target, function in (
-            (RELEASE.CHAT_ENCODER, rendering.encode_chat),
-            (RELEASE.PARTS_ENCODER, rendering.encode_parts),
-        )
-        if target
-    ),
-    # SGLang starts without this package, but has no Responses API then.
-    *(
-        Hook(f"{_RESPONSES}.create_responses", "around", handle_chat)
-        for found in [find_spec("openai_harmony")]
-        if found
-    ),
+    *_optional(RELEASE.CHAT_ENCODER, rendering.encode_chat),
+    *_optional(RELEASE.PARTS_ENCODER, rendering.encode_parts),
+    *_optional(f"{_RESPONSES}.create_responses" if _HAS_RESPONSES else None, handle_chat),
     # This method also returns the number of requests that were paused.
     Hook(f"{_TOKENIZER_MANAGER}.update_weights_from_disk", "around", update_weights(0)),
     *(
@@ -292,11 +288,11 @@ def register() -> None:
 
 
 def verify(arguments: Any = None) -> None:
-    """Verify that SGLang has what this engine uses, once for this process and its forks.
+    """Verify that SGLang has every name that this engine uses, once for a process and its forks.
 
     Args: arguments: SGLang's; ``None`` before they are read, when only some features are known.
 
-    Raises: SystemExit if something is missing.
+    Raises: SystemExit if a name is missing.
     """
     own = options.Options.from_environment()
     is_pair = arguments is not None and arguments.disaggregation_mode not in (None, "null")
@@ -307,11 +303,10 @@ def verify(arguments: Any = None) -> None:
         internals.KV_OFF: own.kv_cache == "off",
         internals.PD: is_pair,
     }
-    for feature in (feature for feature, is_used in uses.items() if is_used):
-        if problem := _problem(feature):
-            _stop(
-                problem if feature == internals.EVERYBODY else f"{problem}, which {feature} needs"
-            )
+    for feature, is_used in uses.items():
+        if is_used and (problem := _problem(feature)):
+            needs = "" if feature == internals.EVERYBODY else f", which {feature} needs"
+            _stop(problem + needs)
 
 
 @cache

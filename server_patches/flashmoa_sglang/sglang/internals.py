@@ -1,8 +1,8 @@
-"""What the plugin uses inside SGLang, as ``internals.txt`` lists it, and whether SGLang has it.
+"""Checks that SGLang has the names that the plugin uses, as ``internals.txt`` lists them.
 
-A name that is missing would end an engine when it is used, perhaps long after its start. So all of
-them are looked for before the engine starts, and in SGLang's source: importing it takes most of a
-start, and attributes that a class sets on itself are in no loaded class.
+A missing name would end an engine when it is used, perhaps long after its start. So the plugin
+looks for all names before the engine starts, in SGLang's source: importing SGLang takes most of a
+start, and no loaded class shows the attributes that its objects set on themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from flashmoa_sglang.sglang.releases import served_as
 
-# What only some engines do, as their arguments say it.
+# Features of engines, by the arguments that turn them on.
 EVERYBODY = "every engine"
 ASYNCEP, KV_OFF = "--flashmoa-asyncep", "--flashmoa-kv-cache off"
 PD, CPU = "--disaggregation-mode", "--device cpu"
@@ -30,12 +30,12 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Definitions:
-    """What a module defines, or a class, whose definitions have an ``indent``.
+    """The definitions of a module, or of a class, where they have an ``indent``.
 
     Attributes:
         names: the text of each function and class, up to the next one; empty for other names. A
-            class that reads or sets an attribute of itself has it.
-        imports: the module from which a name is imported, and the name there.
+            class has every attribute that it reads or sets on ``self``.
+        imports: each imported name with its module and its name there.
     """
 
     def __init__(self, text: str, indent: str = "") -> None:
@@ -70,9 +70,9 @@ class Source:
         return self._modules[name]
 
     def find(self, module: str, name: str) -> tuple[str, str] | None:
-        """Return the module and the text of what ``from module import name`` gives, if it is there.
+        """Find the object that ``from module import name`` gives; return its module and its text.
 
-        The text is empty if it is no function or class, or comes from outside of SGLang.
+        The text is empty if the object is no function or class, or comes from outside of SGLang.
         """
         if not module.startswith("sglang."):
             return module, ""
@@ -104,13 +104,13 @@ class Source:
 
 @dataclass
 class Findings:
-    """What one SGLang has of that for which it was looked.
+    """The result of looking for names in one SGLang.
 
     Attributes:
-        seen: the names that were looked for, except in classes that are not there: they may have
-            moved, and the plugin does not name them itself.
-        lacking: those that are not there.
-        otherwise: what takes other arguments, and which.
+        seen: the names that were looked for, except in missing classes: these may have moved, and
+            the plugin does not name them itself.
+        lacking: the missing names.
+        otherwise: the functions that take other arguments, each with the difference.
     """
 
     source: Source
@@ -120,13 +120,13 @@ class Findings:
 
     @property
     def problem(self) -> str:
-        """What is wrong with SGLang, to follow its name; empty: nothing."""
+        """The problem with SGLang, in words that follow its name; empty if all is right."""
         lacking = f"has no {', '.join(self.lacking)}" if self.lacking else ""
         otherwise = f"takes other arguments for {', '.join(self.otherwise)}"
         return "; ".join(filter(None, (lacking, otherwise if self.otherwise else "")))
 
     def look(self, owners: str, name: str, problem: Callable[[Signature], str]) -> None:
-        """Look for a name in the first of several owners that has it, and at what it takes."""
+        """Look for a name in several owners, and check the signature of the first that has it."""
         found: list[str | None] = []
         for owner in owners.split("|"):
             module, _, kind = f"sglang.srt.{owner}".partition(":")
@@ -160,9 +160,9 @@ def looked_at(
     feature: str = EVERYBODY,
     hooks: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Findings:
-    """Look for what engines with a feature use of a release, or for what all of them do.
+    """Look in a release for the names that engines with a feature use.
 
-    Args: hooks: the hook functions by what they are called around or after.
+    Args: hooks: the hook functions by their targets.
     """
     findings = Findings(source)
     for target, hook in (hooks or {}).items():
@@ -177,7 +177,7 @@ def looked_at(
 
 
 def used(release: str, feature: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield what engines with a feature use of a release: owners, a name, arguments of a call."""
+    """Yield each name that engines with a feature use: its owners, the name, a call's arguments."""
     number = int(served_as(release).split(".")[2])
     for section in re.split(r"^\[", LIST.read_text(encoding="utf-8"), flags=re.M)[1:]:
         head, *entries = re.split(r"\n(?=\S)", section.strip())
@@ -216,9 +216,9 @@ def _call_problem(takes: Signature, call: str | None) -> str:
 
 
 def _hook_problem(theirs: Signature, ours: Signature) -> str:
-    """Say why a hook, without ``original``, cannot be called as what it is around is."""
+    """Say why a hook, without ``original``, cannot be called like the function that it wraps."""
     takes = list(theirs.parameters.values())
-    # With all that can be given, and with no more than must be.
+    # With all arguments, and with the required ones alone.
     for given in (takes, [one for one in takes if one.default is Parameter.empty]):
         positional = sum(one.kind in _BY_POSITION for one in given)
         keywords = [one.name for one in given if one.kind is Parameter.KEYWORD_ONLY]

@@ -11,10 +11,6 @@ from functools import cache
 from math import inf
 from typing import Any, ClassVar, Self, cast
 
-# Seconds. A client that waits longer assumes that the server has failed.
-_LONGEST_WAIT = 60
-_LONGEST_HOLD = 3600
-
 
 def option(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
     """Declare a field of :class:`ServerOptions`. An empty default means none."""
@@ -24,8 +20,8 @@ def option(default: Any, help_text: str, choices: Sequence[str] = ()) -> Any:
 class ServerOptions:
     """Arguments of a plugin on SGLang's command line: the fields of a frozen dataclass.
 
-    SGLang's own arguments are a dataclass that takes no more fields. So these reach every process
-    through the environment, which child processes inherit.
+    SGLang's own arguments are a dataclass that takes no more fields. So these arguments reach every
+    process through the environment, which child processes inherit.
     """
 
     TITLE: ClassVar[str]
@@ -67,9 +63,9 @@ class ServerOptions:
                 value = getattr(self, option.name)
                 self.require(option.name, value in choices, f"one of {', '.join(choices)}")
 
-    def require(self, name: str, holds: bool, wanted: str) -> None:
-        """Raise ValueError, which names the argument and its valid values, unless ``holds``."""
-        if not holds:
+    def require(self, name: str, is_valid: bool, wanted: str) -> None:
+        """Raise ValueError, which names the argument and its valid values, unless it is valid."""
+        if not is_valid:
             raise ValueError(f"{flag(name)} must be {wanted}, not {getattr(self, name)!r}.")
 
 
@@ -125,20 +121,20 @@ class Options(ServerOptions):
     )
     itl_budget: float = option(
         2.0,
-        "How long a decode step may be with prefill that is mixed with it while prompt streams are "
-        "open, as a multiple of the step without. At most 1: streams wait until no request "
-        "decodes.",
+        "The longest decode step with mixed prefill while prompt streams are open, as a multiple "
+        "of the step without prefill. At most 1: streams wait until no request decodes.",
     )
     itl_ms: str = option(
         "",
         "The longest decode step in milliseconds with tokens that ride along with it, whatever the "
-        "budget: 40, or 40,5=20 with another one while a request of SGLang's priority 5 decodes, "
-        "or 5=20 for these alone. Where nothing fits, streams wait until no such request decodes.",
+        "budget: 40; 40,5=20 for another limit while a request of SGLang's priority 5 decodes; or "
+        "5=20 for this limit alone. Where nothing fits, streams wait until no such request "
+        "decodes.",
     )
     costs: str = option(
         "",
         "A file with the answer of GET /flashmoa/info of an engine that runs the same model on the "
-        "same hardware: this engine takes the costs of forwards from it instead of measuring them "
+        "same hardware: this engine reads the costs of forwards from it instead of measuring them "
         "at start.",
     )
     asyncep: str = option(
@@ -150,24 +146,23 @@ class Options(ServerOptions):
     )
     asyncep_slots: int = option(
         2,
-        "With --flashmoa-asyncep: how many layers' experts the device holds, besides the first "
-        "layer's.",
+        "With --flashmoa-asyncep: how many layers' experts the device has room for, besides the "
+        "first layer's.",
     )
     asyncep_replica: str = option(
         "",
-        "With d2d and hybrid: which replica this is, and of how many, as RANK/SIZE with ranks from "
-        "0: 0/2 and 1/2.",
+        "With d2d and hybrid: the rank of this replica and the number of replicas, as RANK/SIZE "
+        "with ranks from 0: 0/2 and 1/2.",
     )
     asyncep_group: str = option(
-        "default", "With d2d and hybrid: the name of the group of replicas that belong together."
-    )
-    asyncep_wait: float = option(
-        600.0, "With d2d and hybrid: seconds to wait at start until all replicas are there."
+        "default",
+        "With d2d and hybrid: the name of this group of replicas, if there are several groups on a "
+        "machine.",
     )
     asyncep_on_device: float = option(
         0.5,
-        "With hybrid: which part of the experts the replicas' devices have together, between 0 and "
-        "1; the rest is in host memory.",
+        "With hybrid: the part of the experts that the replicas' devices have together, between 0 "
+        "and 1; the rest is in host memory.",
     )
     saturation: int = option(
         0,
@@ -206,12 +201,11 @@ class Options(ServerOptions):
         is_limit = all(0 < seconds < inf for seconds in limits.values())
         self.require("itl_ms", is_limit, "milliseconds above 0, as 40, 5=20 or 40,5=20")
         self.require("saturation", self.saturation >= 0, "at least 0")
-        in_range = 0 <= self.saturation_wait <= _LONGEST_WAIT
-        self.require("saturation_wait", in_range, f"between 0 and {_LONGEST_WAIT} seconds")
-        is_time = 0 <= self.hold_tool_calls <= _LONGEST_HOLD
-        self.require("hold_tool_calls", is_time, f"between 0 and {_LONGEST_HOLD} seconds")
+        # A client that waits longer than a minute assumes that the server has failed.
+        self.require("saturation_wait", 0 <= self.saturation_wait <= 60, "between 0 and 60 seconds")
+        is_time = 0 <= self.hold_tool_calls <= 3600
+        self.require("hold_tool_calls", is_time, "between 0 and 3600 seconds")
         self.require("asyncep_slots", self.asyncep_slots >= 1, "at least 1")
-        self.require("asyncep_wait", self.asyncep_wait > 0, "above 0")
         in_range = 0 < self.asyncep_on_device < 1
         self.require("asyncep_on_device", in_range, "between 0 and 1")
         is_name = re.fullmatch(r"[\w.-]{1,64}", self.asyncep_group, re.ASCII) is not None
@@ -233,7 +227,7 @@ class Options(ServerOptions):
         return int(match[1]), int(match[2])
 
     def itl_limits(self) -> Mapping[int | None, float]:
-        """Return the limits of ``itl_ms`` in seconds, by priorities; ``None`` is of all others.
+        """Return the limits of ``itl_ms`` in seconds by priority; ``None`` stands for all others.
 
         Raises: ValueError if ``itl_ms`` is invalid.
         """
@@ -262,7 +256,7 @@ def lacks_accelerator() -> bool:
 def device_slowdown() -> float:
     """Return the factor of all times on this engine's modelled GPU (``flashmoa_bench``), else 1.
 
-    Waiting times that are short beside a forward are scaled by it.
+    It scales waiting times that are short compared with a forward.
     """
     return float(os.environ.get("FLASHMOA_DEVICE_SLOWDOWN", "1"))
 

@@ -34,9 +34,7 @@ def grow(allocator, rows: list[list[int]], counts: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("page", [2, 16])
-def test_rows_consist_of_whole_pages_and_no_slot_is_given_twice(
-    allocator_class: type, page: int
-) -> None:
+def test_no_slot_is_given_twice(allocator_class: type, page: int) -> None:
     import random
 
     dice = random.Random(page)
@@ -57,7 +55,7 @@ def test_rows_consist_of_whole_pages_and_no_slot_is_given_twice(
     assert allocator.available_size() == pages * page
 
 
-def test_decode_fills_a_page_before_it_takes_another(allocator_class: type) -> None:
+def test_decode_fills_its_page_first(allocator_class: type) -> None:
     allocator = allocator_class(64, 4, torch.float32, "cpu", None, False)
     rows: list[list[int]] = [[]]
     assert grow(allocator, rows, [3])

@@ -10,7 +10,7 @@ from flashmoa_cpu import pd_pairs
 
 
 @pytest.mark.parametrize(("fully_idle", "naps"), [(False, 1), (True, 0)])
-def test_scheduler_sleeps_in_a_step_without_a_batch_unless_sglang_does(
+def test_a_waiting_scheduler_sleeps(
     monkeypatch: pytest.MonkeyPatch, fully_idle: bool, naps: int
 ) -> None:
     slept: list[float] = []
@@ -22,7 +22,7 @@ def test_scheduler_sleeps_in_a_step_without_a_batch_unless_sglang_does(
     assert len(slept) == naps
 
 
-def test_nixl_waits_for_events_instead_of_polling() -> None:
+def test_nixl_waits_for_events() -> None:
     agents: list[tuple[str, Any]] = []
     make = pd_pairs._wait_for_events(lambda name, config: agents.append((name, config)))
     make("agent", SimpleNamespace(pthrDelay=0))
@@ -30,7 +30,7 @@ def test_nixl_waits_for_events_instead_of_polling() -> None:
     assert name == "agent" and config.pthrDelay >= 1000
 
 
-def test_engine_that_is_not_one_of_a_pair_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_engines_are_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pd_pairs, "_patch_nixl", lambda: pytest.fail("nixl was patched"))
     for mode in (None, "null"):
         pd_pairs.prepare_pd_pairs(SimpleNamespace(disaggregation_mode=mode))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from flashmoa_sglang.scheduler import streams
-from flashmoa_sglang.scheduler.streams import SchedulerStreams
 from flashmoa_sglang.sglang import torchvision_ops
 from flashmoa_sglang.sglang.releases import RELEASE
 
@@ -48,11 +47,6 @@ def fake_release() -> Generator[None]:
 @pytest.fixture
 def scheduler() -> FakeScheduler:
     return FakeScheduler()
-
-
-@pytest.fixture(name="streams")
-def streams_of_scheduler(scheduler: FakeScheduler) -> SchedulerStreams:
-    return scheduler.flashmoa.streams
 
 
 @pytest.fixture

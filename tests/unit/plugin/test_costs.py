@@ -22,9 +22,7 @@ def any_costs(draw: st.DrawFn) -> Costs:
 
 
 @given(costs=any_costs(), tokens=st.integers(1, 10000), seconds=st.floats(0, 5))
-def test_costs_increase_with_tokens_and_can_be_inverted(
-    costs: Costs, tokens: int, seconds: float
-) -> None:
+def test_costs_increase_and_can_be_inverted(costs: Costs, tokens: int, seconds: float) -> None:
     assert costs.prefill(tokens + 1) >= costs.prefill(tokens) - 1e-9
     most = costs.tokens_within(seconds)
     if 0 < most < 1 << 20:
@@ -38,14 +36,14 @@ def test_costs_need_two_sizes() -> None:
         Costs(((5, 0.1), (5, 0.2)), 0.1)
 
 
-def test_a_prefill_is_on_the_line_between_measured_ones() -> None:
+def test_prefills_are_interpolated() -> None:
     costs = Costs(((101, 0.3), (1, 0.1), (301, 0.5)), 0.01)
     assert costs.prefill(51) == pytest.approx(0.2)
     assert costs.prefill(201) == pytest.approx(0.4)
     assert costs.prefill(501) == pytest.approx(0.7)
 
 
-def test_a_small_prefill_that_was_disturbed_makes_larger_ones_no_dearer() -> None:
+def test_a_disturbed_prefill_makes_none_dearer() -> None:
     """Nothing would ride then, so that no further times would tell otherwise."""
     costs = Costs(((1, 0.01), (4, 0.4), (64, 0.03), (128, 0.06)), 0.01)
     assert costs.prefill(4) == pytest.approx(0.03)
@@ -54,9 +52,7 @@ def test_a_small_prefill_that_was_disturbed_makes_larger_ones_no_dearer() -> Non
 
 
 @given(costs=any_costs(), more=st.integers(0, 3000))
-def test_measured_steps_take_what_was_measured_and_more_tokens_as_much_as_in_a_prefill(
-    costs: Costs, more: int
-) -> None:
+def test_measured_steps_take_the_measured_time(costs: Costs, more: int) -> None:
     alone = {decodes: seconds for decodes, tokens, seconds in costs.mixed if not tokens}
     for decodes, tokens, seconds in costs.mixed:
         assert costs.decode(decodes) == pytest.approx(alone[decodes])
@@ -75,7 +71,7 @@ def test_more_tokens_lengthen_a_step_more(
     assert 0 <= added <= costs.added(decodes, tokens + more) + 1e-9
 
 
-def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:
+def test_steps_are_interpolated() -> None:
     mixed = ((1, 0, 0.01), (1, 64, 0.02), (9, 0, 0.03), (9, 64, 0.06))
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.5, mixed)
     assert costs.decode(5) == pytest.approx(0.02)
@@ -85,12 +81,12 @@ def test_steps_between_measured_ones_are_on_the_line_between_them() -> None:
     assert costs.decode_weight == pytest.approx(100)
 
 
-def test_a_decode_step_is_worth_no_millions_of_tokens_where_only_small_prefills_ran() -> None:
+def test_small_prefills_bound_a_decodes_weight() -> None:
     """Prompts that are held would be overdue after one step, by the engine's work."""
     assert Costs(((1, 0.006), (200, 0.006)), 0.006).decode_weight == pytest.approx(800)
 
 
-def test_a_step_takes_as_long_as_a_measured_one_with_as_many_tokens_in_all() -> None:
+def test_the_total_of_tokens_decides() -> None:
     # The 129th token takes as long as the 128 before it.
     mixed = ((1, 0, 0.01), (1, 127, 0.02), (1, 128, 0.03), (8, 0, 0.01), (8, 120, 0.018))
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)
@@ -102,7 +98,7 @@ def test_a_step_takes_as_long_as_a_measured_one_with_as_many_tokens_in_all() -> 
         assert costs.added(decodes, 0) == 0
 
 
-def test_steps_that_were_never_measured_follow_from_prefills() -> None:
+def test_unmeasured_steps_follow_from_prefills() -> None:
     costs = Costs(((1, 0.01), (1001, 0.11)), decode_step=0.02)
     assert costs.decode(1) == 0.02
     assert costs.decode(11) == pytest.approx(0.021)
@@ -112,7 +108,7 @@ def test_steps_that_were_never_measured_follow_from_prefills() -> None:
     assert UNMEASURED.added(4, 1024) > 0
 
 
-def test_a_step_without_a_ride_measured_beside_it_still_tells_its_own_time() -> None:
+def test_a_lone_measured_step_counts() -> None:
     costs = Costs(((1, 0.01), (1001, 0.11)), 0.02, ((8, 0, 0.05),))
     assert costs.decode(8) == pytest.approx(0.05)
     assert costs.added(8, 1000) == pytest.approx(costs.prefill(1008) - 0.05)

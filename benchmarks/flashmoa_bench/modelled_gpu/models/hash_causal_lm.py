@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from flashmoa_cpu.attention import CpuAttentionBackend, read_slots
-from flashmoa_sglang.sglang.releases import RELEASE
+from flashmoa_cpu.releases import write_location
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -80,7 +80,7 @@ class HashAttentionBackend(CpuAttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         pool = self.token_to_kv_pool
-        pool.set_kv_buffer(layer, RELEASE.write_location(self, forward_batch), k, v)
+        pool.set_kv_buffer(layer, write_location(self, forward_batch), k, v)
         keys = pool.get_key_buffer(layer.layer_id)
         ids = keys.view(-1)
         sums = [

@@ -1,7 +1,7 @@
-"""Asynchronous expert parallelism: experts are copied to the layer that computes with them.
+"""Asynchronous expert parallelism: each layer's experts are copied to the device ahead of it.
 
 The weights of a model's experts stay in host memory, or are divided among replicas. A few slots on
-the device hold the experts of the layers that compute next (MoE-Prefill §4 and §6). In a forward of
+the device have the experts of the layers that compute next (MoE-Prefill §4 and §6). In a forward of
 many tokens, which is usual in prefill-only work, computing a layer takes longer than copying the
 experts of the next layer.
 """
@@ -26,8 +26,8 @@ _MERGE = (
     "layers with adapters do not call the method that waits for copied experts (adapters merged "
     "into the model's weights are fine)"
 )
-# SGLang's arguments that do not go with --flashmoa-asyncep, and why; in the reasons, "it" is the
-# argument. Older releases lack some of them.
+# SGLang's arguments that do not go with --flashmoa-asyncep, and the reasons, where "it" is the
+# argument. Older releases lack some of the arguments.
 _EXCLUDED = {
     "enable_memory_saver": _WRITES,
     "enable_eplb": _WRITES,
@@ -45,12 +45,12 @@ _EXCLUDED = {
     ),
     "dwdp_size": "both options decide where a layer finds its experts",
 }
-# Values of --moe-a2a-backend with which FusedMoE.run_moe_core, around which the offloader waits for
-# copied experts, is not called.
+# These values of --moe-a2a-backend bypass FusedMoE.run_moe_core, where the offloader waits for
+# copied experts.
 _EXCLUDED_BACKENDS = ("megamoe", "ascend_fuseep")
 
-# A layer's parameters point to a slot, or to the memory that is copied there. With the next
-# forward an update would be lost for some layers and incomplete for others.
+# A layer's parameters point to a slot, or to the source of its copies. In the next forward an
+# update would be lost for some layers and incomplete for others.
 WEIGHTS_REFUSED = (
     "With --flashmoa-asyncep the experts are in other memory, and weights cannot be updated in "
     "place. Restart the engine with the new weights, or run it without --flashmoa-asyncep."
@@ -84,8 +84,7 @@ def create_offloader(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         replica = Replica(options.asyncep_group, *options.replica())
         # Loading the weights takes long, so a rank that is taken is reported before that.
         exchange = ShareExchange(replica)
-        on_device, wait = options.on_device(), options.asyncep_wait
-        store = partial(share_experts, exchange=exchange, on_device=on_device, wait=wait)
+        store = partial(share_experts, exchange=exchange, on_device=options.on_device())
     whole = get_pp_group().world_size == 1
     return ExpertOffloader(FusedMoE, "run_moe_core", options.asyncep_slots, store, whole=whole)
 

@@ -1,4 +1,4 @@
-"""Every call to CUDA that the offloader makes; tests put a fake in the place of ``CudaDevice``."""
+"""Every call to CUDA that the offloader makes; tests replace ``CudaDevice`` by a fake."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-# Bytes in one copy. Other copies to the device wait only for the current piece, not for a layer.
-_PIECE = 64 << 20
+# Other copies to the device wait for one piece, and not for a layer.
+_PIECE_BYTES = 64 << 20
 
 
 class CudaDevice:
     """Streams, events and memory of a GPU.
 
-    A stream does its work in the order in which it was enqueued. It waits for another stream only
-    by ``stream.wait_event(event)``: for what ``event.record(stream)`` has seen enqueued, or for
-    nothing if the event was not recorded yet.
+    A stream does its work in the order of enqueueing. It waits for another stream only by
+    ``stream.wait_event(event)``: for the work that was enqueued before ``event.record(stream)``, or
+    for nothing if the event was not recorded yet.
 
     Attributes:
         place: the GPU's UUID, the same in every process.
@@ -29,14 +29,14 @@ class CudaDevice:
 
     @classmethod
     def of(cls, device: torch.device) -> CudaDevice | None:
-        """Return the GPU with this device; ``None`` if it is none."""
+        """Return the GPU of this device; ``None`` if the device is no GPU."""
         return cls(device) if device.type == "cuda" else None
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
 
     def current_stream(self) -> torch.cuda.Stream:
-        """Return the stream on which SGLang computes."""
+        """Return the stream that SGLang computes on."""
         return torch.cuda.current_stream(self._device)
 
     def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
@@ -45,7 +45,9 @@ class CudaDevice:
     def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy of bytes on a stream, in pieces."""
         with torch.cuda.stream(stream):
-            for piece, part in zip(target.split(_PIECE), source.split(_PIECE), strict=True):
+            for piece, part in zip(
+                target.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True
+            ):
                 piece.copy_(part, non_blocking=True)
 
     def synchronize(self) -> None:
@@ -65,7 +67,7 @@ class CudaDevice:
     def free_host_cache(self) -> None:
         """Give pinned memory that torch keeps for later back to the system.
 
-        SGLang pins the experts that a quantisation repacks, and torch would keep theirs for ever.
+        SGLang pins the experts that a quantisation repacks, and torch would keep that memory.
         """
         public: Any = getattr(torch.accelerator, "empty_host_cache", None)
         internals: Any = torch._C
@@ -74,8 +76,8 @@ class CudaDevice:
     def pin(self, memory: torch.Tensor) -> None:
         """Pin host memory that begins with a page, for the rest of the process's life.
 
-        Raises: SystemExit if CUDA does not pin it. The process cannot continue then: torch would
-            see CUDA's error at its next kernel.
+        Raises: SystemExit if CUDA does not pin it. The process cannot go on then: torch would see
+            CUDA's error at its next kernel.
         """
         cudart: Any = torch.cuda.cudart()
         code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -102,8 +104,8 @@ class CudaDevice:
     def map_share(self, descriptor: int, size: int, place: str) -> torch.Tensor:
         """Map ``size`` bytes (uint8) of the memory of the GPU ``place``, which may be this one.
 
-        The memory stays valid when the descriptor is closed and when the process that has
-        allocated it ends: CUDA frees it with the last reference (cuMemRelease).
+        The memory stays valid when the descriptor is closed and when the allocating process ends:
+        CUDA frees it with the last reference (cuMemRelease).
 
         Raises: ValueError if this GPU cannot reach that one, or CUDA refuses.
         """
@@ -130,7 +132,7 @@ class CudaDevice:
             )
 
     def _properties(self) -> Any:
-        """Return what kind of memory to allocate: on this GPU, passed on by a descriptor."""
+        """Return the kind of memory to allocate: on this GPU, shared by a descriptor."""
         driver = _driver()
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -147,13 +149,13 @@ class CudaDevice:
         return -(-size // page) * page
 
     def _map(self, handle: Any, size: int) -> torch.Tensor:
-        """Map an allocation, which the mapping then keeps, for the rest of the process's life."""
+        """Map an allocation for the rest of the process's life."""
         driver = _driver()
         whole = self._whole_pages(size)
         address = _call("cuMemAddressReserve", whole, 0, 0, 0)
         _call("cuMemMap", address, whole, 0, handle, 0)
         access = driver.CUmemAccessDesc()
-        # The location is a part of the properties' memory, which goes with their last reference.
+        # The location is memory of the properties, which is freed with their last reference.
         properties = self._properties()
         access.location = properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -169,7 +171,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _driver() -> Any:
-    """Return cuda-python's driver API, which SGLang needs, too, and which no CPU machine has."""
+    """Return cuda-python's driver API. SGLang needs it, too; machines without a GPU lack it."""
     try:
         return import_module("cuda.bindings.driver")
     except ImportError as error:

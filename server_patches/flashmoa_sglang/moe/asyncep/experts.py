@@ -1,6 +1,6 @@
-"""The experts of one layer: their tensors, their layout in a slot, where they are stored.
+"""A layer's experts: their tensors, their layout in a slot, and where they are stored.
 
-Also how much memory the host can still give for them.
+It also finds out how much memory the host has left for them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from flashmoa_sglang.moe.asyncep.cuda import CudaDevice
 
-_GIB = 1 << 30
-# What the kernel frees before it kills a process: cached files, and its own caches.
-_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 # Kernels may require that a weight's address is a multiple of this.
 ALIGNMENT = 256
-# A quantisation keeps at least one bit of sixteen.
-_LEAST_REPACKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of several named tensors in one piece of memory that has ``bytes`` bytes."""
+    """Layout of several named tensors in one piece of memory of ``bytes`` bytes."""
 
     places: Mapping[str, Place]
     bytes: int
@@ -83,7 +78,7 @@ class Packing:
 class Experts:
     """The tensors of a ``FusedMoE`` layer of SGLang that have a row for each expert.
 
-    They are the weights, and whatever a quantisation adds (scales, zero points, biases).
+    They are the weights, and the scales, zero points and biases that a quantisation adds.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -95,14 +90,14 @@ class Experts:
     def move_to_host(self) -> None:
         """Move the parameters to host memory before their weights are loaded.
 
-        Raises: SystemExit if the host has no room for them, and for a second copy of one layer,
-            which they need while they are packed; the kernel would kill a process later on.
+        Raises: SystemExit if the host has no room for them twice, as they need it while they are
+            packed. Otherwise the kernel would kill a process later.
         """
         size = 2 * sum(p.nbytes for p in self.layer.parameters(recurse=False) if not is_lazy(p))
         if size > (available := available_bytes()):
             raise SystemExit(
-                f"--flashmoa-asyncep: the next layer's experts need {size / _GIB:.1f} GiB of host "
-                f"memory, but this machine or container has {available / _GIB:.1f} GiB left. Give "
+                f"--flashmoa-asyncep: the next layer's experts need {_gib(size)} of host "
+                f"memory, but this machine or container has {_gib(available)} left. Give "
                 "it more, take a checkpoint in FP8, or start without --flashmoa-asyncep on more "
                 "GPUs (--tp-size)."
             )
@@ -115,19 +110,20 @@ class Experts:
     def are_missing(self) -> bool:
         """Return whether most of the loaded weights are no longer tensors of the layer.
 
-        A quantisation may have put them elsewhere. Weights that it has repacked are still in the
-        layer, perhaps under other names and in a fraction of the bytes.
+        A quantisation may have put them elsewhere. Repacked weights are still in the layer, perhaps
+        under other names and in a fraction of the bytes.
         """
         tensors = self.tensors()
         missing = sum(size for name, size in self._weight_sizes.items() if name not in tensors)
         new = sum(t.nbytes for name, t in tensors.items() if name not in self._weight_sizes)
-        return 2 * missing > sum(self._weight_sizes.values()) and _LEAST_REPACKED * new < missing
+        # A quantisation keeps at least one bit of sixteen.
+        return 2 * missing > sum(self._weight_sizes.values()) and 16 * new < missing
 
     def return_shared_tensors(self) -> None:
         """Move tensors that do not belong to single experts back to the device.
 
-        They are scales of single experts when the layer is created; a quantisation makes one scale
-        for all of them once the weights are loaded.
+        A new layer has a scale for each expert. Once the weights are loaded, a quantisation may
+        make one scale for all experts.
         """
         layer, of_experts = self.layer, self.tensors()
         tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
@@ -149,7 +145,6 @@ class Experts:
         }
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put these tensors into the layer, which then computes with them."""
         for name, tensor in tensors.items():
             parameter = self.layer._parameters.get(name)
             if parameter is not None:
@@ -167,8 +162,8 @@ class Experts:
 class Where(Enum):
     """Where bytes of experts are stored, apart from slots.
 
-    Bytes ``ON_HOST`` are in host memory, those of the ``SHARE`` in this replica's memory on its
-    device, and those ``AT_PEERS`` on the devices of the other replicas.
+    ``ON_HOST``: in host memory. ``SHARE``: in this replica's memory on its device. ``AT_PEERS``: on
+    the devices of the other replicas.
     """
 
     ON_HOST = "on_host"
@@ -177,13 +172,13 @@ class Where(Enum):
 
     @property
     def channel(self) -> str:
-        """The way from there to the device; copies on different ways run at the same time."""
+        """The way to the device; copies on different ways run at the same time."""
         return "pcie" if self is Where.ON_HOST else "nvlink"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The bytes of a layer's packed experts from ``start`` on, and the memory that has them."""
+    """The bytes of a layer's packed experts from ``start`` on, and the memory with them."""
 
     start: int
     memory: torch.Tensor
@@ -191,18 +186,15 @@ class Run:
 
 
 class PackedExperts:
-    """The experts of one layer, laid out as in a slot.
+    """A layer's experts, laid out as in a slot.
 
     Attributes:
         packing: the layout.
-        runs: where all bytes of it are stored.
+        runs: where its bytes are stored.
     """
 
     def __init__(self, experts: Experts, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Pack the loaded experts into memory of the host, and free their own tensors.
-
-        Args: allocate: returns so many bytes (uint8) of memory.
-        """
+        """Pack the loaded experts into host memory (uint8), and free their own tensors."""
         self.experts = experts
         tensors = experts.tensors()
         self.packing = Packing.of(tensors)
@@ -218,7 +210,7 @@ class PackedExperts:
     def copies(
         self, slot: torch.Tensor, channel: str
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for each run that comes on this way, its place in a slot and its bytes."""
+        """Yield the runs that come on this way: each run's place in a slot, and its bytes."""
         for run in self.runs:
             if run.where.channel == channel:
                 yield slot[run.start : run.start + run.memory.nbytes], run.memory
@@ -233,12 +225,11 @@ class PackedExperts:
 
 
 def store_on_host(layers: Sequence[Experts], gpu: CudaDevice | None) -> list[PackedExperts]:
-    """Store the experts of these layers in host memory, pinned if a GPU copies from it."""
+    """Store the layers' experts in host memory, pinned if a GPU copies from it."""
     return pack(layers, gpu, pinned=True)
 
 
 def pack(layers: Sequence[Experts], gpu: CudaDevice | None, *, pinned: bool) -> list[PackedExperts]:
-    """Pack the experts of these layers, one after the other, and free their own memory."""
     allocate = gpu.pinned_memory if gpu and pinned else partial(torch.zeros, dtype=torch.uint8)
     packed: list[PackedExperts] = []
     for experts in layers:
@@ -248,8 +239,14 @@ def pack(layers: Sequence[Experts], gpu: CudaDevice | None, *, pinned: bool) -> 
     return packed
 
 
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
 def available_bytes(root: Path = Path("/")) -> int:
-    """Return what the machine has left, or the container (cgroup v2), if that is less."""
+    """Return the memory that the machine, or the container (cgroup v2) if less, has left."""
+    # The kernel frees cached files and its own caches before it kills a process.
+    reclaimable = ("inactive_file", "active_file", "slab_reclaimable")
     limits = [psutil.virtual_memory().available]
     try:
         path = (root / "proc/self/cgroup").read_text().partition("0::/")[2].strip()
@@ -265,6 +262,6 @@ def available_bytes(root: Path = Path("/")) -> int:
             used = int((group / "memory.current").read_text())
             statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
         except (OSError, ValueError):
-            continue  # No limit, or not told here.
-        limits.append(limit - used + sum(int(statistics.get(name, 0)) for name in _RECLAIMABLE))
+            continue  # The group has no limit, or does not show it.
+        limits.append(limit - used + sum(int(statistics.get(name, 0)) for name in reclaimable))
     return max(0, min(limits))

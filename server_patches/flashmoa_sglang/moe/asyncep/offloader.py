@@ -1,7 +1,7 @@
 """``ExpertOffloader``: stores experts off the device and copies them into a few slots there.
 
-``SlotRotation`` decides which layer's experts each slot holds, ``SlotCopier`` and ``StreamCopier``
-copy, ``ForwardClock`` measures. Papers: MoE-Prefill §6.2 and §6.3.
+``SlotRotation`` assigns layers to slots, ``SlotCopier`` and ``StreamCopier`` copy, ``ForwardClock``
+measures. Papers: MoE-Prefill §6.2 and §6.3.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ logger = logging.getLogger(__name__)
 Marks = tuple[Any, Any]
 # Stores the loaded experts of layers off the device, which is this GPU, if there is one.
 Store = Callable[[Sequence[Experts], CudaDevice | None], list[PackedExperts]]
-# The numbers of experts for which sgl_kernel's copy_to_gpu_no_ce works, in every release.
-_WITHOUT_COPY = (64, 72)
 # Models that compute with the experts' tensors themselves instead of calling the layer's method.
 COMPUTE_THEMSELVES = ("sglang.srt.models.beam", "sglang.srt.models.inkling")
 
 
 class SlotRotation:
-    """Decides which layer's experts each slot holds; copies nothing itself.
+    """Assigns layers to slots; copies nothing itself.
 
-    Layers are numbered in the order in which a forward computes them. At the start slot i holds
-    layer i. When a layer has computed, its slot is for the next layer that has none. Layers may
-    compute in any order, but only in this one are their experts always copied ahead.
+    Layers are numbered in the order of computation. At the start slot i has layer i. When a layer
+    has computed, its slot is for the next layer without a slot. Layers may compute in any order,
+    but their experts are always copied ahead only in the order of their numbers.
 
     Attributes:
-        slots: the layer that each slot holds, or that is being copied into it.
-        misses: how often a layer was needed that no slot held.
+        slots: the layer of each slot, whose experts are there or are being copied.
+        misses: how often a layer without a slot was needed.
     """
 
     def __init__(self, layers: int, slots: int) -> None:
@@ -46,11 +44,10 @@ class SlotRotation:
         self.misses = 0
 
     def slot_of(self, layer: int) -> int | None:
-        """Return the slot that holds a layer; ``None`` if no slot does."""
         return self.slots.index(layer) if layer in self.slots else None
 
     def evict_for(self, layer: int) -> int:
-        """Assign to a layer that no slot holds the slot whose layer is needed last after it."""
+        """Assign a slot to a layer without one: the slot whose layer is needed last."""
         self.misses += 1
         slot = max(
             range(len(self.slots)), key=lambda index: (self.slots[index] - layer) % self._layers
@@ -59,9 +56,9 @@ class SlotRotation:
         return slot
 
     def advance(self, layer: int) -> tuple[int, int] | None:
-        """Note that a layer has computed. Return its slot, and the layer to copy into it.
+        """Note that a layer has computed. Return its slot and the next layer to copy into it.
 
-        Return ``None`` if every layer has a slot, so that nothing needs to be copied.
+        Return ``None`` if every layer has a slot.
         """
         if len(self.slots) == self._layers:
             return None
@@ -77,8 +74,8 @@ class SlotCopier:
     """Copies experts into slots.
 
     This class copies synchronously, on a CPU; ``StreamCopier`` overrides it for CUDA. Call the
-    methods in the order in which the computation is enqueued: on CUDA nothing has run yet when they
-    return. A mark is a point in that order, to measure the time between two of them.
+    methods in the order of the enqueued computation: on CUDA nothing has run yet when they return.
+    A mark is a point in that order. Two marks measure the time between them.
     """
 
     def fetch(
@@ -98,24 +95,23 @@ class SlotCopier:
         """Delay all computation that is enqueued from now on until the slot has been filled."""
 
     def note_use(self, slot: int) -> None:
-        """Note that the computation that has been enqueued so far reads the slot."""
+        """Note that the computation enqueued so far reads the slot."""
 
     def mark(self) -> Any:
-        """Return a mark at this point of the computation."""
         return time.perf_counter()
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the time between two marks; wait until both have been reached."""
+        """Return the time between two marks, when both have been reached."""
         return later - earlier
 
 
 class StreamCopier(SlotCopier):
     """Copies on CUDA streams of its own, one for each way, from pinned memory and other devices.
 
-    Create it after the slots. It records what the current stream has enqueued, so that the first
-    copies wait for whatever used that memory before: the caching allocator reuses blocks.
+    Create it after the slots: its first copies wait for the work that the current stream has
+    enqueued until then, because the caching allocator reuses blocks.
 
-    Args: channels: the ways on which experts come to the device.
+    Args: channels: the ways to the device that experts take.
     """
 
     def __init__(self, gpu: CudaDevice, slots: int, channels: Iterable[str]) -> None:
@@ -133,22 +129,15 @@ class StreamCopier(SlotCopier):
     ) -> list[Marks]:
         marks: list[Marks] = []
         for channel, stream in self._streams.items():
-            self._wait_until_free(slot, channel)
-            # The copy's time begins when the slot is free; the wait before that is computing time.
+            stream.wait_event(self._used_events[slot])
+            # The copy's time begins when the slot is free; the wait before is computing time.
             before = self._mark_on(stream) if timed else None
-            self._copy(slot, channel, memory, source)
+            for target, run in source.copies(memory, channel):
+                self._gpu.copy(stream, target, run)
+            self._filled_events[slot][channel].record(stream)
             if timed:
                 marks.append((before, self._mark_on(stream)))
         return marks
-
-    def _wait_until_free(self, slot: int, channel: str) -> None:
-        self._streams[channel].wait_event(self._used_events[slot])
-
-    def _copy(self, slot: int, channel: str, memory: torch.Tensor, source: PackedExperts) -> None:
-        stream = self._streams[channel]
-        for target, run in source.copies(memory, channel):
-            self._gpu.copy(stream, target, run)
-        self._filled_events[slot][channel].record(stream)
 
     def wait(self, slot: int) -> None:
         for event in self._filled_events[slot].values():
@@ -171,18 +160,15 @@ class StreamCopier(SlotCopier):
 
 
 class ForwardClock:
-    """Collects marks of one forward: when layers computed with their experts, and copies ran.
+    """Collects marks in a forward: around layers' computations with experts, and around copies.
 
-    Only a forward for which that was asked is timed, so that the others have no overhead.
+    Only a forward that ``time_next`` announces is timed, so that the others have no overhead.
 
-    Args:
-        tokens: number of tokens in the forward.
-        copier: makes the marks.
-        copies_overlap: whether copies run while experts compute, as with two slots or more.
+    Args: copies_overlap: whether copies run while experts compute, as with two slots or more.
 
     Attributes:
         starts, ends: marks before and after each layer's computation with its experts.
-        copies: marks before and after each layer's copies on one way, as enqueued in this forward.
+        copies: marks before and after each layer's copies on one way.
     """
 
     def __init__(self, tokens: int, copier: SlotCopier, *, copies_overlap: bool) -> None:
@@ -196,11 +182,11 @@ class ForwardClock:
     def times(self) -> LayerTimes | None:
         """Return the forward's times; ``None`` if it had fewer than two layers or copied nothing.
 
-        ``window`` runs from the first layer's computation with experts to the start of the second
-        one's. The first layer's experts never leave the device, so that no waiting for a copy is in
-        it (MoE-Prefill §B.4 measures layer 0 for the same reason). With one slot a copy cannot
-        begin before the experts have computed, so ``window`` then begins at their end. ``transfer``
-        is the time of the slowest copy.
+        ``window`` runs from the first layer's computation with experts to the second layer's. The
+        first layer's experts never leave the device, so ``window`` contains no wait for a copy
+        (MoE-Prefill §B.4 measures layer 0 for the same reason). With one slot a copy cannot begin
+        before the experts have computed, so ``window`` begins after their computation.
+        ``transfer`` is the time of the slowest copy.
         """
         if len(self.starts) < 2 or not self.copies:
             return None
@@ -223,17 +209,15 @@ class ExpertOffloader:
     """Offloads the experts of any model; has the methods of SGLang's ``BaseOffloader``.
 
     SGLang passes to an offloader only the layers that a model creates with ``make_layers`` or a
-    similar function. Until the model is complete, this watches every module that is created, and
-    ends the start at the first layer of experts that would silently stay on the device.
+    similar function. Until the model is complete, the offloader watches every new module, and ends
+    the start at the first layer of experts that would silently stay on the device.
 
     Args:
         moe_layer: the class of layers with experts.
         computing: the name of its method that computes with the experts.
-        slots: number of slots on the device. With two, a layer can compute while the experts of the
-            next layer are copied.
-        store: stores the loaded experts of all layers but the first off the device.
+        slots: with two, a layer can compute while the next layer's experts are copied.
+        store: stores the loaded experts of all layers except the first off the device.
         whole: whether this process has the whole model, and not a stage of a pipeline.
-        open_gpu: returns the GPU with a device, if it is one.
     """
 
     def __init__(
@@ -260,7 +244,7 @@ class ExpertOffloader:
         self._slots: list[torch.Tensor] = []
         self._rotation: SlotRotation | None = None
         self._copier = SlotCopier()
-        # The clocks of a forward that is being timed, and of the last one that has ended.
+        # The clocks of the forward that is being timed, and of the last timed forward.
         self._clock: ForwardClock | None = None
         self._ended_clock: ForwardClock | None = None
 
@@ -268,7 +252,7 @@ class ExpertOffloader:
         """Take over the experts of the layers, as the generator creates the layers.
 
         The experts of each layer move to host memory before the next layer is created, so that the
-        device never holds the experts of more than two layers.
+        device never has the experts of more than two layers.
         """
         layers: list[Any] = []
         self._makes_layers = True
@@ -312,7 +296,7 @@ class ExpertOffloader:
         """Create and fill the slots, once the weights are loaded.
 
         Raises: SystemExit if all of the model's experts would stay on the device, or a quantisation
-            has put them where they are not found.
+            has put them outside of their layers.
         """
         self.stop_watching()
         if len(self._experts) < 2:
@@ -353,12 +337,12 @@ class ExpertOffloader:
             raise _refusal(f"its quantisation cannot be copied, because {error}") from error
 
     def memory(self) -> dict[str, int]:
-        """Return where the model's experts are stored, in bytes, as ``GET /flashmoa/info`` has it.
+        """Return where the model's experts are stored, in bytes, for ``GET /flashmoa/info``.
 
-        ``resident`` are the first layer's experts, which stay on the device. Of the other layers',
-        ``on_host`` are in host memory, which replicas have in common, ``share`` on this replica's
-        and ``at_peers`` on the other replicas' devices. ``misses`` counts how often a layer began
-        whose experts were neither in a slot nor being copied.
+        ``resident``: the first layer's experts, which stay on the device. The other layers' experts
+        are ``on_host`` (in host memory, once for all replicas), on this replica's device
+        (``share``), and on the other replicas' devices (``at_peers``). ``misses`` counts how often
+        a layer began whose experts were neither in a slot nor being copied.
         """
         return {
             "layers": len(self._experts),
@@ -370,12 +354,11 @@ class ExpertOffloader:
         }
 
     def time_next(self, tokens: int) -> None:
-        """Time the layers of the next forward, which has ``tokens`` tokens."""
         overlap = len(self._slots) > 1
         self._clock = ForwardClock(tokens, self._copier, copies_overlap=overlap)
 
     def take_times(self) -> LayerTimes | None:
-        """Return the times of the last timed forward, once; wait for its copies to end."""
+        """Return the times of the last timed forward once, when its copies have ended."""
         clock, self._ended_clock = self._ended_clock, None
         return clock.times() if clock is not None else None
 
@@ -383,15 +366,15 @@ class ExpertOffloader:
     def forbid_copy_engine_usage(self) -> bool:
         """Whether SGLang sends each expert's number of tokens to the device without a copy.
 
-        With a copy, these numbers would wait until experts have been copied from host memory.
-        SGLang's kernel for this takes only a few numbers of experts and raises for others.
+        A copy would wait for the experts' copies from host memory. In every release, SGLang's
+        kernel ``copy_to_gpu_no_ce`` takes 64 or 72 numbers only and raises for others.
         """
         count = self._experts[0].layer.num_local_experts if self._experts else 0
         from_host = any(source.stored(Where.ON_HOST) for source in self._sources)
-        return from_host and count in _WITHOUT_COPY
+        return from_host and count in (64, 72)
 
     def _wrap(self, layer: Any, number: int | None) -> None:
-        """Bind a layer to a slot while it computes, if it has a number, and mark when it runs."""
+        """Bind a layer with a number to a slot while it computes, and mark its computation."""
         compute: Callable[..., Any] = getattr(layer, self._computing)
         is_last = layer is self._experts[-1].layer
         copier = self._copier
@@ -416,7 +399,7 @@ class ExpertOffloader:
         setattr(layer, self._computing, compute_with_experts)
 
     def _bind(self, number: int) -> int:
-        """Bind a layer to its experts in a slot, and copy them there if needed. Return the slot."""
+        """Bind a layer to its experts in a slot, after a copy if needed. Return the slot."""
         assert self._rotation is not None
         slot = self._rotation.slot_of(number)
         if slot is None:
@@ -428,7 +411,6 @@ class ExpertOffloader:
         return slot
 
     def _refill(self, number: int, slot: int) -> None:
-        """Copy other experts into the slot of a layer that has computed, if some are needed."""
         assert self._rotation is not None
         self._copier.note_use(slot)
         if (slot_and_layer := self._rotation.advance(number)) is not None:

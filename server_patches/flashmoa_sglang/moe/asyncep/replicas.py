@@ -1,4 +1,4 @@
-"""Replicas of one model on one machine, which divide each layer's experts among themselves.
+"""Replicas of a model on one machine, which divide each layer's experts among themselves.
 
 A replica copies the others' shares from their memory. It takes no part in another replica's copies,
 and shares never change (MoE-Prefill §6.2, with one-sided copies instead of an all-gather). A share
@@ -6,9 +6,8 @@ has a section on the replica's device, a section in host memory, or both, each i
 own. Where the device is a CPU, both are in host memory.
 
 A segment is memory of a GPU (cuMemExportToShareableHandle), or a memfd of Linux (memfd_create(2)).
-Other processes map it by its descriptor. Each process that maps it keeps it alive, and it is freed
-with the last of them. It has no name that would have to be unlinked, and a container's limit on
-/dev/shm does not apply.
+Other processes map it by its descriptor. The kernel frees it with the last process that maps it. It
+has no name that would have to be unlinked, and a container's limit on /dev/shm does not apply.
 
 Every replica listens on a Unix socket in Linux's abstract namespace (unix(7)), which is not a file
 and disappears with the process. A peer that connects introduces itself and gets file descriptors of
@@ -42,13 +41,9 @@ logger = logging.getLogger(__name__)
 
 # The place of shares that are on no GPU.
 CPU = "cpu"
-# A share has a segment on a device, and one in host memory.
-_SEGMENTS = 2
-_MESSAGE_BYTES = 4096
-_ANSWER_SECONDS = 5.0
-_RETRY_SECONDS = 0.1
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# What replicas of one group have in common: fields of ``Introduction``, and what to do.
+_ANSWER_TIMEOUT_SECONDS = 5.0
+_MAX_MESSAGE_BYTES = 4096
+# Fields of ``Introduction`` that all replicas of a group have in common, and the remedies.
 _IN_COMMON = {
     "size": "--flashmoa-asyncep-replica must give one number after the / in all of them",
     "experts": (
@@ -71,7 +66,10 @@ class ReplicaError(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Replica number ``rank`` (from 0) of the ``size`` replicas in the group named ``group``."""
+    """Replica ``rank`` (from 0) of the ``size`` replicas in a group.
+
+    Only the name keeps groups apart: several groups on a machine may run the same model.
+    """
 
     group: str
     rank: int
@@ -87,9 +85,11 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The segments of a replica's share, by their file descriptors.
+    """The segments of a replica's share: one on a device, one in host memory, or both.
 
-    ``place``: the UUID of the GPU that has the segment on a device, or ``CPU``.
+    Attributes:
+        place: the UUID of the GPU with the segment on a device, or ``CPU``.
+        descriptors: the segments' file descriptors.
     """
 
     place: str
@@ -98,13 +98,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Message with which replicas introduce themselves.
+    """The first message between two replicas: a question or its answer.
 
     Attributes:
-        experts: digest of all experts as they were loaded, and of the kind of device.
-        on_device: which part of each share is on a device.
+        experts: digest of all loaded experts, and of the kind of device.
+        on_device: the part of each share that is on a device.
         share: the rank whose share is asked for, or comes with this message.
-        place: where that share is; in a question, the replica's own device.
+        place: the place of that share; in a question, the replica's own device.
     """
 
     rank: int
@@ -116,15 +116,11 @@ class Introduction:
 
     @classmethod
     def parse(cls, message: bytes) -> Introduction:
-        """Parse another replica's message.
-
-        Raises: ReplicaError if it is not an introduction of this version.
-        """
         try:
             return cls(**json.loads(message))
         except (TypeError, ValueError) as error:
             raise ReplicaError(
-                f"what answers is no replica of this version: {message[:80]!r}; run one version "
+                f"the message {message[:80]!r} is from no replica of this version: run one version "
                 "of flashmoa-sglang in all replicas, or choose another --flashmoa-asyncep-group"
             ) from error
 
@@ -132,7 +128,7 @@ class Introduction:
         return json.dumps(asdict(self)).encode()
 
     def problem(self, other: Introduction) -> str | None:
-        """Return why this replica and another one do not belong together; ``None`` if they do."""
+        """Return why two replicas do not belong together; ``None`` if they do."""
         for name, remedy in _IN_COMMON.items():
             if getattr(other, name) != getattr(self, name):
                 return f"replicas {other.rank} and {self.rank} do not belong together: {remedy}"
@@ -150,8 +146,8 @@ class ShareExchange:
         self._problem = ""
         self._refused = threading.Event()
         self._thread: threading.Thread | None = None
-        self._own: Introduction | None = None
-        # By rank, what this replica has stored or got, to give it to others.
+        self._own: Introduction
+        # The stored and obtained shares by rank, to give them to others.
         self._shares: dict[int, Share] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -166,15 +162,15 @@ class ShareExchange:
             ) from error
 
     def introduce(self, experts: str, place: str, on_device: float) -> None:
-        """Say what this replica has loaded, as in ``Introduction``, before the other calls."""
+        """Set this replica's ``Introduction``, before the other calls."""
         rank, size = self.replica.rank, self.replica.size
         self._own = Introduction(rank, size, experts, on_device, rank, place)
 
     def find(self, deadline: float) -> Share | None:
-        """Return this replica's share if another one has it, from the time before a restart.
+        """Return this replica's share if another replica still has it since before a restart.
 
         Raises: ReplicaError at the deadline, in :func:`time.monotonic`'s seconds, if a replica runs
-            but does not answer, and if one of the replicas refuses the other.
+            but does not answer, or if one of the replicas refuses the other.
         """
         rank = self.replica.rank
         peers = (peer for peer in range(self.replica.size) if peer != rank)
@@ -182,10 +178,7 @@ class ShareExchange:
         return next(filter(None, asked), None)
 
     def offer(self, share: Share) -> None:
-        """Give this replica's share to every replica that asks from now on.
-
-        From now on, :meth:`close` closes the share's descriptors.
-        """
+        """Give this replica's share to every replica that asks; :meth:`close` closes it."""
         self._shares[self.replica.rank] = share
         self._socket.listen()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -205,7 +198,7 @@ class ShareExchange:
     def _ask_again(self, peer: int, rank: int, deadline: float, *, may_lack: bool) -> Share | None:
         """Ask a replica for the share of a rank until it answers.
 
-        Args: may_lack: whether it may have ended, or not have the share; ``None`` says so.
+        Args: may_lack: return ``None`` if the replica has ended or does not have the share.
         """
         warned = False
         while True:
@@ -222,17 +215,15 @@ class ShareExchange:
                 text = "%s waits for replica %d; start it now if it is not running"
                 logger.warning(text, self.replica, peer)
                 warned = True
-            if self._refused.wait(_RETRY_SECONDS):
+            if self._refused.wait(timeout=0.1):
                 raise ReplicaError(self._problem)
             if time.monotonic() > deadline:
                 raise ReplicaError(
-                    f"{self.replica} has waited too long for replica {peer}: is replica {peer} "
-                    "running on this machine? End it if it hangs. A larger "
-                    "--flashmoa-asyncep-wait gives it more time."
+                    f"{self.replica} has waited too long for replica {peer}: start replica {peer} "
+                    "on this machine, with the same --flashmoa-asyncep-group. End it if it hangs."
                 )
 
     def close(self) -> None:
-        """Stop giving shares to others."""
         if self._thread is not None:
             self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
@@ -258,12 +249,12 @@ class ShareExchange:
                     logger.warning(text, self.replica, error)
 
     def _answer(self, peer: socket.socket) -> None:
-        peer.settimeout(_ANSWER_SECONDS)
+        peer.settimeout(_ANSWER_TIMEOUT_SECONDS)
         _check_user(peer)
-        message = peer.recv(_MESSAGE_BYTES)
+        message = peer.recv(_MAX_MESSAGE_BYTES)
         if not message:  # The peer has disconnected.
             return
-        own, question = self._introduction(), Introduction.parse(message)
+        own, question = self._own, Introduction.parse(message)
         problem, share = own.problem(question), self._shares.get(question.share)
         if problem or share is None:
             answer, descriptors = own, []
@@ -279,14 +270,14 @@ class ShareExchange:
 
     def _ask(self, peer: int, rank: int) -> Share | None:
         """Ask a replica for the share of a rank; return ``None`` if it does not have it."""
-        own = self._introduction()
+        own = self._own
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_ANSWER_SECONDS)
+            connection.settimeout(_ANSWER_TIMEOUT_SECONDS)
             connection.connect(replace(self.replica, rank=peer).address)
             _check_user(connection)
             connection.send(replace(own, share=rank).encode())
             message, descriptors, _, _ = socket.recv_fds(
-                connection, _MESSAGE_BYTES, _SEGMENTS, socket.MSG_CMSG_CLOEXEC
+                connection, _MAX_MESSAGE_BYTES, maxfds=2, flags=socket.MSG_CMSG_CLOEXEC
             )
         if not message:
             raise ConnectionResetError(f"replica {peer} ended")
@@ -294,11 +285,6 @@ class ShareExchange:
         if problem := own.problem(answer):
             raise ReplicaError(problem)
         return Share(answer.place, descriptors) if answer.share == rank else None
-
-    def _introduction(self) -> Introduction:
-        if self._own is None:
-            raise RuntimeError("a replica says first what it has loaded")
-        return self._own
 
 
 def _check_user(peer: socket.socket) -> None:
@@ -316,11 +302,9 @@ def _check_user(peer: socket.socket) -> None:
 
 
 class HostSegment:
-    """A segment of host memory that is written once; its size is sealed (fcntl(2)).
+    """A segment of host memory that is written once; its size in bytes is sealed (fcntl(2)).
 
-    Without a GPU, its content is sealed, too. CUDA pins only what a process could also write.
-
-    Args: size: in bytes; that much has to be appended.
+    Without a GPU, its content is sealed, too. CUDA pins only memory that a process could write.
     """
 
     def __init__(self, size: int, gpu: CudaDevice | None = None) -> None:
@@ -328,7 +312,6 @@ class HostSegment:
         self._size, self._gpu = size, gpu
 
     def append(self, piece: torch.Tensor) -> None:
-        """Write a piece (uint8, on the CPU) behind what has been written."""
         with open(self.descriptor, "ab", closefd=False) as file:
             file.write(memoryview(piece.numpy()))  # pyright: ignore[reportArgumentType]
 
@@ -346,9 +329,9 @@ class GpuSegment:
         self._end = 0
 
     def append(self, piece: torch.Tensor) -> None:
-        """Write a piece, and wait until that is done.
+        """Append a piece, and wait until it is copied.
 
-        The caller may free the piece then, and other processes do not see this one's streams.
+        The caller may then free the piece, and other processes do not see this process's streams.
         """
         start, self._end = self._end, self._end + piece.nbytes
         self._gpu.copy(self._gpu.current_stream(), self._memory[start : self._end], piece)
@@ -375,8 +358,8 @@ def map_segment(descriptor: int, size: int, gpu: CudaDevice | None = None) -> to
             "the segment is not sealed, so that it could still change; start all replicas "
             "with the same version of flashmoa-sglang"
         )
-    # Copy on write, although nothing is written: torch requires writable memory. With it, CUDA
-    # would pin a copy of each page.
+    # Torch requires writable memory, so it is mapped copy-on-write, although nothing is written.
+    # With a GPU it is not, because CUDA would pin a copy of each page.
     access = mmap.ACCESS_COPY if gpu is None else mmap.ACCESS_WRITE
     memory = torch.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=torch.uint8)
     if gpu is not None:
@@ -385,15 +368,16 @@ def map_segment(descriptor: int, size: int, gpu: CudaDevice | None = None) -> to
 
 
 def _seals(gpu: CudaDevice | None) -> int:
-    return _SIZE_SEALS | (fcntl.F_SEAL_WRITE if gpu is None else 0)
+    size = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    return size | (fcntl.F_SEAL_WRITE if gpu is None else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The part of a replica's share that is in one segment.
+    """The part of a replica's share in one segment.
 
     Attributes:
-        on_device: whether that is on the replica's device, and not in host memory.
+        on_device: whether the segment is on the replica's device, or in host memory.
         parts: the bytes of each layer's packed experts.
     """
 
@@ -408,9 +392,7 @@ class Section:
 def divide(layers: Sequence[int], replica: Replica, on_device: float) -> list[Section]:
     """Return the sections of a replica's share, without empty ones.
 
-    Args:
-        layers: bytes of each layer's packed experts.
-        on_device: which part of a share is on the device, from 0 to 1.
+    Args: layers: bytes of each layer's packed experts.
     """
     ranks, rank = replica.size, replica.rank
     shares = [(_align(size * rank // ranks), _align(size * (rank + 1) // ranks)) for size in layers]
@@ -428,10 +410,7 @@ def _align(size: int) -> int:
 
 
 class Sharing:
-    """Stores one replica's share of the experts of these layers, and maps the others' shares.
-
-    Args: on_device: which part of each share is on its replica's device, the rest in host memory.
-    """
+    """Stores a replica's share of the layers' experts, and maps the others' shares."""
 
     def __init__(
         self,
@@ -477,10 +456,6 @@ class Sharing:
         return HostSegment(size, self._gpu)
 
     def map(self, rank: int, share: Share) -> list[torch.Tensor]:
-        """Map the share of a replica.
-
-        Raises: ReplicaError if it cannot be used.
-        """
         try:
             return [
                 self._gpu.map_share(descriptor, sum(section.sizes), share.place)
@@ -492,7 +467,7 @@ class Sharing:
             raise ReplicaError(f"the share of replica {rank} cannot be used: {error}") from error
 
     def read_from(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy the layers from the memories of these shares, in the order of ranks, from now on."""
+        """Let the layers copy from the memories of all shares, which are ordered by rank."""
         for layer in self._layers:
             layer.free()
         for rank, memories in enumerate(shares):
@@ -511,11 +486,11 @@ def share_experts(
     *,
     exchange: ShareExchange,
     on_device: float,
-    wait: float,
+    wait: float = 3600.0,
 ) -> list[PackedExperts]:
-    """Store and offer a replica's share of the experts of these layers, and get the others' shares.
+    """Store and offer a replica's share of the layers' experts, and get the others' shares.
 
-    Args: wait: seconds to wait for the other replicas.
+    Args: wait: seconds to wait for the other replicas. An hour lets them start one after the other.
     Raises: ReplicaError if a share cannot be stored, obtained or mapped.
     """
     packed = pack(layers, gpu, pinned=False)
@@ -539,7 +514,7 @@ def share_experts(
 
 
 def _digest(layers: Sequence[PackedExperts], *, on_gpu: bool) -> str:
-    """Return a digest of all experts and their layout, and of the kind of device."""
+    """Return a digest of all experts, their layout and the kind of device."""
     digest = hashlib.blake2b(b"GPU" if on_gpu else b"CPU", digest_size=16)
     for layer in layers:
         (packed,) = layer.runs

@@ -2,7 +2,7 @@
 
 ``RELEASE`` is the instance for the installed release. The rest of the plugin uses whatever differs
 between releases only through it. A release between two tested ones is served by the class of the
-older one; the checks at start (``plugin.py``) then accept or refuse it.
+older one; the checks at start (``hooks.py``) then accept or refuse it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def too_old(release: str) -> str | None:
 
 
 def served_as(release: str) -> str:
-    """Return the tested release for which the class was written that serves ``release``.
-
-    It is the newest that is not newer than that.
-    """
+    """Return the newest tested release that is not newer than ``release``; its class serves it."""
     older = (one for one in TESTED if _number(one) <= _number(release))
     return max(older, key=_number, default=TESTED[0])
 

@@ -1,7 +1,7 @@
-"""``Release``: what the plugin needs of SGLang and releases do differently.
+"""``Release``: the parts of SGLang that the plugin uses and that differ between releases.
 
-The class fits SGLang 0.5.23, the newest release. The class of an older one derives from that of the
-release after it, and overrides what differs between the two.
+The class fits SGLang 0.5.23, the newest release. The class of an older release derives from the
+class of the next release, and overrides the differences.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# The dotted path of one of SGLang's functions, and the plugin's function that wraps it.
+# The dotted path of a function of SGLang, and the plugin's function that wraps it.
 Fix = tuple[str, "Callable[..., Any]"]
 
-# Attention backends whose prefill computes rows of one token beside longer ones.
+# Attention backends whose prefill computes rows of one token together with longer ones.
 _MIXING_ATTENTION = {
     "torch_native", "triton", "fa3", "fa4", "flashinfer", "flashmla", "cutlass_mla", "trtllm_mha",
     "trtllm_mla",
@@ -26,22 +26,22 @@ _MIXING_ATTENTION = {
 
 
 class Release:
-    """SGLang 0.5.23, from which the classes of other releases derive.
+    """SGLang 0.5.23, the base class of older releases.
 
     Attributes:
         STREAM_OUTPUT: path of the method that takes ``(reqs, return_logprob, skip_req)`` and sends
             answers through its object's ``send_to_detokenizer``; the object has ``tree_cache``.
         CREATE_OFFLOADER: path of the function that creates a model runner's offloader, as the
             module of the model runner imports it.
-        LARGEST_BATCH: path of the function that returns how many requests a forward's buffers hold;
-            ``None`` if there are no such buffers.
-        MIXING_POOLS: the classes of KV pools in which decodes never lack room, nor lose a state,
-            beside prefill.
-        MIXING_GRAPHS: the kinds of CUDA graphs of prefills with which SGLang mixes the two.
-        LOSES_STATES: whether a model's state besides KV gets lost in such a step (sglang#39342).
+        LARGEST_BATCH: path of the function that returns the number of requests for a forward's
+            buffers; ``None`` if there are no such buffers.
+        MIXING_POOLS: classes of KV pools whose decodes have room, and keep their state, when they
+            are mixed with prefill.
+        MIXING_GRAPHS: kinds of prefill CUDA graphs that SGLang allows in mixed steps.
+        LOSES_STATES: whether a model's state besides KV gets lost in a mixed step (sglang#39342).
         NO_GRAPHS: the arguments that turn all CUDA graphs off.
         CHAT_ENCODER, PARTS_ENCODER: paths of the functions that encode the text of a chat, and its
-            parts, as the module of chats imports them; ``None`` if that calls the tokenizer.
+            parts, as the module of chats imports them; ``None`` if the module calls the tokenizer.
         CHECKS_SESSIONS: whether a scheduler refuses a session's request if the whole session has no
             token.
         SCHEDULER_FIXES, HTTP_FIXES: fixes for bugs of the release that break the plugin, in
@@ -81,7 +81,7 @@ class Release:
         """Prepare a process, before it imports SGLang."""
 
     def server_arguments(self, argv: list[str]) -> list[str]:
-        """Return the user's arguments, and those that the release cannot find out by itself."""
+        """Return the user's arguments, and the arguments that the release cannot find itself."""
         return argv
 
     def resolve_arguments(self, server_args: Any) -> Any:
@@ -103,8 +103,9 @@ class Release:
     def why_no_rides(self, scheduler: Any) -> str:
         """Return why prefill does not share forwards with decodes; empty if it does.
 
-        What is known to be right is listed, and nothing else is mixed. SGLang does so itself with
-        ``--enable-mixed-chunk``, which it refuses, or switches off, where it cannot.
+        Only pools and backends that are known to be right are mixed. With
+        ``--enable-mixed-chunk`` SGLang mixes by itself. It refuses the argument, or turns it off,
+        where it cannot.
         """
         arguments = self.resolve_arguments(scheduler.server_args)
         pool = type(scheduler.token_to_kv_pool_allocator.get_kvcache()).__name__
@@ -119,8 +120,7 @@ class Release:
                 scheduler.require_mlp_sync
             ),
             "the model is divided into stages (--pp-size)": self.pipeline_stages(scheduler) > 1,
-            # SGLang returns hidden states by the rows of a forward, which it finds only for whole
-            # prompts without decodes.
+            # SGLang finds the rows of hidden states only for whole prompts without decodes.
             "hidden states are returned": arguments.enable_return_hidden_states,
             "this SGLang loses the model's state besides KV in such steps (0.5.23 keeps it)": (
                 self.LOSES_STATES and scheduler.is_hybrid_ssm
@@ -134,7 +134,7 @@ class Release:
                 f"the KV pool {pool} {unknown}": pool not in self.MIXING_POOLS,
                 f"the attention backend {attention} {unknown}": attention not in _MIXING_ATTENTION,
             }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def refuses_mixed(self, arguments: Any) -> bool:
         """Return whether SGLang refuses ``--enable-mixed-chunk`` with other arguments."""
@@ -152,25 +152,24 @@ class Release:
     def why_late(self, scheduler: Any) -> str:
         """Return why KV is put into the radix tree only with the results of its forward.
 
-        It is empty if it is put there once the forward is launched, as SGLang does with a prompt in
-        chunks: what reads the KV or copies it elsewhere is enqueued after the forward.
+        It is empty if KV is put there once the forward is launched, as SGLang does with a chunked
+        prompt: everything that reads or copies the KV is enqueued after the forward.
         """
         if scheduler.server_args.disaggregation_mode == "prefill" and scheduler.enable_overlap:
-            # That is sent before the forward after it, which waits for none.
+            # SGLang sends such KV before the next forward, and does not wait for this one.
             return "a prefill engine of a PD pair sends KV that is in the tree"
         return ""
 
     def data_parallel_ranks(self, arguments: Any) -> int:
         """Return the number of schedulers that have a KV pool each and share the requests."""
-        # The first is the number of replicas, the second that of DP attention's ranks.
+        # The replicas, times the ranks of DP attention.
         return arguments.dp_size * arguments.attn_dp_size
 
     def steps_together(self, arguments: Any) -> bool:
-        """Return whether ranks with different requests must be in the same forward.
+        """Return whether ranks with different requests may have to be in the same forward.
 
-        They must with pipeline stages, and if SGLang lets ranks agree on each batch. Only a
-        scheduler knows for certain that they agree (``require_mlp_sync``); this is true whenever
-        they do, and perhaps when they do not.
+        They have to with pipeline stages, and if SGLang lets ranks agree on each batch. Only a
+        scheduler knows for certain that they agree (``require_mlp_sync``).
         """
         return (
             arguments.pp_size > 1
@@ -197,10 +196,10 @@ class Release:
         return {"cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path}
 
     def prepare_tokenizer(self, tokenizer: Any) -> None:
-        """Prepare the tokenizer for another ``encode`` on its instance, through which chats pass.
+        """Prepare the tokenizer, before its instance gets another ``encode`` that chats use.
 
-        SGLang encodes long chats in parallel, and keeps the tokens of their parts, only with a
-        tokenizer whose ``encode`` is the original one when it first looks.
+        SGLang encodes long chats in parallel, and keeps the tokens of their parts, only if the
+        tokenizer's ``encode`` is the original one when SGLang first looks.
         """
         from sglang.srt.entrypoints.openai.parallel_prompt_encode import _plan_for
 
@@ -218,7 +217,7 @@ class Release:
         self.tokenizer_channel(scheduler).send_output(self.wrap(message), None)
 
     def tokenizer_channel(self, scheduler: Any) -> Any:
-        """Return the object with which a scheduler sends to the HTTP process."""
+        """Return a scheduler's channel to the HTTP process."""
         return scheduler.ipc_channels.send_to_tokenizer
 
     def wrap(self, message: Any) -> Any:
@@ -244,13 +243,13 @@ class Release:
         return result
 
     def return_no_input_logprobs(self, batch: Any) -> None:
-        """Let a prefill batch return log-probabilities of what it generates alone."""
+        """Let a prefill batch return log-probabilities of generated tokens alone."""
         batch.extend_logprob_start_lens = list(batch.extend_lens)
 
     def reserve_pages(self, adder: Any) -> None:
-        """Let a mixed batch leave a page for each request that decodes in it.
+        """Reserve a page for each request that decodes in a mixed batch.
 
-        SGLang looks for room itself before it mixes decodes in.
+        SGLang 0.5.22 and later look for this room before they mix decodes in.
         """
 
     def no_batch(self, running: Any) -> Any:
@@ -258,10 +257,10 @@ class Release:
         return None, running
 
     def publish(self, scheduler: Any, req: Any) -> None:
-        """Put the KV of a request into the radix tree, as SGLang does with a prompt in chunks.
+        """Put the KV of a request into the radix tree, as SGLang does with a chunked prompt.
 
-        The request's forward has been launched. Its batch has been built with the request's prefix,
-        so the prefix is restored.
+        The request's forward has been launched. Its batch was built with the request's prefix, so
+        the prefix is restored.
         """
         # The prefix is a length; the slots are in the request's row of the table.
         prefix = req.prefix_len
@@ -294,35 +293,13 @@ class Release:
         return get_parallel().pp_size
 
     def reserved_output(self, scheduler: Any, req: Any) -> float:
-        """Return the share of a running request's remaining output for which SGLang keeps room.
+        """Return the share of a running request's remaining output that SGLang keeps room for.
 
         It is SGLang's estimate of how early answers end. It depends on steps and retractions only,
         so tensor-parallel ranks agree about it. An answer of a fixed length does not end early.
         """
         ratio = scheduler.new_token_ratio_tracker.current
         return 1.0 if req.sampling_params.ignore_eos else ratio
-
-    # The CPU platform.
-
-    def cpu_platform(self, pools: type) -> type:
-        """Return the base class of the CPU platform.
-
-        Args: pools: names a KV pool and an allocator, for releases in which SGLang's are not right.
-        """
-        from sglang.srt.platforms.cpu import CpuDeviceMixin
-        from sglang.srt.platforms.interface import SRTPlatform
-
-        return type("CpuPlatform", (CpuDeviceMixin, SRTPlatform), {})
-
-    def repair_cpu(self) -> tuple[Any, ...]:
-        """Repair SGLang in a worker on a CPU; return its modules that ask for pinned memory."""
-        return ()
-
-    def write_location(self, attention: Any, forward_batch: Any) -> Any:
-        """Return the location of a batch's new keys that ``set_kv_buffer`` of the pool takes."""
-        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
-        return KVWriteLoc(forward_batch.out_cache_loc, attention.swa_out_cache_loc)
 
     # A request in a scheduler, and its part of the radix tree.
 
@@ -343,7 +320,7 @@ class Release:
         return req._compute_max_prefix_len(len(req.full_untruncated_fill_ids))
 
     def computed_until(self, req: Any) -> int:
-        """Return the position in the request's tokens up to which its batch computes it."""
+        """Return the end of the request's tokens that its batch computes."""
         return req.extend_end
 
     def tokens(self, req: Any, start: int, end: int | None) -> NDArray[np.int64]:

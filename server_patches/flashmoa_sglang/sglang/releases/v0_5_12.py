@@ -57,7 +57,7 @@ def keep_tensors_in_logprobs(
 
 
 class Release0512(Release0521):
-    """SGLang 0.5.12, which by itself aborts requests whose client has disconnected."""
+    """SGLang 0.5.12, which aborts requests itself when their client has disconnected."""
 
     STREAM_OUTPUT = "sglang.srt.managers.scheduler.Scheduler.stream_output"
     CREATE_OFFLOADER = "sglang.srt.model_executor.model_runner.create_offloader_from_server_args"
@@ -87,10 +87,10 @@ class Release0512(Release0521):
             sys.modules[_HOST_COPIES] = stub
 
     def server_arguments(self, argv: list[str]) -> list[str]:
-        """Add ``--device``, for which this release does not ask the platform.
+        """Add ``--device``, because this release does not ask the platform for it.
 
-        Also allow every port: for a gRPC server that is off, SGLang requires 10,000 more than
-        ``--port`` to be a valid port, too.
+        Also allow every port: for a gRPC server that is off, SGLang requires that ``--port`` plus
+        10,000 is a valid port, too.
         """
         from sglang.srt.platforms import current_platform
 
@@ -267,35 +267,6 @@ class Release0512(Release0521):
         match_prefix_for_req(tree_cache, req, include_req=True)
         return min(len(req.prefix_indices) + req.host_hit_length, self.longest_prefix(req))
 
-    def cpu_platform(self, pools: type) -> type:
-        import psutil
-        from sglang.srt.platforms.interface import SRTPlatform
-
-        class CpuPlatform(pools, SRTPlatform):
-            def get_device_total_memory(self, device_id: int = 0) -> int:
-                return int(psutil.virtual_memory().total)
-
-            def get_current_memory_usage(self, device: Any = None) -> float:
-                memory = psutil.virtual_memory()
-                return float(memory.total - memory.available)
-
-        return CpuPlatform
-
-    def repair_cpu(self) -> tuple[Any, ...]:
-        from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
-        from sglang.srt.layers import logits_processor
-        from sglang.srt.layers.rotary_embedding import base
-
-        # SGLang assumes that an unknown platform has vLLM's rotary kernel.
-        base._is_cpu = True
-        # Without this, a request with a grammar ends the scheduler.
-        XGrammarGrammar.apply_vocab_mask = staticmethod(_mask_on_cpu)
-        # This ends it, too, with a request for the log-probabilities of its prompt.
-        return (logits_processor,)
-
-    def write_location(self, attention: Any, forward_batch: Any) -> Any:
-        return forward_batch.out_cache_loc
-
 
 def _missing_kernel(name: str) -> Callable[..., None]:
     if name.startswith("__"):
@@ -305,9 +276,3 @@ def _missing_kernel(name: str) -> Callable[..., None]:
         raise RuntimeError(f"{_HOST_COPIES}.{name} needs a GPU build of sgl_kernel")
 
     return call
-
-
-def _mask_on_cpu(logits: Any, vocab_mask: Any) -> None:
-    from xgrammar import apply_token_bitmask_inplace
-
-    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")

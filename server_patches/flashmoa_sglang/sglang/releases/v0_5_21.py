@@ -1,4 +1,4 @@
-"""SGLang 0.5.21, in which a request has the slots of its prefix as a tensor."""
+"""SGLang 0.5.21, where a request has the slots of its prefix as a tensor."""
 
 # The type checker has another release, which lacks some attributes of this one.
 # pyright: reportAttributeAccessIssue=false
@@ -25,7 +25,7 @@ class Release0521(Release0522):
         return arguments.enable_dp_attention
 
     def reserve_pages(self, adder: Any) -> None:
-        # SGLang counts a token for each. If the pool lacks one of their pages then, SGLang ends.
+        # SGLang counts one token for each decode. If the pool then lacks a page, SGLang ends.
         pages = (adder.page_size - 1) * len(adder.running_batch.reqs)
         self._reserve(adder, pages)
 
@@ -40,13 +40,6 @@ class Release0521(Release0522):
 
     def reserved_output(self, scheduler: Any, req: Any) -> float:
         return scheduler.new_token_ratio_tracker.current
-
-    def cpu_platform(self, pools: type) -> type:
-        from sglang.srt.platforms.cpu import CpuDeviceMixin
-        from sglang.srt.platforms.interface import SRTPlatform
-
-        # SGLang's own class names no pool and no allocator.
-        return type("CpuPlatform", (CpuDeviceMixin, pools, SRTPlatform), {})
 
     def cached_tokens(self, req: Any) -> int:
         return len(req.prefix_indices)

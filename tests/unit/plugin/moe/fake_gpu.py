@@ -1,4 +1,4 @@
-"""A fake GPU: streams that do nothing until they are told to run, in any order CUDA allows."""
+"""A layer with experts, and a fake GPU, whose streams run in any order that CUDA allows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+
+class ExpertLayer(torch.nn.Module):
+    """The parts of a layer with experts that an offloader uses.
+
+    Args: values: what its three tensors have in all places.
+    """
+
+    w13_scale: torch.Tensor
+
+    def __init__(self, experts: int, values: Sequence[float] = (0, 0, 0)) -> None:
+        super().__init__()
+        self.num_local_experts = experts
+        self.w13_weight = torch.nn.Parameter(torch.empty(experts, 3, 2), requires_grad=False)
+        self.register_buffer("w13_scale", torch.empty(experts))
+        self.bias = torch.empty(experts, 2, dtype=torch.int8)
+        self.load(values)
+
+    def load(self, values: Sequence[float]) -> None:
+        tensors = (self.w13_weight.data, self.w13_scale, self.bias)
+        for value, tensor in zip(values, tensors, strict=True):
+            tensor.fill_(value)
+
+    def compute(self, times: float = 1) -> list[float]:
+        means = [t.float().mean().item() for t in (self.w13_weight, self.w13_scale, self.bias)]
+        return [times * mean for mean in means]
 
 
 class FakeStream:

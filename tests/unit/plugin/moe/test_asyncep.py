@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
+from tests.unit.plugin.moe.fake_gpu import ExpertLayer
 
 EXPERTS = 4
 
@@ -40,7 +41,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @given(named_tensors())
-def test_packed_tensors_keep_values_types_and_strides(tensors: dict[str, torch.Tensor]) -> None:
+def test_packed_tensors_stay_the_same(tensors: dict[str, torch.Tensor]) -> None:
     packing = Packing.of(tensors)
     memory = torch.zeros(packing.bytes + 64, dtype=torch.uint8)
     packing.fill(memory, tensors)
@@ -52,7 +53,7 @@ def test_packed_tensors_keep_values_types_and_strides(tensors: dict[str, torch.T
         assert views[name].stride() == tensor.stride()
 
 
-def test_scales_that_are_padded_for_a_kernel_stay_padded() -> None:
+def test_padded_scales_stay_padded() -> None:
     # DeepGEMM packs UE8M0 scales column by column, with each column padded to 16 bytes.
     scales = torch.arange(EXPERTS * 2 * 8, dtype=torch.int32)
     padded = scales.as_strided((EXPERTS, 6, 2), (16, 1, 8))
@@ -64,7 +65,7 @@ def test_scales_that_are_padded_for_a_kernel_stay_padded() -> None:
     assert torch.equal(views["next"], torch.ones(EXPERTS))
 
 
-def test_a_tensor_with_one_element_twice_is_refused() -> None:
+def test_a_tensor_with_shared_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="w13 has elements twice"):
         Packing.of({"w13": torch.zeros(1, 6).expand(4, 6)})
     with pytest.raises(ValueError, match="w13 has elements twice"):
@@ -98,27 +99,16 @@ def test_layers_may_be_asked_for_in_any_order(layers: int, slots: int, data: st.
         assert len(set(content)) == len(content) == min(layers, slots)
 
 
-class Layer(torch.nn.Module):
-    """The parts of a layer with experts that an offloader uses."""
-
-    w13_scale: torch.Tensor
+class Layer(ExpertLayer):
+    """A layer with a number, on which its values depend once it is loaded."""
 
     def __init__(self, number: int) -> None:
-        super().__init__()
-        self.num_local_experts = EXPERTS
-        self.w13_weight = torch.nn.Parameter(torch.empty(EXPERTS, 3, 2), requires_grad=False)
-        self.register_buffer("w13_scale", torch.empty(EXPERTS))
-        self.bias = torch.empty(EXPERTS, 2)
+        super().__init__(EXPERTS)
         self.not_by_expert = torch.ones(7)
         self.number = number
 
-    def load(self) -> None:
-        for value, tensor in enumerate((self.w13_weight.data, self.w13_scale, self.bias)):
-            tensor.fill_(10 * self.number + value)
-
-    def compute(self, times: float) -> list[float]:
-        means = [t.float().mean().item() for t in (self.w13_weight, self.w13_scale, self.bias)]
-        return [times * mean for mean in means]
+    def load_number(self) -> None:
+        self.load([10 * self.number + value for value in range(3)])
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 9])
@@ -127,7 +117,7 @@ def test_every_layer_computes_with_its_own_experts(slots: int) -> None:
     blocks = (torch.nn.Sequential(torch.nn.Identity(), Layer(number)) for number in range(5))
     layers: list[Any] = [block[1] for block in offloader.wrap_modules(blocks)]
     for layer in layers:
-        layer.load()
+        layer.load_number()
     offloader.post_init()
     for number in [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 3, 1, 4, 4, 2]:
         expected = [2 * (10 * number + value) for value in range(3)]
@@ -149,7 +139,7 @@ def test_a_forward_is_timed_if_that_was_asked_for(slots: int) -> None:
     offloader = ExpertOffloader(Layer, "compute", slots, store_on_host)
     layers: list[Any] = offloader.wrap_modules(Layer(number) for number in range(4))
     for layer in layers:
-        layer.load()
+        layer.load_number()
     offloader.post_init()
     for asked in (True, False):
         if asked:
@@ -170,18 +160,16 @@ class OneScale(Layer):
         super().__init__(number)
         self.input_scale = torch.nn.Parameter(torch.empty(EXPERTS), requires_grad=False)
 
-    def load(self) -> None:
-        super().load()
+    def load_number(self) -> None:
+        super().load_number()
         self.input_scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
 
-def test_tensors_that_belong_to_no_single_expert_return_to_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_shared_tensors_return_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = ExpertOffloader(OneScale, "compute", 2, store_on_host)
     layers: list[Any] = offloader.wrap_modules(OneScale(number) for number in range(3))
     for layer, taken in zip(layers, offloader._experts, strict=True):
-        layer.load()
+        layer.load_number()
         # No machine lacks this device, although nothing can be computed there.
         taken.device = torch.device("meta")
     bound: dict[str, str] = {}
@@ -226,7 +214,7 @@ def add_expanded_scale(layer: Any) -> None:
     ("process", "refused"),
     [(quantise, False), (repack, False), (move_elsewhere, True), (add_expanded_scale, True)],
 )
-def test_a_quantisation_whose_weights_cannot_be_packed_is_refused(
+def test_unpackable_quantisations_are_refused(
     process: Callable[[Any], None], refused: bool
 ) -> None:
     offloader = ExpertOffloader(Heavy, "compute", 2, store_on_host)
@@ -248,9 +236,7 @@ def offloader() -> Iterator[ExpertOffloader]:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_model_whose_experts_would_all_stay_is_refused(
-    offloader: ExpertOffloader, count: int
-) -> None:
+def test_a_model_whose_experts_all_stay_is_refused(offloader: ExpertOffloader, count: int) -> None:
     factories = [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.Sequential(Layer(0))]
     modules = offloader.wrap_modules(make() for make in factories[: count + 1])
     assert len(modules) == count + 1
@@ -265,9 +251,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
     assert offloader.memory()["layers"] == 0
 
 
-def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
-    offloader: ExpertOffloader,
-) -> None:
+def test_experts_outside_of_layers_are_refused(offloader: ExpertOffloader) -> None:
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     with pytest.raises(SystemExit, match=r"hands experts of Sequential to no offloader"):
         torch.nn.Sequential().add_module("experts", Layer(2))
@@ -276,7 +260,7 @@ def test_experts_that_the_offloader_does_not_get_are_refused_at_once(
 
 
 @pytest.mark.parametrize("module", ["inkling_common.moe", "beam"])
-def test_a_model_that_computes_with_the_tensors_itself_is_refused(
+def test_models_that_compute_themselves_are_refused(
     offloader: ExpertOffloader, module: str
 ) -> None:
     moe_class = type("OwnMoE", (torch.nn.Sequential,), {})
@@ -285,9 +269,7 @@ def test_a_model_that_computes_with_the_tensors_itself_is_refused(
         offloader.wrap_modules(moe_class(Layer(number)) for number in range(2))
 
 
-def test_layers_made_after_loading_are_not_checked(
-    offloader: ExpertOffloader,
-) -> None:
+def test_later_layers_are_not_checked(offloader: ExpertOffloader) -> None:
     offloader.wrap_modules(torch.nn.Sequential(Layer(number)) for number in range(2))
     offloader.post_init()
     torch.nn.Sequential().add_module("experts", Layer(2))
@@ -308,12 +290,8 @@ def write_group(root: Path, path: str, limit: str, used: int, cached: int) -> No
     ("own", "limit_of_parent", "available"),
     [("/", "max", 600), ("/", "500", 300), ("/a/b", "max", 70), ("/a/b", "100", 50)],
 )
-def test_a_containers_limit_counts_without_what_the_kernel_has_cached(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: str,
-    limit_of_parent: str,
-    available: int,
+def test_a_containers_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, limit_of_parent: str, available: int
 ) -> None:
     class Machine:
         available = 600
@@ -330,9 +308,7 @@ def test_a_containers_limit_counts_without_what_the_kernel_has_cached(
     assert experts.available_bytes(tmp_path) == available
 
 
-def test_experts_for_which_there_is_no_room_are_refused_before_they_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_experts_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer: Any = torch.nn.Linear(64, 64)
     # They are there twice while they are packed.
     needed = 2 * 4 * (64 * 64 + 64)
@@ -354,7 +330,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, mode: str, **given: Any) -> dict[str
     return {name: value for name, value in vars(found).items() if value != before[name]}
 
 
-def test_graphs_are_turned_off_and_short_forwards_are_warned_of(
+def test_graphs_are_off_and_short_forwards_warn(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = list(chosen(monkeypatch, "h2d"))
@@ -368,6 +344,7 @@ def test_graphs_are_turned_off_and_short_forwards_are_warned_of(
 
 PROGRAM = """
 import sys
+import flashmoa_sglang.serve  # This prepares the import of SGLang.
 from flashmoa_sglang.moe import asyncep
 from sglang.srt import server_args
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType

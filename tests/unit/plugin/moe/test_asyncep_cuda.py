@@ -18,6 +18,8 @@ from flashmoa_sglang.moe.asyncep.cuda import CudaDevice
 from flashmoa_sglang.moe.asyncep.experts import store_on_host
 from flashmoa_sglang.moe.asyncep.offloader import ExpertOffloader
 
+from tests.unit.plugin.moe.fake_gpu import ExpertLayer
+
 PAGE = 4096
 POSIX_DESCRIPTOR = "posix file descriptor"
 # Maps memory in the place of what was reserved there (mmap(2)).
@@ -180,7 +182,7 @@ def test_a_share_that_cuda_refuses_is_an_error(
         ("GPU-7", r"GPU GPU-7 is not visible .*--base-gpu-id"),
     ],
 )
-def test_a_gpu_out_of_reach_is_refused_before_its_memory_is_mapped(
+def test_a_gpu_out_of_reach_is_refused(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, place: str, problem: str
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -213,7 +215,7 @@ def fake_cudart(code: int, registered: list[tuple[int, int]]) -> Callable[[], An
     return lambda: cudart
 
 
-def test_exactly_the_bytes_that_are_asked_for_are_pinned(
+def test_exactly_the_requested_bytes_are_pinned(
     gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[tuple[int, int]] = []
@@ -226,16 +228,14 @@ def test_exactly_the_bytes_that_are_asked_for_are_pinned(
     assert int(memory.sum(dtype=torch.int64)) == 7 * memory.nbytes
 
 
-def test_memory_that_cannot_be_pinned_ends_the_start(
-    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpinnable_memory_ends_the_start(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", fake_cudart(2, []))
     with pytest.raises(SystemExit, match=r"does not pin 4096 bytes .*no memory.*ulimit"):
         gpu.pinned_memory(4096)
 
 
 def test_experts_are_copied_in_pieces(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_PIECE", 64)
+    monkeypatch.setattr(cuda, "_PIECE_BYTES", 64)
     copied: list[int] = []
     copy = torch.Tensor.copy_
 
@@ -254,24 +254,10 @@ def test_experts_are_copied_in_pieces(gpu: CudaDevice, monkeypatch: pytest.Monke
     assert copied == [64, 64, 64, 8] and torch.equal(target, source)
 
 
-class Layer(torch.nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_local_experts = count
-        self.weight = torch.nn.Parameter(
-            torch.arange(float(count * 5)).view(count, 5), requires_grad=False
-        )
-
-    def compute(self) -> float:
-        return self.weight.sum().item()
-
-
 @pytest.mark.parametrize(("count", "forbidden"), [(64, True), (72, True), (16, False)])
-def test_the_copy_engine_is_left_to_experts_if_sglang_can_do_without(
-    count: int, forbidden: bool
-) -> None:
-    offloader = ExpertOffloader(Layer, "compute", 2, store_on_host)
-    offloader.wrap_modules(torch.nn.Sequential(Layer(count)) for _ in range(3))
+def test_the_copy_engine_is_left_to_experts(count: int, forbidden: bool) -> None:
+    offloader = ExpertOffloader(ExpertLayer, "compute", 2, store_on_host)
+    offloader.wrap_modules(torch.nn.Sequential(ExpertLayer(count)) for _ in range(3))
     assert not offloader.forbid_copy_engine_usage
     offloader.post_init()
     assert offloader.forbid_copy_engine_usage == forbidden

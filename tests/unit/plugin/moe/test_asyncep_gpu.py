@@ -133,7 +133,7 @@ COPIES_LATE, COPIES_EARLY = [0], [1]
     timed=st.booleans(),
     choices=st.lists(st.integers(0, 1), max_size=60),
 )
-def test_layers_read_their_own_experts_in_whatever_order_streams_run(
+def test_layers_read_their_own_experts(
     layers: int, slots: int, forwards: int, timed: bool, choices: list[int]
 ) -> None:
     rig = Rig(layers, slots)
@@ -149,7 +149,7 @@ def test_layers_read_their_own_experts_in_whatever_order_streams_run(
     orders=st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=4),
     choices=st.lists(st.integers(0, 1), max_size=60),
 )
-def test_layers_out_of_order_read_their_own_experts(
+def test_layers_out_of_order_read_their_own(
     slots: int, orders: list[list[int]], choices: list[int]
 ) -> None:
     rig = Rig(5, slots)
@@ -161,9 +161,7 @@ def test_layers_out_of_order_read_their_own_experts(
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("choices", [COPIES_LATE, COPIES_EARLY])
-def test_a_layer_that_raises_still_protects_the_slot_that_it_reads(
-    slots: int, choices: list[int]
-) -> None:
+def test_a_failing_layer_protects_its_slot(slots: int, choices: list[int]) -> None:
     rig = Rig(5, slots, failing=2)
     with pytest.raises(RuntimeError, match="out of memory"):
         rig.forward()
@@ -173,7 +171,7 @@ def test_a_layer_that_raises_still_protects_the_slot_that_it_reads(
     assert rig.all_read_their_own()
 
 
-def test_one_layer_computes_while_the_next_ones_experts_are_copied() -> None:
+def test_copies_run_beside_computation() -> None:
     """With two slots, the copy for the layer after the next waits for the layer before alone."""
     rig = Rig(4, 2)
     rig.gpu.run()
@@ -188,12 +186,12 @@ def test_one_layer_computes_while_the_next_ones_experts_are_copied() -> None:
     assert len(rig.read) == 4
 
 
-def test_pinned_memory_that_a_quantisation_left_is_freed_after_each_layer() -> None:
+def test_host_caches_are_freed_after_each_layer() -> None:
     rig = Rig(5, 2)
     assert rig.gpu.freed_host_caches == len(rig.gpu.pinned) > 1
 
 
-def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before() -> None:
+def test_first_copies_wait_for_earlier_work() -> None:
     gpu: Any = FakeGpu()
     done: list[str] = []
     gpu.main.enqueue(lambda: done.append("weights repacked"))
@@ -217,7 +215,7 @@ def test_a_first_copy_waits_for_work_that_used_the_slots_memory_before() -> None
 @example(size=2, slots=2, on_device=0.5, timed=False, choices=[2])
 @example(size=2, slots=2, on_device=0.5, timed=False, choices=[1, 1, 1, 1, 0])
 @example(size=2, slots=2, on_device=0.5, timed=False, choices=[2, 2, 2, 2, 0])
-def test_layers_read_experts_of_peers_and_of_the_host_in_whatever_order_streams_run(
+def test_layers_read_experts_of_peers_and_host(
     size: int, slots: int, on_device: float, timed: bool, choices: list[int]
 ) -> None:
     group = Group(size, 4, slots, on_device)
@@ -235,7 +233,7 @@ def test_layers_read_experts_of_peers_and_of_the_host_in_whatever_order_streams_
     group.stop()
 
 
-def test_a_restarted_replica_gets_back_the_share_that_the_others_still_use() -> None:
+def test_a_restarted_replica_gets_its_share() -> None:
     group = Group(2, 4, 2, on_device=0.5)
     rig, ended = group.rigs
     group.exchanges[1].close()
@@ -254,7 +252,7 @@ def test_a_restarted_replica_gets_back_the_share_that_the_others_still_use() -> 
     group.stop()
 
 
-def test_a_piece_may_be_freed_as_soon_as_it_is_in_the_segment() -> None:
+def test_appended_pieces_may_be_freed() -> None:
     gpu: Any = FakeGpu()
     segment = GpuSegment(8, gpu)
     for start in (0, 4):
@@ -264,6 +262,6 @@ def test_a_piece_may_be_freed_as_soon_as_it_is_in_the_segment() -> None:
     os.close(segment.descriptor)
 
 
-def test_gpus_that_do_not_reach_each_other_are_refused() -> None:
+def test_unreachable_gpus_are_refused() -> None:
     with pytest.raises(ReplicaError, match=r"share of replica \d cannot be used: GPU-\d cannot"):
         Group(2, 3, 2, reaches=[])

@@ -31,10 +31,8 @@ from flashmoa_sglang.moe.asyncep.replicas import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.moe.fake_gpu import FakeGpu
+from tests.unit.plugin.moe.fake_gpu import ExpertLayer, FakeGpu
 
-LAYERS = 4
-EXPERTS = 5
 WAIT = 20.0
 
 
@@ -44,34 +42,15 @@ def group() -> str:
     return uuid.uuid4().hex
 
 
-class Layer(torch.nn.Module):
-    """The parts of a layer with experts that an offloader uses; it computes its own weights."""
-
-    w13_scale: torch.Tensor
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.num_local_experts = EXPERTS
-        weight = torch.rand(EXPERTS, 3, 2, generator=generator)
-        self.w13_weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("w13_scale", torch.rand(EXPERTS, generator=generator))
-        self.zeros = torch.randint(-9, 9, (EXPERTS, 7), generator=generator).to(torch.int8)
-
-    def compute(self) -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in (self.w13_weight, self.w13_scale, self.zeros)]
-
-
 def start(
     stack: ExitStack, replica: Replica, seed: int = 0, on_device: float = 1.0, gpu: Any = None
-) -> tuple[ExpertOffloader, list[Layer]]:
+) -> None:
     """Start a replica of a model; return when the others have started."""
     exchange = stack.enter_context(closing(ShareExchange(replica)))
     store = partial(share_experts, exchange=exchange, on_device=on_device, wait=WAIT)
-    offloader = ExpertOffloader(Layer, "compute", 2, store, open_gpu=lambda _device: gpu)
-    layers = offloader.wrap_modules(Layer(seed + number) for number in range(LAYERS))
+    offloader = ExpertOffloader(ExpertLayer, "compute", 2, store, open_gpu=lambda _device: gpu)
+    offloader.wrap_modules(ExpertLayer(5, [seed, number, 0]) for number in range(4))
     offloader.post_init()
-    return offloader, layers
 
 
 @given(
@@ -139,7 +118,7 @@ def test_waiting_for_a_replica_ends(group: str) -> None:
 
 
 @pytest.mark.parametrize("failure", [TimeoutError, BlockingIOError, ConnectionResetError])
-def test_a_running_replica_that_does_not_answer_is_asked_again_for_the_old_share(
+def test_a_silent_replica_is_asked_again(
     group: str, monkeypatch: pytest.MonkeyPatch, failure: type[OSError]
 ) -> None:
     def join(stack: ExitStack, rank: int) -> ShareExchange:
@@ -171,7 +150,7 @@ def test_a_running_replica_that_does_not_answer_is_asked_again_for_the_old_share
             again.find(time.monotonic())
 
 
-def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
+def test_foreign_answers_are_refused(group: str) -> None:
     with closing(ShareExchange(Replica(group, 0, 2))) as exchange, ExitStack() as stack:
         exchange.introduce("digest", CPU, 1.0)
         exchange.offer(Share(CPU, []))
@@ -188,9 +167,7 @@ def test_an_answer_that_is_not_a_replicas_is_refused(group: str) -> None:
                 asking.result()
 
 
-def test_a_share_of_another_size_is_not_called_a_problem_of_the_quantisation(
-    group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_of_another_size_is_refused(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     map_share = Sharing.map
 
     def map_less(self: Sharing, rank: int, share: Share) -> list[torch.Tensor]:

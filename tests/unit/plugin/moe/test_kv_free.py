@@ -41,9 +41,7 @@ def test_a_server_that_never_reads_kv_again_starts() -> None:
         ({"speculative_algorithm": "EAGLE"}, "does not go with --speculative-algorithm."),
     ],
 )
-def test_a_server_that_reads_kv_again_does_not_start(
-    arguments: dict[str, Any], message: str
-) -> None:
+def test_a_server_that_reads_kv_again_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         kv_free.refuse_unsupported(SimpleNamespace(**VALID | arguments))
 
@@ -75,7 +73,7 @@ def scheduler(*, chunk: int | None, scales: bool) -> SimpleNamespace:
     ("chunk", "scales", "message"),
     [(4096, False, "needs --chunked-prefill-size -1"), (None, True, "has scales")],
 )
-def test_a_scheduler_that_would_read_kv_again_does_not_start(
+def test_a_scheduler_that_reads_kv_again_is_refused(
     chunk: int | None, scales: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match=message):
@@ -85,7 +83,7 @@ def test_a_scheduler_that_would_read_kv_again_does_not_start(
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_one_layers_buffers_serve_all_layers_of_a_plain_pool(scales: bool) -> None:
+def test_one_layers_buffers_serve_all_layers(scales: bool) -> None:
     pool = Pool(scales=scales)
     assert len(pool.k_buffer) == len(pool.v_buffer) == pool.layer_num
     assert len(set(pool.k_buffer)) == (pool.layer_num if scales else 1)

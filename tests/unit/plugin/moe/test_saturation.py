@@ -30,7 +30,7 @@ TIMES = st.lists(
 )
 
 
-def test_a_layer_of_that_many_tokens_computes_as_long_as_a_transfer_takes() -> None:
+def test_saturation_is_where_a_layer_takes_as_long() -> None:
     # A layer takes 1 ms, and 1 us for each token; the slower of two rounds is noise.
     layers = [LayerTimes(n, 1e-3 + 1e-6 * n, 10e-3) for n in (1, 1000, 4000)]
     layers += [LayerTimes(4000, 1.0, 12e-3)]
@@ -41,7 +41,7 @@ def test_a_layer_of_that_many_tokens_computes_as_long_as_a_transfer_takes() -> N
 
 
 @given(TIMES)
-def test_larger_forwards_hide_transfers_and_smaller_ones_do_not(layers: list[LayerTimes]) -> None:
+def test_only_larger_forwards_hide_transfers(layers: list[LayerTimes]) -> None:
     found = find_saturation(layers, LARGEST)
     assert found is not None
     needed = MARGIN * min(times.transfer for times in layers)
@@ -56,11 +56,11 @@ def test_larger_forwards_hide_transfers_and_smaller_ones_do_not(layers: list[Lay
     "layers",
     [[], [LayerTimes(5, 0.1, 0.1)] * 3, [LayerTimes(5, 0.1, 0.0), LayerTimes(9, 0.1, 0.0)]],
 )
-def test_without_two_sizes_or_transfers_there_is_no_saturation(layers: list[LayerTimes]) -> None:
+def test_one_size_or_no_transfer_has_no_saturation(layers: list[LayerTimes]) -> None:
     assert find_saturation(layers, LARGEST) is None
 
 
-def test_layers_whose_time_does_not_grow_hide_no_transfers() -> None:
+def test_constant_times_hide_no_transfers() -> None:
     found = find_saturation([LayerTimes(1, 1e-3, 5e-3), LayerTimes(4096, 1e-3, 5e-3)], LARGEST)
     assert found is not None and found.tokens is None
 
@@ -81,7 +81,7 @@ def test_layers_whose_time_does_not_grow_hide_no_transfers() -> None:
         (("0", "0.2"), "nothing", True, None),
     ],
 )
-def test_prefills_wait_for_the_given_or_measured_number_of_tokens(
+def test_prefills_wait_for_given_or_measured_tokens(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     flags: tuple[str, str],
@@ -102,16 +102,14 @@ LONGEST_WAIT, STEP, ENOUGH, ROOM = 0.02, 0.002, 1000, 8
 
 
 @given(ARRIVALS, st.integers(1, ROOM), st.sampled_from([STEP, 5 * STEP, 2 * LONGEST_WAIT]))
-def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
-    arrivals: list[list[int]], taken: int, step: float
-) -> None:
+def test_prefills_wait_briefly(arrivals: list[list[int]], taken: int, step: float) -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     queue: dict[str, int] = {}
     waited: dict[str, float] = {}
     for number, arriving in enumerate(arrivals):
         queue |= {f"{number}-{at}": tokens for at, tokens in enumerate(arriving)}
         tokens = sum(queue.values())
-        if gate.holds(list(queue), tokens, ROOM, step):
+        if gate.must_wait(list(queue), tokens, ROOM, step):
             assert 0 < tokens < ENOUGH and len(queue) < ROOM
             for rid in queue:
                 waited[rid] = waited.get(rid, 0.0) + step
@@ -124,16 +122,16 @@ def test_prefills_wait_briefly_and_only_until_there_are_enough_tokens(
 def steps_alone(gate: SaturationGate, rid: str, queue: Sequence[str] = ()) -> int:
     """Return in how many steps a request is held back."""
     steps = 0
-    while gate.holds([rid, *queue], 10, ROOM, STEP):
+    while gate.must_wait([rid, *queue], 10, ROOM, STEP):
         steps += 1
     return steps
 
 
-def test_a_lone_request_runs_after_the_longest_wait_and_the_next_one_waits_too() -> None:
+def test_a_lone_request_runs_after_the_wait() -> None:
     gate = SaturationGate(ENOUGH, LONGEST_WAIT)
     assert steps_alone(gate, "a") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
     # If it then finds no room, it does not wait again, even for another request.
     assert steps_alone(gate, "a", ["b"]) == 0
     assert steps_alone(gate, "b") == pytest.approx(LONGEST_WAIT / STEP, abs=1)
-    assert not gate.holds([], 0, ROOM, STEP)
-    assert gate._held == {}
+    assert not gate.must_wait([], 0, ROOM, STEP)
+    assert gate._waited == {}

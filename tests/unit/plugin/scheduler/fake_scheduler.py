@@ -184,6 +184,10 @@ class FakeScheduler:
         self.flashmoa.options = Options(intra_turn="off")
         self.tree_cache.flashmoa = self.flashmoa
 
+    @property
+    def streams(self) -> SchedulerStreams:
+        return self.flashmoa.streams
+
     def get_num_allocatable_reqs(self, running: int) -> int:
         return self.max_running_requests - running
 
@@ -219,10 +223,10 @@ class FakeScheduler:
 
 
 def make_increments(
-    streams: SchedulerStreams, tokens: int = MANY, room: int = MANY, most: int = 16
+    scheduler: FakeScheduler, tokens: int = MANY, room: int = MANY, most: int = 16
 ) -> dict[str | None, Any]:
     """Make increments. Return them by their streams."""
-    made = streams.make(tokens, room, most)
+    made = scheduler.streams.make(tokens, room, most)
     return {state_of(req).increment_of: req for req in made}
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from flashmoa_sglang.costs import Costs
-from flashmoa_sglang.messages import RequestMark, StreamProgress
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.scheduler import admission, streams
-from flashmoa_sglang.scheduler.admission import Job, shortest_first
 from flashmoa_sglang.scheduler.apply import next_prefill_batch
 from flashmoa_sglang.scheduler.pins import Pin, Stage, StreamPins
 from flashmoa_sglang.scheduler.plan import StepView
@@ -80,9 +79,7 @@ def adder(gave_way: list[str]) -> Adder:
     return Adder(tree)
 
 
-def test_streams_keep_their_room_while_another_prompt_is_cut_into_chunks(
-    adder: Adder, gave_way: list[str]
-) -> None:
+def test_streams_stay_while_a_prompt_is_chunked(adder: Adder, gave_way: list[str]) -> None:
     """SGLang would cut the request, too, and ends if two are cut."""
 
     def add(adder: Adder, req: Any, *, has_chunked_req: bool) -> str:
@@ -93,33 +90,31 @@ def test_streams_keep_their_room_while_another_prompt_is_cut_into_chunks(
     assert not gave_way and adder.asked == 1
 
 
-def test_no_more_streams_give_way_than_requests_need(adder: Adder, gave_way: list[str]) -> None:
+def test_no_stream_gives_way_without_need(adder: Adder, gave_way: list[str]) -> None:
     assert admission.admit(Adder.add, adder, request(500, 499)) == "continue"
     assert gave_way == []
 
 
-def test_sglangs_adder_is_called_only_once_more_if_many_streams_give_way(adder: Adder) -> None:
+def test_sglangs_adder_is_asked_only_once_more(adder: Adder) -> None:
     """SGLang may count how often a request found no room."""
     assert admission.admit(Adder.add, adder, request(4000, 4000)) == "continue"
     assert adder.asked == 2
 
 
-def test_an_increment_without_room_ends_no_batch_and_makes_no_stream_give_way(
-    adder: Adder, gave_way: list[str]
-) -> None:
+def test_an_increment_without_room_is_skipped(adder: Adder, gave_way: list[str]) -> None:
     """There only seems to be room: the stream's own cached prefix counts as evictable."""
     assert admission.admit(Adder.add, adder, request(1500, 0, stream="z")) == "other"
     assert gave_way == [] and adder.can_run_list == []
     assert admission.admit(Adder.add, adder, request(900, 0, stream="y")) == "continue"
 
 
-def test_sglangs_metrics_count_no_prefix_of_an_increment_as_a_hit(adder: Adder) -> None:
+def test_increments_are_no_cache_hits(adder: Adder) -> None:
     for req in (request(10, 0), request(10, 0, stream="z"), request(10, 0)):
         assert admission.admit(Adder.add, adder, req) == "continue"
     assert adder.log_hit_tokens == adder.log_device_hit_tokens == 10
 
 
-def test_an_increment_is_not_cut_into_chunks(adder: Adder) -> None:
+def test_an_increment_is_not_chunked(adder: Adder) -> None:
     adder.rem_chunk_tokens = 500
     assert admission.admit(Adder.add, adder, request(501, 0, stream="z")) == "other"
     assert adder.asked == 0
@@ -129,9 +124,7 @@ def test_an_increment_is_not_cut_into_chunks(adder: Adder) -> None:
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
-    adder: Adder, final: bool
-) -> None:
+def test_unsent_prefills_of_a_pair_keep_their_kv(adder: Adder, final: bool) -> None:
     """SGLang takes such a prefill for one of its own warm-ups; a final request is sent on."""
     req = request(100, 0, stream="z", final=final)
     req.skip_radix_cache_insert = True
@@ -139,10 +132,10 @@ def test_the_kv_of_what_a_pairs_prefill_engine_sends_nowhere_is_kept(
     assert req.skip_radix_cache_insert == final
 
 
-def test_streams_give_way_in_the_order_in_which_their_requests_come() -> None:
+def test_the_last_requests_streams_give_way_first() -> None:
     tree: Any = Tree(0)
     gave_way = list[str]()
-    stages = dict.fromkeys("ace", Stage.KNOWN) | dict.fromkeys("bfh", Stage.HELD)
+    stages = dict.fromkeys("ace", Stage.KNOWN) | dict.fromkeys("bfh", Stage.TOOLS)
     pins = StreamPins(tree, gave_way.append, lambda stream: stages.get(stream, Stage.NEXT))
     for stream in "abcdefgh":
         pins.replace(stream, Pin(None, None))
@@ -165,95 +158,83 @@ def busy(lost: Any) -> FakeScheduler:
     for stream in "ab":
         scheduler.open_stream(stream, 1000, grows=False, ended=True)
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
-        scheduler.flashmoa.streams._open[stream].prefilled = 1000
+        scheduler.streams._open[stream].prefilled = 1000
     scheduler.open_stream("z", 1500, grows=False, ended=True)
-    scheduler.flashmoa.streams._open["z"].prefilled = 1000
-    scheduler.flashmoa.streams.lose("z")
+    scheduler.streams._open["z"].prefilled = 1000
+    scheduler.streams.lose("z")
     scheduler.waiting_queue = [lost, request(500, 100)]
     return scheduler
 
 
 def queued(scheduler: FakeScheduler) -> list[int]:
     """Return the prompts' lengths of the requests that may join a batch."""
-    with admission.held_back(scheduler, scheduler.running):
+    with admission.deferred(scheduler, scheduler.running):
         return [len(req.origin_input_ids) for req in scheduler.waiting_queue]
 
 
-def test_a_request_that_lost_its_prompt_leaves_the_prompts_of_others_alone(
-    busy: FakeScheduler, lost: Any
-) -> None:
+def test_a_lost_prompt_evicts_no_others(busy: FakeScheduler, lost: Any) -> None:
     """A request without a stream does not wait."""
     new = request(200, 0)
-    with admission.held_back(busy, busy.running):
+    with admission.deferred(busy, busy.running):
         assert [len(req.origin_input_ids) for req in busy.waiting_queue] == [500]
         busy.waiting_queue = [new]
     assert busy.waiting_queue == [lost, new] and len(busy.flashmoa.pins) == 2
 
 
 @pytest.mark.parametrize("never", ["opened", "pinned", "given up"])
-def test_a_request_whose_prompt_never_gave_way_starts_as_without_a_stream(
-    busy: FakeScheduler, never: str
-) -> None:
-    busy.flashmoa.streams.end("z")
+def test_a_prompt_that_never_gave_way_starts(busy: FakeScheduler, never: str) -> None:
+    busy.streams.end("z")
     if never != "opened":
         busy.waiting_queue[0].flashmoa.mark = RequestMark("y", final=True)
         busy.open_stream("y", 1500, grows=False, ended=True)
     if never == "given up":
         # All streams were flushed.
-        busy.flashmoa.streams._open["y"].prefilled = 1000
-        busy.flashmoa.streams.lose()
+        busy.streams._open["y"].prefilled = 1000
+        busy.streams.lose()
     assert queued(busy) == [1500, 500]
 
 
-def test_a_request_that_lost_its_prompt_goes_where_there_is_room(busy: FakeScheduler) -> None:
+def test_a_lost_prompt_starts_where_there_is_room(busy: FakeScheduler) -> None:
     busy.tree_cache.free = 2000
     assert queued(busy) == [1500, 500]
 
 
-def test_a_small_request_does_not_overtake_one_that_lost_its_prompt_before(
-    busy: FakeScheduler,
-) -> None:
+def test_a_small_lost_prompt_overtakes_none(busy: FakeScheduler) -> None:
     """Both have lost theirs. There is room for the small one, which the first would lack longer."""
     small = request(500, 100, stream="y", final=True)
     busy.open_stream("y", 500, grows=False, ended=True)
-    busy.flashmoa.streams._open["y"].prefilled = 500
-    busy.flashmoa.streams.lose("y")
+    busy.streams._open["y"].prefilled = 500
+    busy.streams.lose("y")
     busy.waiting_queue.insert(1, small)
     assert queued(busy) == [500]
     busy.tree_cache.free = 2400
     assert queued(busy) == [1500, 500, 500]
 
 
-def test_a_request_that_lost_its_prompt_gets_the_room_of_one_that_does_not_return(
-    busy: FakeScheduler,
-) -> None:
+def test_a_lost_prompt_evicts_an_overdue_one(busy: FakeScheduler) -> None:
     busy.flashmoa.work = 8000
     busy.open_stream("c", 1000, grows=False, ended=True)
     assert queued(busy) == [1500, 500]
     assert "a" not in busy.flashmoa.pins and "b" in busy.flashmoa.pins
 
 
-def test_overdue_prompts_stay_where_they_are_not_enough_for_a_request(
-    busy: FakeScheduler,
-) -> None:
+def test_overdue_prompts_stay_if_they_do_not_suffice(busy: FakeScheduler) -> None:
     busy.flashmoa.work, busy.tree_cache.free = 8000, -1000
     assert queued(busy) == [500] and len(busy.flashmoa.pins) == 2
     busy.tree_cache.free = 0
     assert queued(busy) == [1500, 500] and not busy.flashmoa.pins
 
 
-def test_streams_leave_room_for_the_requests_that_are_held_back(busy: FakeScheduler) -> None:
+def test_streams_leave_room_for_deferred_requests(busy: FakeScheduler) -> None:
     busy.tree_cache.free, busy.max_total_num_tokens = 1600, 0
     before = room(busy)
-    with admission.held_back(busy, busy.running):
+    with admission.deferred(busy, busy.running):
         assert len(busy.waiting_queue) == 1
         assert room(busy) == before
     assert room(busy) == before
 
 
-def test_prompts_that_are_kept_give_way_to_a_stream_that_grows_once_they_are_overdue(
-    busy: FakeScheduler,
-) -> None:
+def test_overdue_prompts_give_way_to_growing_streams(busy: FakeScheduler) -> None:
     busy.waiting_queue, busy.max_total_num_tokens = [], 0
     busy.tree_cache.free = free = 0
     less = free - room(busy)
@@ -272,9 +253,7 @@ def test_prompts_that_are_kept_give_way_to_a_stream_that_grows_once_they_are_ove
     assert room(busy) == -1000 and len(busy.flashmoa.pins) == 1
 
 
-def test_a_request_waits_for_no_prompt_of_others_when_nothing_else_runs(
-    busy: FakeScheduler, lost: Any
-) -> None:
+def test_one_request_always_runs(busy: FakeScheduler, lost: Any) -> None:
     busy.running.reqs, busy.waiting_queue = [], [lost]
     assert queued(busy) == [1500]
     # Those that also wait leave it the room.
@@ -282,10 +261,10 @@ def test_a_request_waits_for_no_prompt_of_others_when_nothing_else_runs(
     assert queued(busy) == [1500]
 
 
-def test_the_patience_of_a_request_that_lost_its_prompt_ends(busy: FakeScheduler) -> None:
+def test_patience_ends(busy: FakeScheduler) -> None:
     # Their own requests have come, so that they are not overdue.
     for stream in "ab":
-        busy.flashmoa.streams.claim(stream)
+        busy.streams.claim(stream)
     assert queued(busy) == [500]
     busy.flashmoa.work = 32 * 1500 - 1
     assert queued(busy) == [500]
@@ -294,12 +273,10 @@ def test_the_patience_of_a_request_that_lost_its_prompt_ends(busy: FakeScheduler
     assert len(busy.flashmoa.pins) == 2
 
 
-def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinned(
-    busy: FakeScheduler,
-) -> None:
+def test_an_ended_answer_keeps_room_for_its_agent(busy: FakeScheduler) -> None:
     busy.tree_cache.free = 2500
     busy.flashmoa.options = Options(hold_tool_calls=60)
-    streams = busy.flashmoa.streams
+    streams = busy.streams
     assert queued(busy) == [1500, 500]
     ended = request(1000, 300, 300, stream="y", final=True)
     ended.origin_input_ids = [*range(1000)]
@@ -318,13 +295,13 @@ def test_what_has_just_ended_is_left_to_its_agent_until_its_next_prompt_is_pinne
     assert streams.returning_tokens() == 0
 
 
-def test_requests_with_priorities_are_not_held_back(busy: FakeScheduler) -> None:
+def test_priorities_are_not_deferred(busy: FakeScheduler) -> None:
     busy.enable_priority_scheduling = True
     assert queued(busy) == [1500, 500]
 
 
 @pytest.mark.parametrize("before", ["a preemption", "the rest of a prompt", "a retraction"])
-def test_streams_give_way_before_sglang_takes_room_without_asking(before: str) -> None:
+def test_streams_give_way_before_sglang_takes_room(before: str) -> None:
     scheduler = FakeScheduler(100 if before == "a retraction" else 500)
     for stream in "abc":
         scheduler.flashmoa.pins.replace(stream, Pin(None, None))
@@ -344,25 +321,11 @@ def test_streams_give_way_before_sglang_takes_room_without_asking(before: str) -
     assert len(scheduler.flashmoa.pins) == 1
 
 
-def test_a_stream_whose_pin_gives_way_is_prefilled_again() -> None:
-    scheduler = FakeScheduler(0)
-    scheduler.tree_cache.cached = [[*range(100)]]
-    scheduler.open_stream("a", 100)
-    streams = scheduler.flashmoa.streams
-    assert streams.make(100, 100, 16) == [] and not streams.can_prefill_more()
-    scheduler.flashmoa.pins.make_room(1000)
-    assert streams.leading_tokens(None)[0] == 100
-    scheduler.flashmoa.report_counts(scheduler)
-    assert [one.gave_way for one in scheduler.sent[1:] if not isinstance(one, StreamProgress)] == [
-        1
-    ]
-
-
 def room(scheduler: FakeScheduler) -> int:
     return admission.room_for_streams(scheduler, scheduler.running)
 
 
-def test_chats_without_a_limit_leave_room_for_streams_unless_they_are_expected_to_be_long() -> None:
+def test_unlimited_chats_leave_room_for_streams() -> None:
     chats = [request(500, 100_000, 100) for _ in range(16)]
     assert room(FakeScheduler(60_000 - 16 * 600, 0.1, chats)) > 2000
     assert room(FakeScheduler(60_000 - 16 * 600, 1.0, chats)) < 0
@@ -384,7 +347,7 @@ def test_waiting_requests_come_before_streams() -> None:
     assert room(scheduler) == 5000 - 1602 - 402
 
 
-def test_room_is_kept_for_what_a_final_request_lacks() -> None:
+def test_a_final_request_needs_its_uncached_tokens() -> None:
     scheduler = FakeScheduler(5000)
     scheduler.flashmoa.pins.replace("a", Pin(None, None))
     final = request(1500, 100, stream="a", final=True)
@@ -396,23 +359,21 @@ def test_room_is_kept_for_what_a_final_request_lacks() -> None:
     assert room(scheduler) == 6000 - 1602
 
 
-def test_room_for_the_rest_of_a_chunked_prompt_is_kept() -> None:
+def test_a_chunked_prompt_keeps_room_for_its_rest() -> None:
     scheduler = FakeScheduler(7000)
     scheduler.chunked_req = chunked = request(9000, 50)
     chunked.computed = 4000
     assert room(scheduler) == 7000 - 5000 - 50 - 2
 
 
-def test_each_decode_may_begin_a_page_in_a_step_with_streams() -> None:
+def test_each_decode_may_begin_a_page() -> None:
     scheduler = FakeScheduler(20_000, 0.0, [request(64, 50, 1) for _ in range(90)])
     taken = room(scheduler)
     scheduler.page_size = 64
     assert room(scheduler) == taken - 90 * 63
 
 
-def test_pages_of_decodes_are_left_free_once_in_a_mixed_batch(
-    adder: Adder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_decodes_are_reserved_once(adder: Adder, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[Any] = []
     monkeypatch.setattr(RELEASE, "reserve_pages", reserved.append)
     adder.tree_cache.flashmoa.needs_pages = True
@@ -427,7 +388,7 @@ def policy(scheduler: FakeScheduler, *, priorities: bool = False) -> Any:
     )
 
 
-def test_requests_are_queued_before_increments() -> None:
+def test_requests_precede_increments() -> None:
     scheduler = FakeScheduler()
     increment, first, second = request(9, 0, stream="a"), request(8, 5), request(7, 5)
     waiting = [increment, first, second]
@@ -435,7 +396,7 @@ def test_requests_are_queued_before_increments() -> None:
     assert waiting == [first, second, increment]
 
 
-def test_the_shortest_job_goes_first_if_that_is_asked_for() -> None:
+def test_the_shortest_job_goes_first() -> None:
     scheduler = FakeScheduler()
     scheduler.flashmoa.options = Options(schedule="sjf")
     increment, long, short = request(9, 0, stream="a"), request(800, 500), request(7, 5)
@@ -447,12 +408,12 @@ def test_the_shortest_job_goes_first_if_that_is_asked_for() -> None:
     assert waiting == [long, short, increment]
 
 
-def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> None:
+def test_a_grammar_is_noticed_while_prefills_wait() -> None:
     scheduler = FakeScheduler(running=[request(500, 1000, 10)])
     first, structured = request(10, 5), request(20, 5)
     scheduler.waiting_queue, scheduler.grammar_manager.ready = [first], [structured]
     state: Any = scheduler.flashmoa
-    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.saturation_gate = SimpleNamespace(tokens=9000, must_wait=lambda *_: True)
     state.queued = SimpleNamespace(count=lambda *_: 10)
     # The loop does not sleep while a request decodes.
     assert read(scheduler, scheduler.running) == StepView(waits=True, decodes=1)
@@ -460,11 +421,11 @@ def test_a_compiled_grammar_is_noticed_while_prefills_wait_for_saturation() -> N
     assert scheduler.waiting_queue == [first, structured]
 
 
-def test_requests_that_measure_do_not_wait_for_saturation() -> None:
+def test_measurements_do_not_wait_for_saturation() -> None:
     scheduler = FakeScheduler()
     scheduler.waiting_queue = [timed] = [request(10, 5)]
     state: Any = scheduler.flashmoa
-    state.saturation_gate = SimpleNamespace(tokens=9000, holds=lambda *_: True)
+    state.saturation_gate = SimpleNamespace(tokens=9000, must_wait=lambda *_: True)
     state.queued = SimpleNamespace(count=lambda *_: 10)
     assert read(scheduler, scheduler.running).waits
     timed.flashmoa = RequestState(RequestMark(timed=True))
@@ -476,7 +437,7 @@ def _never(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("release", [class_for(one)() for one in TESTED])
-def test_the_prefetch_of_a_request_that_is_dropped_is_released(
+def test_a_dropped_requests_prefetch_is_released(
     release: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released: list[str] = []
@@ -492,7 +453,7 @@ def test_the_prefetch_of_a_request_that_is_dropped_is_released(
 
 
 @pytest.mark.parametrize("release", [class_for(one)() for one in TESTED])
-def test_room_is_kept_for_the_share_of_output_that_sglang_expects(release: Release) -> None:
+def test_room_is_kept_for_expected_output(release: Release) -> None:
     scheduler = FakeScheduler(ratio=0.3)
     assert release.reserved_output(scheduler, request(1, 1)) == 0.3
     fixed = request(1, 1)
@@ -520,7 +481,7 @@ def test_sharing_is_off_if_kv_cannot_be_shared(given: dict[str, Any], shares: bo
     assert SchedulerState.shares(state, SimpleNamespace(**scheduler)) is shares
 
 
-def test_nothing_is_looked_for_in_storage_for_an_increment() -> None:
+def test_no_kv_of_increments_is_prefetched() -> None:
     """It would wait for the answer in the queue, which it leaves after one step."""
     asked: list[Any] = []
     final = request(900, 0, stream="a", final=True)
@@ -529,7 +490,7 @@ def test_nothing_is_looked_for_in_storage_for_an_increment() -> None:
     assert len(asked) == 2 and asked[0] is final
 
 
-def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues() -> None:
+def test_an_increment_leaves_the_bootstrap_queue() -> None:
     """SGLang keeps it there while it has no buffer for its metadata."""
     other = request(5, 5)
     bootstrap = SimpleNamespace(queue=[other], pop_bootstrapped=list)
@@ -553,32 +514,44 @@ def test_an_increment_that_a_pairs_prefill_engine_cannot_start_leaves_its_queues
     assert released == ["increment"]
 
 
-COSTS = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+def job(uncached: int, output: int, queued_at: float, priority: int = 0) -> Any:
+    req = request(1, output)
+    req.priority = priority
+    req.flashmoa = RequestState(queued_at=queued_at, uncached=uncached)
+    return req
 
-JOBS = st.lists(
-    st.builds(
-        Job,
-        uncached=st.integers(0, 5000),
-        output=st.integers(0, 500),
-        queued_at=st.floats(0, 1e5),
-        priority=st.integers(-1, 1),
-    ),
-    max_size=10,
+
+def shortest_first(jobs: list[Any]) -> list[Any]:
+    """Return jobs in their order in the queue. A decode step takes as long as 100 tokens."""
+    scheduler = FakeScheduler()
+    scheduler.flashmoa.options = Options(schedule="sjf")
+    scheduler.flashmoa.costs = Costs(((1, 0.0101), (1001, 0.1101)), decode_step=0.01)
+    ordered = [*jobs]
+    admission.order_queue(None, policy(scheduler, priorities=True), ordered)
+    return ordered
+
+
+@given(
+    jobs=st.lists(
+        st.builds(
+            job,
+            uncached=st.integers(0, 5000),
+            output=st.integers(0, 500),
+            queued_at=st.floats(0, 1e5),
+            priority=st.integers(-1, 1),
+        ),
+        max_size=10,
+    )
 )
-
-
-@given(jobs=JOBS)
-def test_shortest_first_orders_by_priority_and_then_by_size(jobs: list[Job]) -> None:
-    order = shortest_first(jobs, COSTS)
-    assert sorted(order) == list(range(len(jobs)))
-    ordered = [jobs[position] for position in order]
-    assert [job.priority for job in ordered] == sorted(job.priority for job in jobs)
+def test_jobs_are_ordered_by_priority_then_size(jobs: list[Any]) -> None:
+    ordered = shortest_first(jobs)
+    assert sorted(map(id, ordered)) == sorted(map(id, jobs))
+    priorities = [req.priority for req in ordered]
+    assert priorities == sorted(priorities, reverse=True)
 
 
 @given(uncached=st.integers(0, 5000), output=st.integers(0, 500), later=st.floats(1, 1e5))
-def test_a_job_is_overtaken_for_no_longer_than_it_takes(
-    uncached: int, output: int, later: float
-) -> None:
-    long = Job(uncached, output, queued_at=0.0)
-    size = uncached + COSTS.decode_weight * output
-    assert shortest_first([long, Job(0, 0, queued_at=size + later)], COSTS) == [0, 1]
+def test_no_job_starves(uncached: int, output: int, later: float) -> None:
+    long = job(uncached, output, queued_at=0.0)
+    short = job(0, 0, queued_at=uncached + 100 * output + later)
+    assert shortest_first([short, long]) == [long, short]

@@ -23,7 +23,7 @@ from tests.unit.plugin.scheduler.fake_scheduler import (
 pytestmark = pytest.mark.usefixtures("fake_release")
 
 
-def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
+def test_idle_engines_prefill_streams_alone() -> None:
     idle = engine()
     for stream in "ab":
         idle.open_stream(stream, 100, grows=False)
@@ -36,31 +36,21 @@ def test_streams_have_a_forward_of_their_own_while_nothing_else_runs() -> None:
 @pytest.mark.parametrize(
     ("tokens", "most", "increment"), [(5000, 8192, 512), (5000, 100, 100), (300, 8192, 300)]
 )
-def test_a_forward_for_streams_is_efficient_and_fits_a_chunk(
-    tokens: int, most: int, increment: int
-) -> None:
+def test_a_forward_of_streams_fits_a_chunk(tokens: int, most: int, increment: int) -> None:
     idle = engine()
     idle.chunked_prefill_size = most
     idle.open_stream("a", tokens)
     assert step(idle).increments() == [increment]
 
 
-def test_a_stream_that_has_ended_is_prefilled_before_others_and_alone() -> None:
+def test_an_ended_stream_comes_first() -> None:
     idle = engine()
     idle.open_stream("opened first", 50)
     idle.open_stream("ended", 2000, ended=True)
     assert step(idle).increments() == [512]
 
 
-def test_few_tokens_have_no_forward_until_the_text_has_ended() -> None:
-    idle = engine()
-    idle.open_stream("a", 31)
-    assert not step(idle).queues
-    idle.flashmoa.streams.extend(new_tokens("a", [], ended=True))
-    assert step(idle).increments() == [31]
-
-
-def test_streams_join_no_forward_of_clients_while_nothing_decodes() -> None:
+def test_streams_join_no_pure_prefill() -> None:
     idle = engine()
     idle.open_stream("a", 5000)
     idle.waiting_queue = [request(30, 5)]
@@ -78,7 +68,7 @@ def test_there_are_no_more_increments_than_rows() -> None:
     assert step(idle).increments() == [10] * 3
 
 
-def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
+def test_left_requests_precede_newcomers() -> None:
     idle = engine()
     idle.open_stream("a", 2500)
     first, second, third = idle.waiting_queue = [request(10 + n, 5) for n in range(3)]
@@ -87,26 +77,26 @@ def test_requests_that_are_left_keep_their_order_before_newcomers() -> None:
     assert idle.waiting_queue == [first, third, newcomer]
 
 
-def test_an_increment_that_does_not_join_is_made_again_from_the_latest_tokens() -> None:
+def test_a_left_increment_is_made_again() -> None:
     idle = engine()
     idle.open_stream("a", 100)
     assert step(idle).increments() == [100] and idle.waiting_queue == []
-    idle.flashmoa.streams.extend(new_tokens("a", range(100, 150)))
+    idle.streams.extend(new_tokens("a", range(100, 150)))
     assert step(idle).increments() == [150]
 
 
-def test_an_increment_that_joins_is_not_made_again_before_its_result() -> None:
+def test_a_joined_increment_is_not_made_again() -> None:
     idle = engine()
     idle.open_stream("a", 100)
     built = step(idle, Build(takes=lambda _: True))
     assert idle.flashmoa.work == 100
-    idle.flashmoa.streams.extend(new_tokens("a", range(100, 250)))
-    assert not idle.flashmoa.streams.can_prefill_more()
-    idle.flashmoa.streams.finish(built.queues[0][0], 0.1)
+    idle.streams.extend(new_tokens("a", range(100, 250)))
+    assert not idle.streams.can_prefill_more()
+    idle.streams.finish(built.queues[0][0], 0.1)
     assert step(idle).increments() == [250]
 
 
-def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them() -> None:
+def test_freed_increments_reopen_a_full_batch() -> None:
     """SGLang takes the batch for full meanwhile, which nothing else would end."""
     busy = engine(decoding=2, full=True)
     busy.waiting_queue = [request(100, 5)]
@@ -120,7 +110,7 @@ def test_a_request_that_lacked_the_room_of_increments_is_tried_again_after_them(
     assert not step(idle).settings["full"]
 
 
-def test_what_is_known_does_not_wait_for_a_stream_of_which_a_few_tokens_wait_for_more() -> None:
+def test_known_text_does_not_wait_for_few_tokens() -> None:
     busy = engine(2)
     busy.flashmoa.no_rides = "the engine decodes speculatively"
     busy.open_stream("resting", 700, grows=False)
@@ -130,7 +120,7 @@ def test_what_is_known_does_not_wait_for_a_stream_of_which_a_few_tokens_wait_for
         for queue in step(busy, Build(takes=lambda _: True)).queues:
             done += [len(req.origin_input_ids) for req in queue]
             for req in queue:
-                busy.flashmoa.streams.settle(req)
+                busy.streams.settle(req)
     assert done == [700]
 
 
@@ -151,7 +141,7 @@ OF_A_PREFILL = SimpleNamespace(is_extend_in_batch=True, global_num_tokens=[512, 
         (0, {"running_mbs": [SimpleNamespace(reqs=[]), SimpleNamespace(reqs=[1, 2])]}),
     ],
 )
-def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
+def test_decodes_leave_time_to_streams(
     decoding: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = engine(decoding)
@@ -169,7 +159,7 @@ def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
             made = [req for queue in built.queues for req in queue]
             assert not made or (not built.settings["mixed"] and built.settings["rows"] == 16)
             for req in made:
-                busy.flashmoa.streams.settle(req)
+                busy.streams.settle(req)
             done.append(sum(len(req.origin_input_ids) for req in made))
         return done
 
@@ -180,9 +170,7 @@ def test_streams_have_forwards_for_which_decodes_leave_time_where_nothing_rides(
 
 
 @pytest.mark.parametrize("known", [(0, 2), (0,), ()])
-def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
-    known: tuple[int, ...],
-) -> None:
+def test_idle_ranks_prefill_streams_alone(known: tuple[int, ...]) -> None:
     rank = engine()
     rank.require_mlp_sync = True
     rank.open_stream("a", 9000)
@@ -201,7 +189,7 @@ def test_a_forward_of_streams_is_that_of_an_idle_engine_once_no_rank_decodes(
     assert step(rank).increments() == [512]
 
 
-def test_streams_of_all_ranks_that_step_together_leave_half_of_the_time_to_decodes() -> None:
+def test_ranks_together_leave_half_the_time() -> None:
     rank = engine()
     rank.require_mlp_sync, rank.last_batch = True, of_decodes(0, 2)
     rank.server_args.attn_dp_size = 2
@@ -210,14 +198,14 @@ def test_streams_of_all_ranks_that_step_together_leave_half_of_the_time_to_decod
     assert [bool(step(rank).queues) for _ in range(23)] == [False] * 22 + [True]
 
 
-def test_with_eagle_a_page_is_a_forward_although_an_increment_has_another_token() -> None:
+def test_eagle_increments_have_one_more_token() -> None:
     eagle = engine(eagle=True)
     eagle.page_size = 64
     eagle.open_stream("a", 65, ended=True)
     assert step(eagle).increments() == [65]
 
 
-def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
+def test_streams_keep_their_turn_until_a_forward() -> None:
     busy = engine(decoding=2)
     busy.flashmoa.no_rides = "the engine decodes speculatively"
     busy.open_stream("a", 2500)
@@ -228,7 +216,7 @@ def test_decodes_leave_their_time_to_streams_until_a_forward_is_built() -> None:
     assert busy.flashmoa.steps_without_streams == 0
 
 
-def test_nothing_decodes_in_a_forward_of_streams_although_the_operator_lets_sglang_mix() -> None:
+def test_a_forward_of_streams_is_never_mixed() -> None:
     """What keeps streams from riding may be that such steps would not be right."""
     busy = engine(decoding=2)
     busy.flashmoa.no_rides = "hidden states are returned"
@@ -239,7 +227,7 @@ def test_nothing_decodes_in_a_forward_of_streams_although_the_operator_lets_sgla
     assert busy.is_mixed_chunk
 
 
-def test_all_is_as_before_if_no_batch_can_be_built() -> None:
+def test_a_failed_build_restores_everything() -> None:
     busy = engine(decoding=2, full=True)
     busy.open_stream("a", 2500)
     busy.waiting_queue = [request(10, 5)]
@@ -251,14 +239,14 @@ def test_all_is_as_before_if_no_batch_can_be_built() -> None:
         next_prefill_batch(fail, busy)
     assert len(busy.waiting_queue) == 1 and busy.running.batch_is_full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams and busy.flashmoa.streams.can_prefill_more()
+    assert not busy.flashmoa.only_streams and busy.streams.can_prefill_more()
 
 
 @pytest.mark.parametrize(
     ("late", "overlap", "is_first"),
     [("", True, False), ("", True, True), ("", False, True), ("of the test", True, False)],
 )
-def test_kv_is_published_and_pinned_once_its_forward_is_launched_or_with_its_results(
+def test_kv_is_published_once_early_or_late(
     monkeypatch: pytest.MonkeyPatch, late: str, overlap: bool, is_first: bool
 ) -> None:
     published: list[Any] = []
@@ -293,9 +281,20 @@ def test_kv_is_published_and_pinned_once_its_forward_is_launched_or_with_its_res
     assert len(published) == is_early
 
 
-def test_a_request_that_has_lost_its_kv_since_its_launch_is_not_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_that_ends_early_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RELEASE, "publish", lambda *_: None)
+    monkeypatch.setattr(apply, "pin_published", lambda *_: Pin(None, None))
+    idle = engine()
+    idle.flashmoa.late_kv = ""
+    for stream in "ab":
+        idle.open_stream(stream, 100)
+    step(idle, Build(takes=lambda _: True))
+    idle.streams.end("a")
+    step(idle)
+    assert "a" not in idle.flashmoa.pins and "b" in idle.flashmoa.pins
+
+
+def test_retracted_requests_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[Any] = []
     monkeypatch.setattr(RELEASE, "publish", lambda _, req: published.append(req))
     monkeypatch.setattr(apply, "is_shareable", lambda _: True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flashmoa_sglang.scheduler import shared_prefill
 from flashmoa_sglang.scheduler.request import RequestState
-from flashmoa_sglang.scheduler.shared_prefill import WORTH_WAITING, BatchTree, SharedPrefill
+from flashmoa_sglang.scheduler.shared_prefill import FEWEST_SHARED, BatchTree, SharedPrefill
 from flashmoa_sglang.sglang.releases import RELEASE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_a_batch_knows_each_page_that_it_computes(sequences: list[Prefix], page:
 def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int) -> None:
     """A request that waits finds tokens cached a step later."""
     # Each token is repeated, so that waiting is worth it for all shared tokens.
-    waiting = [tuple(t for t in tokens for _ in range(WORTH_WAITING)) for tokens in requests]
+    waiting = [tuple(t for t in tokens for _ in range(FEWEST_SHARED)) for tokens in requests]
     unique = set[Prefix]().union(*(pages(tokens, page) for tokens in waiting))
     cached: set[Prefix] = set()
     computed = 0
@@ -63,7 +63,7 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
             start = shared_pages(tokens, cached, page)
             rest = np.array(tokens[start:], dtype=np.int64)
             anchor = tokens[:start]
-            if turn.match(anchor, rest) >= WORTH_WAITING:
+            if turn.match(anchor, rest) >= FEWEST_SHARED:
                 held.append(tokens)
                 continue
             turn.add(anchor, rest)
@@ -75,7 +75,7 @@ def test_levels_compute_each_unique_page_once(requests: list[Prefix], page: int)
     assert computed == len(unique)
 
 
-def test_requests_with_different_anchors_share_nothing() -> None:
+def test_other_anchors_share_nothing() -> None:
     turn = BatchTree(1)
     tokens = np.arange(100, dtype=np.int64)
     turn.add(("node", "salt"), tokens)
@@ -114,11 +114,11 @@ def joins(batch: SharedPrefill, taken: list[Request], req: Request) -> bool:
     return taken[-1:] == [req]
 
 
-def test_a_request_waits_once_for_what_another_of_the_batch_computes(batch: SharedPrefill) -> None:
+def test_a_request_waits_once(batch: SharedPrefill) -> None:
     taken: list[Request] = []
     assert joins(batch, taken, Request(0, 1000))
     # So few shared tokens are computed again at once.
-    assert joins(batch, taken, Request(0, WORTH_WAITING))
+    assert joins(batch, taken, Request(0, FEWEST_SHARED))
     waits = Request(0, 800)
     assert not joins(batch, taken, waits)
     # The wait did not help.
@@ -126,7 +126,7 @@ def test_a_request_waits_once_for_what_another_of_the_batch_computes(batch: Shar
 
 
 @pytest.mark.parametrize(("waited_from", "prefix", "avoided"), [(500, 700, 200), (500, 100, 0)])
-def test_what_is_cached_after_a_wait_is_saved_but_for_what_was_evicted_meanwhile(
+def test_savings_exclude_evicted_tokens(
     batch: SharedPrefill, waited_from: int, prefix: int, avoided: int
 ) -> None:
     req = Request(prefix, 1000)

@@ -23,9 +23,7 @@ def info(**fields: Any) -> Any:
 
 
 @given(rows=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=4))
-def test_a_token_can_be_sampled_of_any_row_and_other_rows_stay_as_they_are(
-    rows: list[list[float]],
-) -> None:
+def test_any_row_can_be_sampled(rows: list[list[float]]) -> None:
     torch = pytest.importorskip("torch")
     kept = logits.keep_finite(lambda _, x, __: x, None, torch.tensor(rows), info(grammars=["a"]))
     for row, now in zip(rows, kept, strict=True):
@@ -49,9 +47,7 @@ def test_a_token_can_be_sampled_of_any_row_and_other_rows_stay_as_they_are(
     ],
     ids=str,
 )
-def test_only_logits_that_a_request_changes_are_looked_at(
-    fields: dict[str, Any], is_looked_at: bool
-) -> None:
+def test_only_changed_logits_are_bounded(fields: dict[str, Any], is_looked_at: bool) -> None:
     torch = pytest.importorskip("torch")
     given = torch.full((1, 3), -inf)
     kept = logits.keep_finite(lambda _, x, __: x, None, given, info(**fields))

@@ -8,9 +8,9 @@ from math import inf
 import pytest
 from flashmoa_sglang.costs import FEWEST_RIDING, STEP_SIZES, UNMEASURED, Costs
 from flashmoa_sglang.scheduler.plan import (
-    FILLS,
     Budget,
     Growth,
+    Rank,
     Step,
     StepView,
     choose_increments,
@@ -37,13 +37,13 @@ def growing(draw: st.DrawFn) -> tuple[int, list[Growth]]:
         prefilled=st.integers(0, 50).map(lambda pages: pages * page),
         new=st.integers(1, 40).map(lambda pages: pages * page),
         ended=st.booleans(),
-        rank=st.integers(0, FILLS),
+        rank=st.sampled_from(Rank),
     )
     return page, draw(st.lists(stream, max_size=8))
 
 
 @given(growing=growing(), tokens=st.integers(0, 600), open_streams=st.integers(0, 500))
-def test_increments_are_whole_pages_of_due_streams_and_then_of_the_oldest(
+def test_increments_are_pages_in_rank_order(
     growing: tuple[int, list[Growth]], tokens: int, open_streams: int
 ) -> None:
     page, streams = growing
@@ -77,17 +77,8 @@ def test_increments_are_whole_pages_of_due_streams_and_then_of_the_oldest(
             assert not sizes or order(position) > order([*sizes][-1]) or not is_worth(stream, most)
 
 
-def test_without_room_for_all_one_stream_is_completed_after_the_other() -> None:
-    streams = [Growth(0, 50), Growth(900, 20), Growth(0, 400, rank=FILLS), Growth(0, 300)]
-    assert choose_increments(streams, 120, 16, 1) == [(0, 50), (1, 920), (3, 50)]
-    streams[3].rank = -1
-    assert choose_increments(streams, 320, 16, 1) == [(3, 300), (0, 20)]
-
-
 @given(costs=any_costs(), longest=st.floats(1.01, 5), decodes=st.integers(1, 700))
-def test_a_step_grows_by_blocks_from_the_cheapest_to_the_longest_that_is_allowed(
-    costs: Costs, longest: float, decodes: int
-) -> None:
+def test_budgets_have_all_allowed_sizes(costs: Costs, longest: float, decodes: int) -> None:
     budget = Budget.of(costs, longest, decodes)
     if decodes > 8:
         decodes = -(-decodes // 8) * 8
@@ -108,7 +99,7 @@ def test_a_step_grows_by_blocks_from_the_cheapest_to_the_longest_that_is_allowed
         assert added[budget.cheap] / (budget.cheap - decodes) == cheapest
 
 
-def test_streams_ride_where_that_saves_a_seventh_of_their_time() -> None:
+def test_streams_ride_where_that_saves_a_seventh() -> None:
     """These are the costs of SmolLM2 on a CPU core, where 512 tokens take 1.15 s."""
     alone = ((1, 0.077), (16, 0.135), (64, 0.216), (128, 0.34), (256, 0.572), (512, 1.15))
     one = ((1, 0, 0.068), (1, 31, 0.153), (1, 63, 0.208), (1, 127, 0.323), (1, 255, 0.576))
@@ -126,7 +117,7 @@ def test_streams_ride_where_that_saves_a_seventh_of_their_time() -> None:
 
 
 @given(costs=any_costs())
-def test_a_forward_of_streams_alone_is_the_smallest_that_is_efficient(costs: Costs) -> None:
+def test_own_forwards_are_the_smallest_efficient(costs: Costs) -> None:
     size, most = Budget.of(costs, 2.0, 1).alone, 1.1 * costs.per_token_at_best
     assert size in [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     assert size == 8192 or costs.prefill(size) <= most * size
@@ -203,7 +194,7 @@ def test_decodes_are_no_tokens_of_streams() -> None:
         ({"limit": 0.015}, 10_000, 0),
     ],
 )
-def test_streams_get_a_seventeenth_of_the_time_where_mixing_costs_too_much(
+def test_streams_get_a_seventeenth_of_the_time(
     given: dict[str, int], steps: int, size: int
 ) -> None:
     costs = Costs(((1, 0.0051), (8192, 0.8242)), 0.01, ((8, 0, 0.01), (8, 56, 0.05)))
@@ -244,13 +235,13 @@ def test_prompts_of_clients_come_before_streams(
     assert (step.mixed, step.streams) == (mixed, streams)
 
 
-def test_prompts_are_mixed_within_the_limit_also_before_costs_are_measured() -> None:
+def test_unmeasured_costs_respect_the_limit() -> None:
     waiting = replace(BUSY, prompts=1000)
     assert plan(waiting, UNMEASURED, 2.0).mixed == 126
     assert not plan(replace(waiting, limit=0.01), UNMEASURED, 2.0).mixed
 
 
-def test_prompts_are_not_mixed_where_that_takes_much_longer() -> None:
+def test_prompts_are_not_mixed_if_that_is_slow() -> None:
     """A large forward computes 800 tokens in the time of a step of 120."""
     fast = Costs(((1, 0.01), (8192, 0.1)), 0.01, ((8, 0, 0.01), (8, 120, 0.011)))
     assert plan(BUSY, fast, 2.0).mixed
@@ -261,7 +252,7 @@ def test_prompts_are_not_mixed_where_that_takes_much_longer() -> None:
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_without_decodes_streams_have_forwards_of_their_own(*, queued: bool) -> None:
+def test_idle_steps_prefill_streams_alone(*, queued: bool) -> None:
     idle = StepView(waiting=5000, queued=queued)
     assert plan(idle, COSTS, 2.0) == Step(streams=512, only_streams=True)
     assert plan(replace(idle, page=1024), COSTS, 2.0).streams == 1024
@@ -287,9 +278,7 @@ def test_without_decodes_streams_have_forwards_of_their_own(*, queued: bool) -> 
         ({"leading": 0, "waiting": 0}, 10_000, 0),
     ],
 )
-def test_where_nothing_can_be_mixed_decodes_wait_for_streams_now_and_then(
-    given: dict[str, int], steps: int, size: int
-) -> None:
+def test_decodes_wait_for_unmixed_streams(given: dict[str, int], steps: int, size: int) -> None:
     view = replace(replace(BUSY, mixes=False), **given)
     for done in (0, steps - 1):
         assert plan(replace(view, steps=done), COSTS, 2.0) == Step(builds=False)
@@ -320,7 +309,7 @@ def test_nothing_is_prefilled_while_prefills_wait() -> None:
         chunk=st.none() | st.integers(64, 8192),
     ),
 )
-def test_no_step_with_decodes_is_longer_than_it_may_be(costs: Costs, view: StepView) -> None:
+def test_no_mixed_step_is_too_long(costs: Costs, view: StepView) -> None:
     step = plan(view, costs, 2.0)
     assert step.streams >= 0
     if not step.mixed:

@@ -21,15 +21,19 @@ from tests.unit.plugin.scheduler.fake_scheduler import (
 pytestmark = pytest.mark.usefixtures("fake_release")
 
 
-def test_streams_ride_along_with_decodes() -> None:
-    busy = engine(decoding=2)
+@pytest.mark.parametrize("full", [False, True])
+def test_streams_ride_before_waiting_requests(*, full: bool) -> None:
+    busy = engine(decoding=2, full=full)
     busy.open_stream("a", 2500)
-    built = step(busy)
-    assert built.increments() == [62]
-    assert built.settings["chunk"] == 64 and built.settings["rows"] == 16
-    assert built.settings["mixed"] and not built.settings["full"]
+    newcomer, waiting = request(7, 5), [request(10, 5), request(20, 5)] if full else []
+    busy.waiting_queue = [*waiting]
+    built = step(busy, Build(takes=is_increment, newcomers=[newcomer]))
+    assert built.clients() == [] and built.increments() == [62]
+    settings = {"mixed": True, "chunk": 64, "full": False, "logprobs": False, "rows": 16}
+    assert built.settings == settings
+    assert busy.waiting_queue == [*waiting, newcomer] and busy.running.batch_is_full == full
     assert busy.chunked_prefill_size == 8192 and not busy.is_mixed_chunk
-    assert not busy.flashmoa.only_streams
+    assert busy.flashmoa.rode_along == 62 and not busy.flashmoa.only_streams
 
 
 FINAL = request(40, 5, stream="b", final=True)
@@ -62,7 +66,7 @@ def test_streams_and_prompts_ride_as_the_engine_allows(
     assert built.clients() == [FINAL] and built.settings["mixed"] == mixed
 
 
-def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ride() -> None:
+def test_known_text_fills_rides() -> None:
     busy = engine(decoding=2)
     busy.open_stream("resting", 5000, grows=False)
     assert not step(busy).queues
@@ -70,7 +74,7 @@ def test_what_is_known_of_other_prompts_fills_what_those_that_grow_leave_of_a_ri
     assert step(busy).increments() == [40, 22]
 
 
-def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_ordered() -> None:
+def test_larger_jobs_only_fill_rides_with_sjf() -> None:
     busy = engine(decoding=2, full=True)
     busy.flashmoa.options = replace(busy.flashmoa.options, schedule="sjf")
     busy.open_stream("large", 2500, output=100)
@@ -78,13 +82,13 @@ def test_streams_of_larger_jobs_than_one_that_waits_only_fill_rides_if_jobs_are_
     assert not step(busy).increments()
     busy.open_stream("small", 40, output=1, ended=True)
     assert step(busy).increments() == [40, 22]
-    busy.flashmoa.streams.end("small")
+    busy.streams.end("small")
     busy.waiting_queue = []
     assert step(busy).increments() == [62]
     assert waiting
 
 
-def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
+def test_many_streams_get_large_increments() -> None:
     busy = engine(decoding=2)
     for number in range(299):
         busy.open_stream(f"{number}", 20)
@@ -99,7 +103,7 @@ def test_many_streams_ride_in_few_steps_with_large_increments() -> None:
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins: bool) -> None:
+def test_streams_ride_with_log_probabilities(*, joins: bool) -> None:
     """SGLang would mix nothing with them, and is told of them again afterwards."""
     busy = engine(decoding=2)
     busy.open_stream("a", 2500)
@@ -109,27 +113,7 @@ def test_streams_ride_along_with_decodes_that_return_log_probabilities(*, joins:
     assert not built.settings["logprobs"] and busy.running.return_logprob
 
 
-def test_streams_ride_although_no_more_requests_may_run() -> None:
-    busy = engine(decoding=2, full=True)
-    busy.open_stream("a", 2500)
-    busy.waiting_queue = waiting = [request(10, 5), request(20, 5)]
-    built = step(busy, Build(takes=is_increment))
-    assert built.clients() == [] and built.increments() == [62]
-    assert not built.settings["full"] and built.settings["rows"] == 16
-    assert busy.waiting_queue == waiting and busy.running.batch_is_full
-    assert busy.flashmoa.rode_along == 62
-
-
-def test_requests_that_come_while_streams_ride_are_queued_last() -> None:
-    busy = engine(decoding=2, full=True)
-    busy.open_stream("a", 2500)
-    waiting, newcomer = request(10, 5), request(7, 5)
-    busy.waiting_queue = [waiting]
-    step(busy, Build(newcomers=[newcomer]))
-    assert busy.waiting_queue == [waiting, newcomer]
-
-
-def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
+def test_prompts_ride_while_there_are_streams() -> None:
     busy = engine(decoding=2)
     final = request(40, 5, stream="a", final=True)
     for waiting in ([final], [request(400, 5, stream="a", final=True)], [final, request(20, 5)]):
@@ -144,7 +128,7 @@ def test_prompts_ride_along_with_decodes_while_there_are_streams() -> None:
     assert step(busy).settings["mixed"]
 
 
-def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
+def test_the_rest_of_a_chunked_prompt_rides() -> None:
     busy = engine(decoding=2, full=True)
     busy.open_stream("a", 5)
     busy.waiting_queue = [request(7000, 5)]
@@ -159,7 +143,7 @@ def test_the_rest_of_a_prompt_that_is_cut_into_chunks_rides() -> None:
     }
 
 
-def test_a_prompt_rides_only_while_its_rest_fits_the_pool_whatever_the_decodes_take() -> None:
+def test_a_prompt_rides_while_its_rest_fits() -> None:
     """SGLang retracts no decode in a step that prefills something."""
     busy = engine(decoding=4)
     busy.open_stream("a", 5)
@@ -201,7 +185,7 @@ def test_prompts_are_not_cut_where_sglang_cannot(
 
 
 @pytest.mark.parametrize("decoding", [0, 2])
-def test_streams_do_not_wait_for_the_grammar_of_a_request(decoding: int) -> None:
+def test_streams_do_not_wait_for_a_grammar(decoding: int) -> None:
     """The request joins no batch for streams, as nobody knows whether it can be mixed."""
     busy = engine(decoding=decoding)
     busy.open_stream("a", 2500)
@@ -215,14 +199,14 @@ def test_streams_do_not_wait_for_the_grammar_of_a_request(decoding: int) -> None
     assert busy.waiting_queue == [compiled]
 
 
-def test_a_request_that_waits_for_its_grammar_joins_the_queue_without_a_batch() -> None:
+def test_a_compiled_grammar_joins_without_a_batch() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.grammar_manager.ready = [compiled] = [request(400, 5)]
     assert not step(busy).queues and busy.waiting_queue == [compiled]
 
 
-def test_a_prompt_that_is_cut_into_chunks_takes_one_of_the_places() -> None:
+def test_a_chunked_prompt_takes_a_place() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 5)
     busy.max_running_requests = 3
@@ -240,7 +224,7 @@ def test_streams_take_what_prompts_leave_of_a_ride() -> None:
     assert step(busy).increments() == [116]
 
 
-def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
+def test_rides_leave_pages_for_decodes() -> None:
     busy = engine(decoding=2)
     busy.open_stream("a", 2500)
     kept: list[bool] = []
@@ -273,7 +257,7 @@ def test_a_step_with_rides_leaves_pages_for_the_decodes() -> None:
         ("10.2,5=50", (5, 5), 62),
     ],
 )
-def test_no_step_is_longer_than_the_strictest_limit_of_those_that_decode(
+def test_the_strictest_running_limit_counts(
     limits: str, priorities: tuple[int | None, ...], rides: int
 ) -> None:
     busy = engine(decoding=2)
@@ -288,7 +272,7 @@ def test_no_step_is_longer_than_the_strictest_limit_of_those_that_decode(
     assert bool(ridden) == bool(rides)
 
 
-def test_fewer_tokens_ride_where_the_context_makes_them_dear() -> None:
+def test_long_contexts_shrink_rides() -> None:
     """The step without them takes longer, too, but by less than they add."""
 
     def ridden(per_pair: float) -> int:
@@ -298,7 +282,7 @@ def test_fewer_tokens_ride_where_the_context_makes_them_dear() -> None:
         for req in busy.running.reqs:
             req.priority = None
         busy.open_stream("a", 25_000)
-        busy.flashmoa.streams._open["a"].prefilled = 20_000
+        busy.streams._open["a"].prefilled = 20_000
         built = step(busy)
         return max(built.increments(), default=20_000) - 20_000 if built.queues else 0
 

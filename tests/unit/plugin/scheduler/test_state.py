@@ -18,7 +18,7 @@ from flashmoa_sglang.messages import (
 )
 from flashmoa_sglang.moe import asyncep
 from flashmoa_sglang.moe.saturation import LayerTimes
-from flashmoa_sglang.scheduler import results, state
+from flashmoa_sglang.scheduler import results, state, timer
 from flashmoa_sglang.scheduler.pins import Pin
 from flashmoa_sglang.sglang.options import Options
 
@@ -56,26 +56,22 @@ def prefill(output: int = 0, **mark: Any) -> Any:
     return req
 
 
-def test_of_an_increment_only_its_progress_is_sent(
-    scheduler: FakeScheduler, streamer: Streamer
-) -> None:
+def test_increments_send_only_progress(scheduler: FakeScheduler, streamer: Streamer) -> None:
     scheduler.open_stream("a", 100)
     scheduler.sent.clear()
-    (increment,) = scheduler.flashmoa.streams.make(1000, 1000, 16)
-    scheduler.flashmoa.streams.settle(increment)
+    (increment,) = scheduler.streams.make(1000, 1000, 16)
+    scheduler.streams.settle(increment)
     chat = request(20, 5)
     send(streamer, [chat, increment], return_logprob=True)
     assert streamer.sent == [([chat], True, "detokenizer")]
     assert scheduler.sent == [StreamProgress((("a", 100, 100, 0.0),))]
-    assert not scheduler.flashmoa.streams.can_prefill_more()
+    assert not scheduler.streams.can_prefill_more()
     streamer.sent.clear()
     send(streamer, [increment])
     assert streamer.sent == []
 
 
-def test_the_end_of_a_request_that_sglang_hands_over_twice_is_noted_once(
-    scheduler: FakeScheduler, streamer: Streamer
-) -> None:
+def test_an_end_is_noted_once(scheduler: FakeScheduler, streamer: Streamer) -> None:
     """As SGLang does under the overlap schedule; it sends only the first."""
     scheduler.flashmoa.options = Options(hold_tool_calls=60)
     req = request(20, 5, 5, stream="a", final=True)
@@ -83,15 +79,13 @@ def test_the_end_of_a_request_that_sglang_hands_over_twice_is_noted_once(
     send(streamer, [req])
     req.finished_output = True
     send(streamer, [req])
-    assert scheduler.flashmoa.streams.returning_tokens() == 25
+    assert scheduler.streams.returning_tokens() == 25
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0, 0), (60, 256)])
-def test_only_the_last_requests_that_have_ended_are_kept_and_none_if_no_prompt_is_held(
-    scheduler: FakeScheduler, seconds: float, kept: int
-) -> None:
+def test_returning_agents_are_limited(scheduler: FakeScheduler, seconds: float, kept: int) -> None:
     scheduler.flashmoa.options = Options(hold_tool_calls=seconds)
-    streams = scheduler.flashmoa.streams
+    streams = scheduler.streams
 
     def end(rid: str, reason: str = "stop") -> None:
         req = request(20, 5, 5, stream="a", final=True)
@@ -133,7 +127,7 @@ def test_answers_without_text_pass_the_detokenizer(
     assert streamer.sent == [([], False, "detokenizer")]
 
 
-def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
+def test_a_pairs_prefill_engine_samples_a_token(
     scheduler: FakeScheduler, streamer: Streamer
 ) -> None:
     sampled = prefill(output=1)
@@ -151,7 +145,7 @@ def test_a_prefill_engine_of_a_pair_samples_a_token_of_answers_without_text(
     [(True, SimpleNamespace(flashmoa=1)), (False, SimpleNamespace(flashmoa=1)), (True, None)],
     ids=["prefill", "decode", "plugin off"],
 )
-def test_increments_go_no_further_than_their_forward(prefills: bool, tree: object) -> None:
+def test_increments_end_with_their_forward(prefills: bool, tree: object) -> None:
     """Where the plugin is off, such a mark is a client's, whose request goes on."""
     first, increment, second, done = (
         request(10, 5),
@@ -191,7 +185,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(state, "time", clock)
+    monkeypatch.setattr(timer, "time", clock)
     # It would import SGLang.
     monkeypatch.setattr(asyncep, "own_offloader", lambda: None)
     return clock
@@ -225,7 +219,7 @@ class Device:
             self.clock.now += self.launching
             return SimpleNamespace(copy_done=Event(self.clock, self.free_at))
 
-        return state.run_batch(launch, self.scheduler, batch)
+        return results.run_batch(launch, self.scheduler, batch)
 
     def process(self, batch: Any, result: Any, output: float = 2.0) -> None:
         """Process a result, which takes so many milliseconds after the forward's end."""
@@ -236,7 +230,7 @@ class Device:
             self.clock.now += output
             scheduler.flashmoa.timer.stop(batch.reqs)
 
-        state.process_result(work, self.scheduler, batch, result)
+        results.process_result(work, self.scheduler, batch, result)
 
 
 @pytest.fixture
@@ -273,9 +267,7 @@ def told(scheduler: FakeScheduler) -> list[tuple[int, ...]]:
     return [(*forward[:4], round(1000 * forward.seconds)) for forward in report.forwards]
 
 
-def test_forwards_take_from_result_to_result_while_others_are_launched(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_forwards_take_from_result_to_result(scheduler: FakeScheduler, device: Device) -> None:
     batches = [
         (decodes(100, 200), 10),
         (prefills((0, 50), (100, 20)), 15),
@@ -300,9 +292,7 @@ def test_forwards_take_from_result_to_result_while_others_are_launched(
     assert scheduler.flashmoa.timer.seconds == pytest.approx(0.02)
 
 
-def test_the_time_in_which_nothing_runs_counts_for_no_forward(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_idle_time_counts_for_no_forward(scheduler: FakeScheduler, device: Device) -> None:
     for timed in (False, True):
         device.clock.now += 500
         batch = prefills((0, 40), timed=timed)
@@ -310,9 +300,7 @@ def test_the_time_in_which_nothing_runs_counts_for_no_forward(
     assert told(scheduler) == [(0, 0, 40, 0, 20)] * 2
 
 
-def test_a_forward_of_which_nobody_knows_when_it_began_is_not_told(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_a_forward_of_unknown_start_is_not_told(scheduler: FakeScheduler, device: Device) -> None:
     """The scheduler looked late at the result before it, but not at its own."""
     first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
     results = [device.run(first, 10), device.run(second, 10)]
@@ -323,9 +311,7 @@ def test_a_forward_of_which_nobody_knows_when_it_began_is_not_told(
     assert [forward[1] for forward in told(scheduler)] == [100, 0]
 
 
-def test_a_scheduler_that_is_always_late_tells_how_long_its_steps_take(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_a_late_scheduler_tells_its_steps(scheduler: FakeScheduler, device: Device) -> None:
     first, second, last = decodes(100), decodes(101), prefills((0, 40), timed=True)
     results = [device.run(first, 1), device.run(second, 1)]
     device.clock.now += 13
@@ -336,9 +322,7 @@ def test_a_scheduler_that_is_always_late_tells_how_long_its_steps_take(
     assert [forward[-1] for forward in told(scheduler)][:2] == [15, 10]
 
 
-def test_a_cpu_has_computed_a_forward_when_it_is_launched(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_a_cpu_computes_while_it_launches(scheduler: FakeScheduler, device: Device) -> None:
     device.launching = 30
     batches = [decodes(100), prefills((0, 40), timed=True)]
     results = [device.run(batch, 0) for batch in batches]
@@ -348,9 +332,7 @@ def test_a_cpu_has_computed_a_forward_when_it_is_launched(
     assert [forward[-1] for forward in told(scheduler)] == [30, 30]
 
 
-def test_a_forward_without_overlap_takes_from_its_launch_to_its_result(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_without_overlap_a_launch_begins_it(scheduler: FakeScheduler, device: Device) -> None:
     batch = prefills((0, 40), timed=True)
     result = device.run(batch, 20)
     result.copy_done = None
@@ -358,7 +340,7 @@ def test_a_forward_without_overlap_takes_from_its_launch_to_its_result(
     assert told(scheduler) == [(0, 0, 40, 0, 20)]
 
 
-def test_pipeline_stages_tell_of_a_forward_if_no_other_one_runs(
+def test_pipeline_stages_tell_lone_forwards(
     scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They make new results, and others' microbatches are between two of them."""
@@ -372,23 +354,19 @@ def test_pipeline_stages_tell_of_a_forward_if_no_other_one_runs(
     assert [forward[1] for forward in told(scheduler)] == [100, 0]
 
 
-def test_forwards_whose_time_says_nothing_of_others_are_not_described(
-    scheduler: FakeScheduler,
-) -> None:
+def test_atypical_forwards_are_not_described(scheduler: FakeScheduler) -> None:
     nothing = (0, 0, 0, 0, 0.0)
     # Of many short prompts, each takes as long as all their tokens.
-    assert state._describe(scheduler, prefills((0, 1), (0, 1))) == nothing
-    assert state._describe(scheduler, prefills((0, 1)))[2] == 1
+    assert timer.describe(scheduler, prefills((0, 1), (0, 1))) == nothing
+    assert timer.describe(scheduler, prefills((0, 1)))[2] == 1
     held_up = decodes(100)
     held_up.is_extend_in_batch = scheduler.require_mlp_sync = True
-    assert state._describe(scheduler, held_up) == nothing
+    assert timer.describe(scheduler, held_up) == nothing
     idle = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False)
-    assert state._describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
+    assert timer.describe(scheduler, SimpleNamespace(forward_mode=idle, reqs=[])) == nothing
 
 
-def test_no_times_are_told_once_the_costs_are_known(
-    scheduler: FakeScheduler, device: Device
-) -> None:
+def test_known_costs_need_no_times(scheduler: FakeScheduler, device: Device) -> None:
     scheduler.flashmoa.costs = COSTS
     for batch in (decodes(100), prefills((0, 40), timed=True)):
         device.process(batch, device.run(batch, 10))
@@ -396,7 +374,7 @@ def test_no_times_are_told_once_the_costs_are_known(
     assert scheduler.flashmoa.timer.seconds == pytest.approx(0.01)
 
 
-def test_the_layers_of_a_timed_forward_are_told_with_it(
+def test_layers_of_a_timed_forward_are_told(
     scheduler: FakeScheduler, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -454,20 +432,19 @@ def mixed(*decodes: Decode, speculative: bool = False) -> Any:
     return batch
 
 
-def test_decodes_of_a_mixed_forward_have_log_probabilities_of_their_output_alone() -> None:
+def test_mixed_decodes_return_output_logprobs() -> None:
     batch = mixed(Decode(), Decode(return_logprob=True))
     assert batch.return_logprob and batch.extend_logprob_start_lens == [30, 1, 1]
     assert not mixed(Decode(), Decode()).return_logprob
 
 
-def test_decodes_of_a_mixed_forward_are_computed_at_the_end_of_their_sequences() -> None:
-    """Also of those that were in the forward before, whose last token is not known yet."""
-    batch = mixed(Decode(result=False, prompt=20), Decode(result=True, prompt=60))
-    assert batch.prefix_lens == [70, 24, 64]
-
-
-def test_the_positions_of_speculative_decoding_are_left_to_sglang() -> None:
-    assert mixed(Decode(result=False), speculative=True).prefix_lens == [70, 44]
+@pytest.mark.parametrize(
+    ("speculative", "positions"), [(False, [70, 24, 64]), (True, [70, 24, 65])]
+)
+def test_mixed_decodes_are_at_their_ends(*, speculative: bool, positions: list[int]) -> None:
+    """Also if the last token is not known yet. Speculative decoding is left to SGLang."""
+    first, second = Decode(result=False, prompt=20), Decode(result=True, prompt=60)
+    assert mixed(first, second, speculative=speculative).prefix_lens == positions
 
 
 @pytest.fixture
@@ -483,7 +460,7 @@ def receive(scheduler: Any, message: Any) -> None:
     scheduler._request_dispatcher._mapping[type(message)](message)
 
 
-def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeScheduler) -> None:
+def test_a_final_request_ends_increments(attached: FakeScheduler) -> None:
     for stream in "ab":
         attached.open_stream(stream, 50)
     custom = RequestMark("a", final=True).to_custom_params()
@@ -491,47 +468,38 @@ def test_a_final_request_ends_the_increments_of_its_stream(attached: FakeSchedul
     handled: list[Any] = []
     state.handle_request(lambda _, message: handled.append(message), attached, final)
     assert handled == [final]
-    assert attached.flashmoa.streams.leading_tokens(None)[0] == 50
-
-
-def test_costs_include_steps_in_which_tokens_ride(attached: FakeScheduler) -> None:
-    mixed = ((1, 0, 0.01), (1, 64, 0.02))
-    receive(attached, MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01, mixed)))
-    assert attached.flashmoa.costs.added(1, 64) == pytest.approx(0.01)
-    assert attached.flashmoa.saturation_gate is None
-
-
-def test_prefills_may_wait_for_saturation_before_costs_are_known(attached: FakeScheduler) -> None:
-    receive(attached, MeasuredCosts(None, waits_for=500))
-    assert attached.flashmoa.costs is UNMEASURED
-    assert attached.flashmoa.saturation_gate is not None
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_no_rank_of_those_that_step_together_waits_for_saturation(
-    attached: FakeScheduler, together: bool
-) -> None:
-    attached.require_mlp_sync = together
-    measured = MeasuredCosts(Costs(((1, 0.01), (1001, 0.11)), 0.01), waits_for=500)
-    receive(attached, measured)
-    gate = attached.flashmoa.saturation_gate
-    assert (gate is None) == together
-    assert gate is None or gate.tokens == 500
+    assert attached.streams.leading_tokens(None)[0] == 50
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_streams_are_prefilled_again_after_the_cache_is_flushed(
-    attached: FakeScheduler, flushed: bool
-) -> None:
+def test_flushed_streams_are_prefilled_again(attached: FakeScheduler, flushed: bool) -> None:
     attached.open_stream("a", 50)
-    for increment in attached.flashmoa.streams.make(100, 100, 16):
+    for increment in attached.streams.make(100, 100, 16):
         attached.flashmoa.pins.replace("a", Pin(None, None))
-        attached.flashmoa.streams.settle(increment)
+        attached.streams.settle(increment)
     assert state.flush_cache(lambda _: flushed, attached) is flushed
     assert len(attached.flashmoa.pins) == (0 if flushed else 1)
-    assert attached.flashmoa.streams.can_prefill_more() == flushed
+    assert attached.streams.can_prefill_more() == flushed
     # The tree was reset, with its locks.
     assert attached.tree_cache.free == 50_000
+
+
+@pytest.mark.parametrize("costs", [None, COSTS])
+@pytest.mark.parametrize(
+    ("waits_for", "together", "tokens"), [(None, False, None), (500, False, 500), (500, True, None)]
+)
+def test_measured_costs_and_saturation_are_used(
+    attached: FakeScheduler,
+    costs: Costs | None,
+    waits_for: int | None,
+    together: bool,
+    tokens: int | None,
+) -> None:
+    """No rank of those that step together waits on its own."""
+    attached.require_mlp_sync = together
+    receive(attached, MeasuredCosts(costs, waits_for))
+    assert attached.flashmoa.costs is (costs or UNMEASURED)
+    assert getattr(attached.flashmoa.saturation_gate, "tokens", None) == tokens
 
 
 class ReqToTokenPool:
@@ -544,19 +512,15 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
 
 @pytest.mark.parametrize(("table", "rows"), [(ReqToTokenPool, 64 + 16), (HybridReqToTokenPool, 64)])
-def test_the_table_of_requests_has_rows_for_increments(
-    table: type[ReqToTokenPool], rows: int
-) -> None:
+def test_the_table_has_rows_for_increments(table: type[ReqToTokenPool], rows: int) -> None:
     pool = table.__new__(table)
     state.add_rows(ReqToTokenPool.__init__, pool, 64, dtype="int32")
     assert (pool.size, pool.dtype) == (rows, "int32")
-
-
-def test_the_buffers_of_forwards_are_as_large_as_that_table() -> None:
+    # The buffers of forwards are as large as the usual table.
     assert state.largest_batch(lambda *_: 64, "runner") == 64 + 16
 
 
-def test_counts_are_reported_by_how_much_they_have_grown(attached: FakeScheduler) -> None:
+def test_counts_are_reported_by_their_growth(attached: FakeScheduler) -> None:
     own = attached.flashmoa
     own.report_counts(attached)
     assert attached.sent == []

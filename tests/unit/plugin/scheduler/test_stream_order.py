@@ -77,7 +77,7 @@ class Ranks(RuleBasedStateMachine):
             self.open(id_, [], [0, 1] * 10)
 
     def streams(self) -> list[SchedulerStreams]:
-        return [rank.flashmoa.streams for rank in self.ranks]
+        return [rank.streams for rank in self.ranks]
 
     def pages(self, tokens: int) -> int:
         """Return how many of a prompt's first tokens the radix tree keeps."""
@@ -111,7 +111,7 @@ class Ranks(RuleBasedStateMachine):
             return
         self.extend(id_, before, grows=False)
         for rank in self.ranks:
-            rank.flashmoa.streams.open(id_, opening(id_), rank.make_request)
+            rank.streams.open(id_, opening(id_), rank.make_request)
         self.known.setdefault(id_, Known()).opened = True
         self.extend(id_, after, grows=True)
 
@@ -273,8 +273,6 @@ class Ranks(RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("fake_release", "any_increment")
-def test_increments_are_prefixes_that_grow_and_the_same_on_both_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_WORTH_MATCHING", 3)
+def test_ranks_make_the_same_growing_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FEWEST_MATCHED", 3)
     run_state_machine_as_test(Ranks, settings=settings(max_examples=100, stateful_step_count=40))

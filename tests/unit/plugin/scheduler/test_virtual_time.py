@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,6 +13,7 @@ from flashmoa_bench.modelled_gpu.gpu import Forward, Prefills
 from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.sglang.options import Options
 
+from tests.conftest import ROOT
 from tests.unit.plugin.scheduler.virtual_time.engine import (
     TO_CLIENT,
     TO_SCHEDULER,
@@ -33,7 +33,7 @@ from tests.unit.plugin.scheduler.virtual_time.workloads import (
     play,
 )
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results" / "modelled"
+RESULTS = ROOT / "docs" / "results" / "modelled"
 A100_32B = ("a100_sxm", "Qwen/Qwen3-32B")
 H200_32B = ("h200_sxm", "Qwen/Qwen3-32B")
 H200_8B = ("h200_sxm", "Qwen/Qwen3-8B")
@@ -66,9 +66,7 @@ def chains(row: str, apart: float = 0.5) -> Chains:
     ("file", "gpu"),
     [("shared-engine-a100-roomy.json", A100_32B), ("shared-engine-h200.json", H200_8B)],
 )
-def test_stock_engines_take_as_long_as_real_ones_on_the_modelled_gpu(
-    file: str, gpu: tuple[str, str]
-) -> None:
+def test_stock_engines_take_as_long_as_recorded(file: str, gpu: tuple[str, str]) -> None:
     recorded: dict[str, Any] = json.loads((RESULTS / file).read_text("utf-8"))
     apart, compared = recorded["settings"]["apart"], []
     for row in recorded["results"]["rows"]:
@@ -110,7 +108,7 @@ def test_time_is_virtual_and_the_same_each_time() -> None:
         (L40S_8B, chains("8:1200/150:2000/60"), 0.97),
     ],
 )
-def test_linked_chains_are_faster_than_the_best_stock_engine(
+def test_linked_chains_beat_the_best_stock_engine(
     gpu: tuple[str, str], workload: Workload, most: float
 ) -> None:
     """Nobody says how long answers will be; to be told changes nothing."""
@@ -126,9 +124,7 @@ def test_linked_chains_are_faster_than_the_best_stock_engine(
 @pytest.mark.parametrize(
     ("gpu", "most"), [(A100_32B, 0.97), (H200_32B, 0.97), (H200_8B, 1.04), (L40S_8B, 0.96)]
 )
-def test_links_help_while_more_workflows_come_than_the_engine_can_serve(
-    gpu: tuple[str, str], most: float
-) -> None:
+def test_links_help_an_overloaded_engine(gpu: tuple[str, str], most: float) -> None:
     workload = chains("24:1200/150:4000/100", apart=0.02 if gpu == H200_8B else 0.1)
     figures = play(*gpu, workload, linked(told=False))
     assert figures.latency < most * best_of_stock(*gpu, workload).latency
@@ -144,7 +140,7 @@ def test_links_help_while_more_workflows_come_than_the_engine_can_serve(
     ],
 )
 @pytest.mark.parametrize("measured", [True, False])
-def test_streams_get_a_share_of_the_time_beside_any_number_of_decodes(
+def test_streams_get_time_beside_any_decodes(
     gpu: tuple[str, str], decodes: int, *, measured: bool
 ) -> None:
     setting = linked(told=False, running=decodes)
@@ -158,13 +154,13 @@ def test_streams_get_a_share_of_the_time_beside_any_number_of_decodes(
 
 
 @pytest.mark.parametrize("row", ["8:1200/300:8000/100", "16:1200/300:4000/200"])
-def test_links_harm_little_where_mixing_costs_too_much(row: str) -> None:
+def test_links_harm_little_if_mixing_costs_much(row: str) -> None:
     figures = play(*H100_EXPERTS, chains(row, 0.1), linked(told=False))
     assert figures.latency < 1.05 * best_of_stock(*H100_EXPERTS, chains(row, 0.1)).latency
 
 
 @pytest.mark.parametrize("gpu", [A100_32B, H200_32B, L40S_8B])
-def test_a_reader_of_many_answers_begins_soon_after_the_last(gpu: tuple[str, str]) -> None:
+def test_a_reader_begins_soon_after_the_last(gpu: tuple[str, str]) -> None:
     workload = FanIn(4, (200, 250, 150, 300, 350, 180))
     figures, stock = play(*gpu, workload, linked(told=False)), best_of_stock(*gpu, workload)
     assert figures.latency < stock.latency
@@ -172,7 +168,7 @@ def test_a_reader_of_many_answers_begins_soon_after_the_last(gpu: tuple[str, str
 
 
 @pytest.mark.parametrize(("gpu", "p99"), [(A100_32B, 1.01), (H200_32B, 0.65), (L40S_8B, 0.98)])
-def test_a_strangers_tokens_come_as_evenly_as_on_stock(gpu: tuple[str, str], p99: float) -> None:
+def test_strangers_tokens_come_as_evenly(gpu: tuple[str, str], p99: float) -> None:
     """A median step may be a third longer, because tokens ride in it."""
     figures, stock = play(*gpu, Strangers(), linked(told=False)), best_of_stock(*gpu, Strangers())
     assert figures.p99 < p99 * stock.p99
@@ -180,7 +176,7 @@ def test_a_strangers_tokens_come_as_evenly_as_on_stock(gpu: tuple[str, str], p99
     assert figures.latency < stock.latency
 
 
-def test_the_shortest_job_first_shortens_workflows() -> None:
+def test_shortest_job_first_shortens_workflows() -> None:
     workload = Chains(12, KINDS, 0.0)
     for gpu in (H200_32B, H200_8B):
         first, shortest = (
@@ -190,7 +186,7 @@ def test_the_shortest_job_first_shortens_workflows() -> None:
         assert first < 1.02 * best_of_stock(*gpu, workload, running=4).latency
 
 
-def test_without_measured_costs_fixed_sizes_are_nearly_as_good() -> None:
+def test_fixed_sizes_are_nearly_as_good() -> None:
     workload = chains("8:1200/300:8000/100")
     guessed = replace(linked(told=False), costs=UNMEASURED)
     for gpu in (A100_32B, H200_32B, H200_8B):
@@ -199,9 +195,7 @@ def test_without_measured_costs_fixed_sizes_are_nearly_as_good() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "times"), [(A100_32B, 1.2), (H200_32B, 1.4)])
-def test_tokens_of_others_come_within_the_limit_of_the_operator(
-    gpu: tuple[str, str], times: float
-) -> None:
+def test_others_tokens_come_within_the_limit(gpu: tuple[str, str], times: float) -> None:
     limit = times * tables(*gpu).seconds(Forward(decodes=8, context=2000))
     options = Options(intra_turn="off", itl_ms=f"{1000 * limit:.1f}")
     limited = play(*gpu, Strangers(), replace(linked(), options=options))
@@ -209,7 +203,7 @@ def test_tokens_of_others_come_within_the_limit_of_the_operator(
     assert max(limited.between) <= limit < max(unlimited.between)
 
 
-def test_no_queue_grows_because_a_limit_cuts_prompts() -> None:
+def test_a_limit_makes_no_queue_grow() -> None:
     """In blocks that fit this limit, prompts would take three times as long as on stock SGLang."""
     limit = 1.1 * tables(*A100_32B).seconds(Forward(decodes=8, context=1500))
     options = Options(intra_turn="off", itl_ms=f"{1000 * limit:.1f}")
@@ -218,7 +212,7 @@ def test_no_queue_grows_because_a_limit_cuts_prompts() -> None:
     assert limited.latency < 1.1 * best_of_stock(*A100_32B, workload).latency
 
 
-def test_where_nothing_can_be_mixed_readers_begin_sooner() -> None:
+def test_unmixed_readers_begin_sooner() -> None:
     """With EAGLE, for instance: decodes wait for forwards of streams now and then."""
     workload = chains("8:1200/300:8000/100")
     stock = play(*H200_32B, workload, Setting(plugin=False))

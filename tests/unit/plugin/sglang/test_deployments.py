@@ -76,9 +76,7 @@ def engine(pool: type = MHATokenToKVPool, graphs: str = "breakable", **given: An
 @pytest.mark.parametrize(
     "known", [{}, {"graphs": "disabled"}, {PREFILL: "flashinfer"}, {"attention_backend": "triton"}]
 )
-def test_prefill_and_decodes_share_forwards_on_engines_that_are_known(
-    release: Release, known: dict[str, Any]
-) -> None:
+def test_known_engines_mix(release: Release, known: dict[str, Any]) -> None:
     assert release.why_no_rides(engine(**known)) == ""
 
 
@@ -99,23 +97,21 @@ def test_prefill_and_decodes_share_forwards_on_engines_that_are_known(
         ({PREFILL: "aiter"}, "backend aiter"),
     ],
 )
-def test_an_engine_says_why_its_prefill_and_decodes_share_no_forwards(
+def test_engines_say_why_they_do_not_mix(
     release: Release, given: dict[str, Any], reason: str
 ) -> None:
     assert reason in release.why_no_rides(engine(**given))
 
 
 @pytest.mark.parametrize("release", EACH)
-def test_where_the_user_has_sglang_mix_the_two_unknown_pools_and_kernels_do_not_matter(
-    release: Release,
-) -> None:
+def test_mixed_chunk_allows_unknown_pools(release: Release) -> None:
     given: dict[str, Any] = {"pool": DeepSeekV4TokenToKVPool, PREFILL: "aiter"}
     assert release.why_no_rides(engine(is_mixed_chunk=True, **given)) == ""
     assert release.why_no_rides(engine(is_mixed_chunk=True, spec_algorithm=ON, **given))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_models_with_a_state_besides_kv_mix_from_0_5_23_on(mixed: bool) -> None:
+def test_models_with_states_mix_from_0_5_23_on(mixed: bool) -> None:
     hybrid = engine(HybridLinearKVPool, is_hybrid_ssm=True, is_mixed_chunk=mixed)
     assert Release().why_no_rides(hybrid) == ""
     for older in EACH[:-1]:
@@ -137,9 +133,7 @@ def test_newer_releases_refuse_some_more(given: dict[str, Any]) -> None:
 
 
 @with_own_classes
-def test_a_mixed_batch_keeps_the_checkpoints_of_states_as_the_release_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mixed_batches_keep_states_as_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGLang's own batches; no request decodes in this one."""
     torch = pytest.importorskip("torch")
     RELEASE.prepare_import()
@@ -175,7 +169,7 @@ def test_a_mixed_batch_keeps_the_checkpoints_of_states_as_the_release_says(
 
 
 @pytest.mark.parametrize("release", EACH)
-def test_kv_waits_for_its_results_only_where_it_would_be_sent_before(release: Release) -> None:
+def test_kv_waits_for_results_on_prefill_engines(release: Release) -> None:
     assert release.why_late(engine()) == ""
     pair = {"disaggregation_mode": "prefill"}
     assert "PD pair" in release.why_late(engine(**pair))
@@ -183,7 +177,7 @@ def test_kv_waits_for_its_results_only_where_it_would_be_sent_before(release: Re
 
 
 @with_own_classes
-def test_a_mixed_batch_leaves_a_page_for_each_decode() -> None:
+def test_mixed_batches_reserve_pages() -> None:
     """With SGLang's own account of the pool; 0.5.22 looks for room before it mixes decodes in."""
     pytest.importorskip("torch")
     RELEASE.prepare_import()
@@ -210,7 +204,7 @@ def test_a_mixed_batch_leaves_a_page_for_each_decode() -> None:
 
 
 @pytest.mark.parametrize("way", ["--tokenizer-worker-num", "SGLANG_RUST_SERVER"])
-def test_the_plugin_leaves_an_engine_alone_that_it_cannot_serve(
+def test_unserved_engines_are_left_alone(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = SimpleNamespace(tokenizer_worker_num=1)
@@ -229,7 +223,7 @@ def test_the_plugin_leaves_an_engine_alone_that_it_cannot_serve(
         state.attach(None, scheduler)
 
 
-def test_a_scheduler_without_the_plugin_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_works_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmoa_sglang.scheduler import admission, apply
 
     monkeypatch.setattr(RELEASE, "running_batch", lambda *_: None)

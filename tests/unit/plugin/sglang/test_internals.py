@@ -46,7 +46,7 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_installed_release_has_all_that_is_used(feature: str) -> None:
+def test_the_installed_release_has_all_names(feature: str) -> None:
     hooks = plugin.hooked(feature)
     findings = internals.looked_at(releases.installed(), installed(), feature, hooks)
     listed = {
@@ -66,7 +66,7 @@ def test_a_renamed_name_is_missed(feature: str, name: str) -> None:
     assert name in findings.problem
 
 
-def test_nothing_is_listed_that_the_plugin_does_not_use() -> None:
+def test_only_used_names_are_listed() -> None:
     roots = (Path(package.__file__).parent for package in (flashmoa_sglang, flashmoa_cpu))
     files = (file for root in roots for file in root.rglob("*.py"))
     words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
@@ -90,7 +90,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", slow_except(("waiting_queue", "flush_cache"), "waiting_queue"))
-def test_a_start_stops_with_the_name_that_is_missing(name: str, tmp_path: Path) -> None:
+def test_a_start_stops_at_a_missing_name(name: str, tmp_path: Path) -> None:
     script = (
         "import runpy; from flashmoa_sglang.sglang import internals; "
         "from tests.unit.plugin.renamed import Renamed; "
@@ -115,7 +115,7 @@ print("still running")
 
 
 @pytest.mark.slow
-def test_a_hook_that_sglang_does_not_take_stops_the_start() -> None:
+def test_a_start_stops_at_an_unapplied_hook() -> None:
     done = run(NOT_APPLIED)
     assert done.returncode != 0 and "still running" not in done.stdout
     problem = f"cannot run: SGLang {releases.installed()} did not take the hook on sglang.srt."
@@ -128,14 +128,14 @@ OTHERS = [release for release in releases.TESTED if release != releases.installe
 @pytest.mark.nightly
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("release", OTHERS)
-def test_a_release_that_is_not_installed_has_all_that_is_used(release: str, feature: str) -> None:
+def test_other_releases_have_all_names(release: str, feature: str) -> None:
     folder = ROOT / ".cache" / "sglang" / release / "sglang"
     assert folder.is_dir(), f"{folder} is missing: run make .cache/sglang/{release}/.ready"
     assert internals.looked_at(release, Source(folder), feature).problem == ""
 
 
 @pytest.mark.nightly
-def test_the_newest_release_on_the_index_has_all_that_is_used(tmp_path: Path) -> None:
+def test_the_newest_release_has_all_names(tmp_path: Path) -> None:
     pip = f"-m pip download --quiet --no-deps --only-binary :all: --dest {tmp_path} sglang"
     subprocess.run([sys.executable, *pip.split()], check=True, timeout=200)
     (wheel,) = tmp_path.glob("*.whl")

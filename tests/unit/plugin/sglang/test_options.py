@@ -42,9 +42,7 @@ def test_help_shows_every_default(parser: argparse.ArgumentParser) -> None:
     assert "0/2 and 1/2. Default: none." in text
 
 
-def test_arguments_reach_every_process_through_the_environment(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_arguments_go_to_the_environment(parser: argparse.ArgumentParser) -> None:
     parser.parse_args(["--flashmoa-schedule", "sjf", "--flashmoa-itl-budget", "1.5"])
     assert Options.from_environment() == Options(schedule="sjf", itl_budget=1.5)
 
@@ -67,7 +65,6 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-asyncep-replica", "1"),
         ("--flashmoa-asyncep-group", "two words"),
         ("--flashmoa-asyncep-group", "a" * 65),
-        ("--flashmoa-asyncep-wait", "0"),
         ("--flashmoa-asyncep-on-device", "1"),
         ("--flashmoa-asyncep-on-device", "0"),
         ("--flashmoa-saturation", "-1"),
@@ -75,18 +72,15 @@ def test_arguments_reach_every_process_through_the_environment(
         ("--flashmoa-saturation-wait", "61"),
     ],
 )
-def test_an_invalid_value_is_refused_and_its_argument_named(
-    parser: argparse.ArgumentParser,
-    capsys: pytest.CaptureFixture[str],
-    flag: str,
-    value: str,
+def test_invalid_values_are_refused_by_name(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args([flag, value])
     assert flag in capsys.readouterr().err
 
 
-def test_the_place_of_a_replica_is_read_from_its_argument(parser: argparse.ArgumentParser) -> None:
+def test_a_replicas_place_is_read(parser: argparse.ArgumentParser) -> None:
     parser.parse_args(["--flashmoa-asyncep-replica", "1/2", "--flashmoa-asyncep", "d2d"])
     assert Options.from_environment().replica() == (1, 2)
 
@@ -108,7 +102,7 @@ def read_file(parser: argparse.ArgumentParser, release: str, file: Path) -> list
     "release",
     [pytest.param(r, marks=[] if r == installed() else pytest.mark.nightly) for r in TESTED],
 )
-def test_a_file_of_arguments_sets_what_the_command_line_sets(
+def test_a_config_file_sets_arguments(
     parser: argparse.ArgumentParser, tmp_path: Path, release: str
 ) -> None:
     file = tmp_path / "server.yaml"
@@ -171,7 +165,7 @@ def on_gpu(decode: str, prefill: str) -> dict[str, Any]:
         (Options(asyncep="d2d", asyncep_replica="0/2"), {"tp_size": 2}, "a server for each"),
     ],
 )
-def test_arguments_that_do_not_go_with_asyncep_are_refused(
+def test_asyncep_refuses_other_arguments(
     options: Options, arguments: dict[str, Any], expected: str | None
 ) -> None:
     defaults: dict[str, Any] = {"device": "cpu", "cuda_graph_config": graphs("full", "breakable")}
@@ -186,7 +180,7 @@ def test_arguments_that_do_not_go_with_asyncep_are_refused(
 @pytest.mark.parametrize(
     ("mode", "part"), [("off", 0.0), ("h2d", 0.0), ("d2d", 1.0), ("hybrid", 0.3)]
 )
-def test_the_mode_decides_which_part_of_the_experts_devices_have(mode: str, part: float) -> None:
+def test_the_mode_decides_the_part_on_devices(mode: str, part: float) -> None:
     assert Options(asyncep=mode, asyncep_on_device=0.3).on_device() == part
 
 

@@ -36,9 +36,7 @@ from tests.conftest import ROOT
         ("1.0", Release),
     ],
 )
-def test_a_release_is_served_by_the_newest_class_that_is_not_newer(
-    release: str, served_by: type[Release]
-) -> None:
+def test_the_newest_older_class_serves_a_release(release: str, served_by: type[Release]) -> None:
     assert class_for(release) is served_by
 
 
@@ -50,7 +48,7 @@ def test_the_extra_names_exactly_the_tested_releases() -> None:
 
 
 @pytest.mark.parametrize("release", TESTED)
-def test_a_release_overrides_only_methods_of_the_base_class(release: str) -> None:
+def test_releases_override_only_base_methods(release: str) -> None:
     own = {name for name in vars(class_for(release)) if not name.startswith("_")}
     assert own <= {*dir(Release)}
 
@@ -75,7 +73,7 @@ class HybridTree:
         return 5
 
 
-def test_the_kv_of_hybrid_pools_is_counted_where_their_tree_has_no_sum() -> None:
+def test_hybrid_pools_are_counted() -> None:
     release = Release0512()
     assert release.evictable_tokens(HybridTree()) == 7
     assert release.protected_tokens(HybridTree()) == 5
@@ -118,12 +116,12 @@ ALONE = {"pp_size": 1, "moe_a2a_backend": "none", "moe_dense_tp_size": None}
         ({"moe_dense_tp_size": 1}, True),
     ],
 )
-def test_ranks_that_agree_on_batches_step_together(given: dict[str, Any], together: bool) -> None:
+def test_ranks_that_agree_step_together(given: dict[str, Any], together: bool) -> None:
     arguments = SimpleNamespace(**ALONE | {"enable_dp_attention": False} | given)
     assert Release0521().steps_together(arguments) == together
 
 
-def test_data_parallel_ranks_of_attention_count_from_0_5_22_on() -> None:
+def test_attention_ranks_count_from_0_5_22_on() -> None:
     assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=None)) == 1
     assert Release0521().data_parallel_ranks(SimpleNamespace(dp_size=2)) == 2
     for sizes in ((2, 1), (1, 2)):
@@ -135,7 +133,7 @@ def manager_with(*rids: str) -> SimpleNamespace:
     return SimpleNamespace(rid_to_state={rid: SimpleNamespace(finished=False) for rid in rids})
 
 
-def test_0_5_12_forgets_the_unsent_requests_of_a_refused_batch() -> None:
+def test_0_5_12_forgets_unsent_requests() -> None:
     async def refuse(manager: SimpleNamespace, _obj: object, _request: object) -> AsyncIterator:
         for rid, sent in (("sent", 1.0), ("refused", 0.0), ("unsent", 0.0)):
             stats = SimpleNamespace(api_server_dispatch_time=sent)
@@ -154,7 +152,7 @@ def test_0_5_12_forgets_the_unsent_requests_of_a_refused_batch() -> None:
     assert list(manager.rid_to_state) == ["a", "sent"]
 
 
-def test_0_5_12_forgets_a_request_that_left_the_queue() -> None:
+def test_0_5_12_forgets_aborted_requests() -> None:
     def finish(manager: SimpleNamespace, message: SimpleNamespace) -> None:
         manager.rid_to_state[message.rid].finished = True
 

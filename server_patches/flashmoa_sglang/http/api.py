@@ -41,12 +41,10 @@ from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
 from flashmoa_sglang.sglang import releases
 from flashmoa_sglang.sglang.options import Options
 
-_OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
+_KV_CAPABILITIES = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
 # An append has one of these fields; one that only ends the stream has none.
 _PIECES = ("text", "input_ids", "call")
 _SHUTS_DOWN = "The server is shutting down; use another engine."
-# The status that proxies log for a client that has disconnected.
-_CLIENT_GONE = 499
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -70,8 +68,8 @@ class Api:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes before SGLang's hundred, because there is an append for every few tokens.
 
-        They are not added as a router: SGLang's metrics would count a router's routes by the path
-        of the request, which would be a time series for each stream.
+        A router would not do: SGLang's metrics count a router's routes by the path of the request,
+        which would make a time series for each stream.
         """
         sglang_routes = list(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
@@ -91,13 +89,8 @@ class Api:
         if self._calls is not None:
             routes.append(("GET", "/flashmoa/calls", self.hear))
         if self._scores:
-            scoring = ScoringApi(
-                self._engine,
-                self._reader,
-                self._renderer,
-                self._table,
-                self._named_rank,
-            )
+            engine, table = self._engine, self._table
+            scoring = ScoringApi(engine, self._reader, self._renderer, table, table.named_rank)
             routes += [
                 ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),
@@ -114,7 +107,7 @@ class Api:
         logging.getLogger("uvicorn.access").addFilter(_is_logged)
 
     async def ready(self, _request: Request) -> dict[str, Any]:
-        """Answer whether new requests may come; SGLang's /health would decode a token for that."""
+        """Answer whether new requests may come. SGLang's /health would decode a token."""
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
         if self._engine.warming_up:
@@ -165,7 +158,7 @@ class Api:
             "render",
             *(["calls"] if self._hears else ()),
             *(["scoring"] if scores else ()),
-            *(_OF_KV if keeps_kv else ()),
+            *(_KV_CAPABILITIES if keeps_kv else ()),
             *(["follow"] if keeps_kv and self._hears else ()),
         ]
 
@@ -185,7 +178,7 @@ class Api:
         prefilled = await self._engine.prefill(
             ids,
             terms=replace(
-                prompt.terms(self._engine.model["name"]), dp_rank=self._named_rank(request)
+                prompt.terms(self._engine.model["name"]), dp_rank=self._table.named_rank(request)
             ),
             http_request=request,
         )
@@ -213,7 +206,7 @@ class Api:
         self._engine.require_kv()
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
-        rank = self._named_rank(request)
+        rank = self._table.named_rank(request)
         limits = self._table.limits
         buffer: TokenBuffer | None = None
         piece: str | list[int]
@@ -275,7 +268,7 @@ class Api:
         return stream.state()
 
     async def count(self, _request: Request) -> dict[str, Any]:
-        # The ids are not listed, because every client that knows a stream's id may use the stream.
+        # No route lists ids, because every client that knows a stream's id may use the stream.
         return {"open": len(self._table)}
 
     async def state(self, request: Request) -> dict[str, Any]:
@@ -289,12 +282,6 @@ class Api:
         self._table.close(stream, "deleted")
         return {"id": stream_id, "freed_tokens": stream.prefilled}
 
-    def _named_rank(self, request: Request) -> int | None:
-        try:
-            return self._table.named_rank(request)
-        except ValueError as error:
-            raise MalformedRequest(str(error)) from error
-
 
 def refuse_nesting(_request: Request, _error: Exception) -> Response:
     """Answer a body whose nesting Python fails to follow, on any route."""
@@ -305,8 +292,8 @@ def refuse_nesting(_request: Request, _error: Exception) -> Response:
 def _is_logged(record: logging.LogRecord) -> bool:
     """Filter requests to single streams, and probes, out of the access log.
 
-    A reader of the log who finds a stream's id could use the stream. Appends would also be a line
-    for every few tokens, and routers and ``flashmoa serve`` probe every two seconds or less.
+    A reader of the log who finds a stream's id could use the stream. Clients append every few
+    tokens, and routers and ``flashmoa serve`` probe every two seconds or less.
     """
     line = record.getMessage()
     return "/prompt_streams/" not in line and " /health/ready " not in line
@@ -323,6 +310,7 @@ def _make_endpoint(handler: Handler) -> Handler:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:
             # No client reads this response, but an exception would be a stack trace in the log.
-            return JSONResponse(None, status_code=_CLIENT_GONE)
+            # Proxies log this status for a client that has disconnected.
+            return JSONResponse(None, status_code=499)
 
     return answer

@@ -1,4 +1,4 @@
-"""The request bodies that the plugin's routes take, and what reads them and their prompts."""
+"""The request bodies of the plugin's routes, and the reader of their prompts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Piece(_Body):
 
 
 class Target(BaseModel):
-    """What computes a request besides the model, and the namespace of its KV."""
+    """The model and adapter that compute a request, its priority, and the namespace of its KV."""
 
     model: StrictStr | None = None
     cache_salt: StrictStr | None = None
@@ -73,11 +73,9 @@ class Target(BaseModel):
     def terms(self, served: str) -> Terms:
         """Return the fields that SGLang needs besides the tokens.
 
-        The adapter is given in ``model`` as "base:adapter", as in SGLang's chats, or else in
-        ``lora_path``.
+        An adapter in ``model`` ("base:adapter", as in SGLang's chats) counts before ``lora_path``.
 
-        Args:
-            served: the name of the served model, which may contain a colon itself.
+        Args: served: the name of the served model, which may contain a colon itself.
         """
         model = (self.model or "").removeprefix(served)
         adapter = model.partition(":")[2].strip()
@@ -92,8 +90,8 @@ class Target(BaseModel):
 class Prompt(_Piece, Target):
     """A whole prompt, or the first piece of one.
 
-    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because that
-    contains its special tokens already.
+    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because the
+    template has written them.
     """
 
     add_special_tokens: bool = True
@@ -125,8 +123,8 @@ class OpenStream(Prompt):
 class Append(_Piece):
     """More of a prompt stream.
 
-    ``start`` is the number of characters of its text that stay; the new text follows them. With
-    ``call``, the new text is that which the call with this id writes.
+    ``start`` is the number of characters of its text that stay; the new text follows them.
+    ``call`` is the id of a call whose text the stream gets.
     """
 
     seq: StrictInt = Field(ge=0)
@@ -156,11 +154,9 @@ async def parse(request: Request, model: type[T]) -> T:
 class PromptReader:
     """Reads prompts of text, token ids or messages.
 
-    Args:
-        characters_per_token: a text with more characters for each token of the longest prompt is
-            refused before it is tokenised.
+    Args: characters_per_token: as in ``Limits``.
 
-    Raises: its methods raise MalformedRequest and PromptTooLarge.
+    Its methods raise MalformedRequest and PromptTooLarge.
     """
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, characters_per_token: int) -> None:
@@ -169,7 +165,7 @@ class PromptReader:
         self._characters_per_token = characters_per_token
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt. Of text, there are not more than it may have."""
+        """Return the tokens of a prompt."""
         if prompt.one_of("messages") == "input_ids":
             return self.check_ids(prompt.input_ids or [])
         buffer, text = await self.new_buffer(prompt)
@@ -205,10 +201,7 @@ class PromptReader:
 
     def check_ids(self, ids: list[int], name: str = "input_ids") -> list[int]:
         """Return ``ids``; refuse them if one is not in the vocabulary."""
-        try:
-            check_ids(ids, self._engine.vocabulary, name)
-        except ValueError as error:
-            raise MalformedRequest(str(error)) from error
+        check_ids(ids, self._engine.vocabulary, name)
         return ids
 
     def check_characters(self, text: str) -> None:

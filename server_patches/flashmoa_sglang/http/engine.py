@@ -39,34 +39,29 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
-_REPORT_TIMEOUT = 5.0
-# A grammar of --preferred-sampling-params is not for requests that generate nothing.
+# --preferred-sampling-params may have a grammar, which is not for requests that generate nothing.
 NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
 
 class Engine:
-    """Wraps the tokenizer manager of this process.
-
-    Args:
-        tokenizer_manager: SGLang's ``TokenizerManager``.
-    """
+    """Wraps SGLang's ``TokenizerManager`` of this process."""
 
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
-        # How many requests run only for the times of their forwards.
+        # Number of requests that run only for the times of their forwards.
         self._timed = 0
         self._queries = itertools.count()
-        # The reports that have come to each query.
+        # The answers to each query.
         self._reports: dict[int, asyncio.Queue[KvReport]] = {}
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
-        # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
+        # Prefills wait for a forward of this many tokens; ``None``: they do not wait.
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
-        # A message without a handler would end SGLang's process. Costs may be read from a file.
+        # Costs may be read from a file. A message without a handler would end SGLang's process.
         self.handle(ForwardTimes, lambda _: None)
 
     @cached_property
@@ -103,10 +98,7 @@ class Engine:
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     def largest_forward(self, ranks: Sequence[KvReport]) -> int:
-        """Return the number of tokens in a rank's largest forward, which may be of many prompts.
-
-        Args: ranks: the reports of :meth:`kv`.
-        """
+        """Return the number of tokens in a rank's largest forward, of one prompt or many."""
         bounds = [self._arguments.chunked_prefill_size, self._arguments.max_prefill_tokens]
         bounds += [rank.total for rank in ranks]
         return min(bound for bound in bounds if bound and bound > 0)
@@ -129,10 +121,6 @@ class Engine:
     def steps_together(self) -> bool:
         """Whether ranks step together, so that a prefill that waits would hold up other ranks."""
         return RELEASE.steps_together(self._arguments)
-
-    @property
-    def pipeline_stages(self) -> int:
-        return self._arguments.pp_size
 
     @property
     def warming_up(self) -> bool:
@@ -165,9 +153,8 @@ class Engine:
             return kv_free.KEEPS_NONE
         if not self.has_radix_cache:
             return "This engine keeps no KV of prompts (--disable-radix-cache)"
-        # SGLang's loop lets the stages agree on the requests that may start, and increments have no
-        # part in that.
-        if self.role == "prefill" and self.pipeline_stages > 1:
+        # SGLang's loop lets the stages agree on the requests that may start, without increments.
+        if self.role == "prefill" and self._arguments.pp_size > 1:
             return "This engine prefills for a PD pair in stages (--pp-size)"
         return None
 
@@ -180,9 +167,9 @@ class Engine:
             )
 
     def own_priority(self, urgency: int) -> int | None:
-        """Return SGLang's priority of a request; ``None`` if this engine has none.
+        """Return SGLang's priority of a request; ``None`` if this engine has no priorities.
 
-        Args: urgency: a larger one is more urgent, whatever the engine's order.
+        Args: urgency: a larger number is more urgent, whatever the engine's order.
         """
         if not self._arguments.enable_priority_scheduling:
             return None
@@ -197,26 +184,20 @@ class Engine:
         handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
-        """Return counts of requests and tasks, which an idle process always has the same."""
+        """Return the numbers of requests and tasks, which are constant in an idle process."""
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
-        """Return whether requests are in flight besides those that measure the engine.
+        """Return whether requests are in flight that do not measure the engine.
 
-        SGLang's own, with which it asks an engine whether it is well, do not count.
+        SGLang's own health checks do not count.
         """
         from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
         rids = self._manager.rid_to_state
         return sum(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in rids) > self._timed
 
-    async def prefill(
-        self,
-        input_ids: Sequence[int],
-        *,
-        terms: Terms = _DEFAULT_TERMS,
-        http_request: Any = None,
-    ) -> Prefilled:
+    async def prefill(self, input_ids: list[int], *, terms: Terms, http_request: Any) -> Prefilled:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
 
         Raises:
@@ -225,9 +206,8 @@ class Engine:
             EngineFailed: if SGLang could not run the prefill.
         """
         started = time.perf_counter()
-        meta = await self.generate(
-            list(input_ids), RequestMark(), terms=terms, http_request=http_request
-        )
+        mark = RequestMark()
+        meta = await self.generate(input_ids, mark, terms=terms, http_request=http_request)
         return Prefilled.read(meta, time.perf_counter() - started)
 
     async def open_stream(self, stream: str, terms: Terms) -> None:
@@ -235,7 +215,7 @@ class Engine:
 
         Raises: as :meth:`prefill`, if SGLang refuses the stream's priority, adapter or rank.
         """
-        # SGLang requires a token; those of the stream follow in messages.
+        # SGLang requires a token. The stream's tokens follow in messages.
         try:
             mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
             meta = await self.generate([0], mark, terms=terms)
@@ -262,7 +242,7 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one of the plugin's own requests. Return the ``meta_info`` of its answer.
 
-        Args: on_token: called with the ``meta_info`` so far whenever the answer has grown.
+        Args: on_token: called with the ``meta_info`` whenever the answer has grown.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -300,8 +280,8 @@ class Engine:
     async def run(self, request: Any, http_request: Any) -> AsyncGenerator[dict[str, Any]]:
         """Run one of the plugin's ``GenerateReqInput``, and yield SGLang's outputs.
 
-        With ``stream``, those of a batch come one by one, each with its ``index``. Closing this
-        aborts what is not computed yet. Raises: as :meth:`prefill`.
+        With ``stream``, a batch's outputs come one by one, each with its ``index``. Closing the
+        generator aborts the request. Raises: as :meth:`prefill`.
         """
         from fastapi import HTTPException
 
@@ -327,10 +307,7 @@ class Engine:
     def use_costs(self, costs: Costs | None, waits_for: int | None) -> None:
         """Use these costs for decisions from now on, here and in every scheduler.
 
-        Args:
-            costs: ``None`` if they are not known (yet).
-            waits_for: number of tokens in a forward for which prefills wait; ``None``: they do not
-                wait.
+        Args: as ``MeasuredCosts``.
         """
         self.costs, self.waits_for = costs or UNMEASURED, waits_for
         RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
@@ -340,7 +317,7 @@ class Engine:
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
-        """Return each data-parallel rank's report on its KV pool, fewer if some take seconds."""
+        """Return the reports of the data-parallel ranks that answer within seconds."""
         query = next(self._queries)
         received = self._reports[query] = asyncio.Queue[KvReport]()
         reports: list[KvReport] = []
@@ -349,7 +326,7 @@ class Engine:
             RELEASE.to_scheduler(self._manager, KvQuery(query))
             # A scheduler in a long forward answers late. The other reports are returned.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_TIMEOUT):
+                async with asyncio.timeout(5):
                     while len(reports) < self.data_parallel_ranks:
                         reports.append(await received.get())
         finally:
@@ -367,7 +344,7 @@ def is_ours(obj: Any) -> bool:
 
 
 def new_rid() -> str:
-    """Make a request id. None is a prefix of another, because SGLang aborts by prefix."""
+    """Make a request id. No id is a prefix of another, because SGLang aborts by prefix."""
     return f"flashmoa-{uuid.uuid4().hex}"
 
 

@@ -260,11 +260,7 @@ def test_without_two_sizes_there_are_no_costs() -> None:
 
 
 @pytest.mark.parametrize("asyncep", [False, True])
-async def test_an_engine_measures_while_no_client_uses_it(
-    monkeypatch: pytest.MonkeyPatch, *, asyncep: bool
-) -> None:
-    monkeypatch.setattr(calibration, "_IDLE_POLL_SECONDS", 0.0)
-
+async def test_an_engine_measures_while_no_client_uses_it(*, asyncep: bool) -> None:
     class Busy(FakeEngine):
         polls = 0
 
@@ -295,6 +291,7 @@ async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones() -> 
 async def test_nothing_is_measured_while_an_engine_starts_or_drains(
     engine: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 1.0)
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
     setattr(engine, way, True)
     async with anyio.create_task_group() as group:

@@ -126,7 +126,7 @@ async def test_a_request_uses_a_held_stream_if_the_one_that_it_names_is_gone() -
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     named = open_stream(table, tokens=5)
     for other in (named.id, named.id, "unknown"):
-        held = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0, held_from=2)
+        held = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0, pinned_from=2)
         table.add(held, [*range(5)])
         table.open(held)
         is_open = named.closed is None
@@ -239,9 +239,9 @@ def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
         if mine != its:
             break
         agreed += 1
-    if stream.held_from is None:
+    if stream.pinned_from is None:
         return agreed if stream.ended_at is not None and agreed == len(stream.ids) else 0
-    return agreed if agreed > stream.held_from else 0
+    return agreed if agreed > stream.pinned_from else 0
 
 
 @given(
@@ -258,13 +258,13 @@ async def test_a_prompt_finds_the_stream_that_agrees_most(
 ) -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     expected, most = None, 0
-    for ids, ended, claimed, held_from, salted in streams:
+    for ids, ended, claimed, pinned_from, salted in streams:
         stream = PromptStream(
             ttl_seconds=9,
             buffer=None,
             terms=Terms(cache_salt="salt" if salted else None),
-            ended_at=1.0 if ended or held_from else None,
-            held_from=min(held_from, len(ids)) if held_from else None,
+            ended_at=1.0 if ended or pinned_from else None,
+            pinned_from=min(pinned_from, len(ids)) if pinned_from else None,
         )
         table.add(stream, ids)
         table.open(stream)
@@ -473,7 +473,7 @@ async def test_sglang_goes_on_encoding_long_chats_in_parallel(model: Path) -> No
 
 async def test_a_stream_that_the_server_holds_gives_way_to_a_clients_at_the_limit() -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
-    held = [PromptStream(ttl_seconds=9, buffer=None, held_from=1) for _ in range(2)]
+    held = [PromptStream(ttl_seconds=9, buffer=None, pinned_from=1) for _ in range(2)]
     for stream in held:
         table.open(stream)
     for _ in range(table.limits.streams):

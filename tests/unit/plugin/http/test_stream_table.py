@@ -180,7 +180,7 @@ async def test_a_bug_is_logged_once_and_later_streams_work(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.http.streams._PAUSE_AFTER_ERROR", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.streams._CHECK_SECONDS", 0.01)
     engine.mistake = ZeroDivisionError("a mistake of ours")
     first = open_stream(table)
     await until(lambda: first.failure)
@@ -343,7 +343,7 @@ def test_each_token_is_handed_over_once_in_its_order_and_then_the_end(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # So that the handover is in between more often.
-        patch.setattr(handover, "_GATHERED", 0)
+        patch.setattr(handover, "_GATHER_SECONDS", 0)
         asyncio.run(append_all(appends))
 
 
@@ -529,7 +529,7 @@ async def test_a_prompt_that_is_held_is_handed_over_with_its_end(
 ) -> None:
     monkeypatch.setattr(table._handover, "_end_grace", 60.0)
     asked = SimpleNamespace(priority=None, extra_key=None, lora_path=None)
-    assert table.hold(asked, {}, range(100), 60.0)
+    table.open(table.pinned(asked, {}, range(100), 60.0))
     await until(lambda: engine.handed)
     (stream,) = engine.opened
     assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)

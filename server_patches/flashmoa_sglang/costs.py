@@ -23,7 +23,7 @@ class TimedForward(NamedTuple):
 
     Attributes:
         decodes: number of requests that decode in it.
-        kv: number of tokens of these requests, whose KV it reads.
+        kv: number of tokens whose KV the decodes read.
         tokens: number of tokens that it prefills.
         pairs: the sum, over the prefilled tokens, of the number of cached tokens before each.
     """
@@ -44,13 +44,12 @@ class Costs:
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
             no prefill costs more than a larger one: noise makes forwards longer.
-        decode_step: seconds of a decode step of one request. A prefill of one token takes another
-            time, because decoding has other kernels, and on a GPU CUDA graphs.
-        mixed: measured steps of several decodes, without and with a prefill, as (decodes, tokens of
-            the prefill or 0, seconds); empty if this engine cannot mix the two.
+        decode_step: seconds of a decode step of one request. It has other kernels than a prefill of
+            one token, and on a GPU CUDA graphs.
+        mixed: measured steps of several decodes, without and with a prefill, as (decodes, prefilled
+            tokens, seconds); empty if this engine cannot mix the two.
         per_kv_token: additional seconds of a decode step for each token whose KV it reads.
-        per_pair: additional seconds of a prefill for each pair of a prefilled token and a cached
-            token before it.
+        per_pair: additional seconds of a prefill for each pair of a prefilled and a cached token.
 
     Raises: ValueError if all points have the same size.
     """
@@ -94,10 +93,6 @@ class Costs:
         The total of tokens decides how long kernels take. So a mixed step takes the time of the
         measured step with the same total and the next smaller number of decodes. Tokens beyond the
         largest measured step take the time that they add to a prefill.
-
-        Args:
-            decodes: number of requests that decode in the step.
-            context: how many tokens are cached before each token of the prefill.
         """
         if not tokens:
             return 0.0
@@ -140,7 +135,7 @@ class Costs:
 
     @property
     def decode_weight(self) -> float:
-        """Number of prefill tokens that take as long as a decode step of one request."""
+        """Seconds of a decode step of one request, in tokens of prefill."""
         # If only small prefills ran, which all take the same time, more tokens seem to take none.
         per_token = max(self.per_token, self.per_token_at_best / 4, 1e-9)
         return max(1.0, self.decode(1) / per_token)

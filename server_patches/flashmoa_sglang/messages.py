@@ -26,13 +26,13 @@ class RequestMark:
     """What the scheduler must know about a request that the plugin makes or changes.
 
     Attributes:
-        stream: id of the request's prompt stream, if it has one.
-        opens: whether the request opens the stream. Such a request is never computed.
-        final: whether it is the stream's final request. A stream's other requests are increments,
-            which the scheduler makes.
-        expected_output: number of tokens that the client expects the request to decode, if given.
-        timed: whether the request runs only for the times of its forwards.
-        rides: whether it shall ride along with a decode step, in the same forward.
+        stream: id of the request's prompt stream.
+        opens: the request opens the stream, and is never computed.
+        final: the request is the stream's final request. Otherwise it is an increment, which the
+            scheduler makes.
+        expected_output: number of tokens that the client expects the request to decode.
+        timed: the request runs only for the times of its forwards.
+        rides: the request shall ride along with a decode step, in the same forward.
     """
 
     stream: str | None = None
@@ -47,7 +47,7 @@ class RequestMark:
 
     @classmethod
     def read(cls, custom_params: Any) -> RequestMark | None:
-        """Return the mark in a request's ``custom_params``, in which users may put anything."""
+        """Return the mark in a request's ``custom_params``, where users may put anything."""
         if not isinstance(custom_params, dict):
             return None
         fields = custom_params.get(CUSTOM_PARAMS_KEY)
@@ -58,9 +58,9 @@ class RequestMark:
 
 
 def unsent() -> dict[str, Any]:
-    """Return fields of a ``GenerateReqInput`` that a PD pair's prefill engine sends nowhere.
+    """Return fields that keep a PD pair's prefill engine from sending a request's KV.
 
-    The engine computes the request and keeps its KV, as it does with SGLang's own warm-up.
+    SGLang's own warm-up has them, too.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
@@ -74,7 +74,7 @@ def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStream:
-    """Tells every scheduler that a stream has ended, and that its KV need not be kept.
+    """Tells every scheduler that a stream's KV need not be kept.
 
     ``stream``: the stream's id, or the id of its request if the request calls no tools.
     """
@@ -89,10 +89,10 @@ class StreamTokens:
     Attributes:
         tokens: for each stream, its id, the new tokens as the bytes of an ``array("q")``, and
             whether the stream has been appended to since it was opened.
-        ended: streams that get no more tokens, so that their last tokens are worth an increment.
-        unclaimed: streams whose final request was refused, so that increments go on.
-        kept: for each stream whose last tokens were taken back, its id and how many tokens stay;
-            the new tokens follow them.
+        ended: streams that get no more tokens. Their last tokens are worth an increment.
+        unclaimed: streams whose final request was refused. Increments go on.
+        kept: for each stream whose last tokens were taken back, its id and how many tokens stay
+            before the new ones.
     """
 
     tokens: tuple[tuple[str, bytes, bool], ...]
@@ -108,7 +108,7 @@ class StreamProgress:
     Attributes:
         increments: for each, the stream's id, the number of its tokens that have KV now, the number
             of tokens that the increment computed, and the seconds from its batch to its result.
-        waiting: streams for which this has changed: whether the KV pool has no room for them.
+        waiting: streams that begin (``True``) or cease to wait for room in the KV pool.
     """
 
     increments: tuple[tuple[str, int, int, float], ...] = ()
@@ -131,8 +131,7 @@ class MeasuredCosts:
 class ForwardTimes:
     """Tells the HTTP process how many seconds the last forwards took.
 
-    ``layers``: the times of the last forward's layers, if it was timed and the layers' experts are
-    copied to the device.
+    ``layers``: the times of the last forward's layers, if their experts are copied to the device.
     """
 
     forwards: tuple[TimedForward, ...]

@@ -42,7 +42,7 @@ from flashmoa_sglang.sglang import releases
 from flashmoa_sglang.sglang.options import Options
 
 _KV_CAPABILITIES = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
-# An append has one of these fields; one that only ends the stream has none.
+# An append has one of these fields; it may have none if it ends the stream.
 _PIECES = ("text", "input_ids", "call")
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 Handler = Callable[[Request], Awaitable[Any]]

@@ -48,9 +48,9 @@ class _Piece(_Body):
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """Return which of the fields ``text``, ``input_ids`` and ``others`` is set.
+        """Return which of ``text``, ``input_ids`` and ``others`` is set.
 
-        Raises: MalformedRequest if not exactly one of them is set.
+        Raises: MalformedRequest if none or several are set.
         """
         names = ["text", "input_ids", *others]
         set_names = [name for name in names if getattr(self, name) is not None]
@@ -88,7 +88,7 @@ class Target(BaseModel):
 
 
 class Prompt(_Piece, Target):
-    """A whole prompt, or the first piece of one.
+    """A whole prompt, or its first piece.
 
     ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because the
     template has written them.
@@ -134,10 +134,7 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Read a request's body.
-
-    Raises: MalformedRequest if it is not JSON or does not fit the model.
-    """
+    """Read a request's body. Raises: MalformedRequest if it does not fit the model."""
     try:
         # This parser refuses NaN and text that is not Unicode, which SGLang's parser accepts.
         fields = from_json(await request.body(), allow_inf_nan=False)
@@ -215,10 +212,7 @@ class PromptReader:
             )
 
     def check_room(self, tokens: int, may_be_more: bool = False) -> None:
-        """Refuse a prompt that is too long.
-
-        Args: may_be_more: whether only a part of the prompt has been tokenised.
-        """
+        """Refuse a prompt that is too long. Perhaps only a part of it was tokenised."""
         room = self._engine.max_prompt_tokens
         if tokens > room:
             number = f"at least {tokens}" if may_be_more else tokens

@@ -46,10 +46,7 @@ _PAUSE_SECONDS = 1.0
 
 
 class Times:
-    """The times of forwards that ran.
-
-    Args: slowdown: how many times slower the engine is than its costs should say.
-    """
+    """The times of forwards that ran, divided by the slowdown of a modelled GPU."""
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self._slowdown = slowdown
@@ -64,19 +61,15 @@ class Times:
                 self._forwards[one.decodes, one.tokens, cached].append(timed)
 
     def of(self, decodes: int, tokens: int) -> float | None:
-        """Return the seconds of a forward without context; ``None`` if no such forward ran."""
+        """Return the seconds of a forward without context, if one ran."""
         forwards = self._forwards.get((decodes, tokens, 0))
         return None if forwards is None else _typical(forwards).seconds
 
     def count(self, decodes: int, tokens: int) -> int:
-        """Return how often a forward without context ran."""
         return len(self._forwards.get((decodes, tokens, 0), ()))
 
     def costs(self) -> Costs:
-        """Return the costs.
-
-        Raises: ValueError if prefills of fewer than two sizes ran.
-        """
+        """Return the costs. Raises: ValueError if prefills of fewer than two sizes ran."""
         per_pair, per_kv_token = self._per_pair(), self._per_kv_token()
         # A forward that ran once may have compiled its kernels.
         typical = {
@@ -126,17 +119,16 @@ def _typical(forwards: Iterable[TimedForward]) -> TimedForward:
 
 
 class Measurement:
-    """Runs forwards and answers on an engine. The schedulers report their times.
+    """Runs forwards and answers on an engine, whose schedulers report their times.
 
-    Attributes:
-        layers: the times of layers whose experts are copied to the device.
+    ``layers``: the times of layers whose experts are copied to the device.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.layers: list[LayerTimes] = []
         self._engine = engine
         self._times = Times(device_slowdown())
-        # Prompts are random, because the cache has those that ran before.
+        # Prompts are random, so that the cache has none.
         self._dice = random.Random(0)
         self._failure: ApiError | None = None
         engine.handle(ForwardTimes, self._receive)
@@ -147,9 +139,9 @@ class Measurement:
             self.layers.append(report.layers)
 
     async def run(self, ranks: Sequence[KvReport]) -> Costs:
-        """Run each forward that matters a few times, while the engine is idle.
+        """Run each forward that matters a few times, except forwards that keep failing.
 
-        Forwards that keep failing are left out. Raises: ValueError if too few forwards ran.
+        Raises: ValueError if too few forwards ran.
         """
         sizes = [size for size in _PREFILL_TOKENS if size <= self._engine.max_unchunked_prompt]
         sizes = await self._prefill_all(sizes)
@@ -162,7 +154,7 @@ class Measurement:
         for decodes in (number for number in _DECODES if number <= most):
             await self._mix_all(decodes, sizes[-1] if mixes else 0)
             one, step = self._times.of(1, 0), self._times.of(decodes, 0)
-            # Steps of 128 decodes would take too long if a step of 32 takes twice a step of one.
+            # Steps of 128 decodes would take too long where 32 decodes double a step.
             if decodes == _DECODES[-2] and one and step and step > 2 * one:
                 break
         await self._read_context(sizes, min(most, _DECODES[-2]))
@@ -229,10 +221,7 @@ class Measurement:
             await asyncio.sleep(_PAUSE_SECONDS / 20)
 
     async def _forward(self, input_ids: list[int], *, rides: bool = False) -> None:
-        """Prefill ``input_ids`` in one forward. If that fails, pause.
-
-        Args: rides: whether the tokens share a forward with a decode step, if the engine can.
-        """
+        """Prefill ``input_ids`` in one forward, with a decode step if it ``rides``."""
         await self._wait_until_idle()
         mark = RequestMark(timed=True, rides=rides)
         try:
@@ -243,7 +232,7 @@ class Measurement:
 
     @asynccontextmanager
     async def _decoding(self, requests: int, prompt: list[int]) -> AsyncGenerator[None]:
-        """Let this many requests decode in the meantime, and a few steps before."""
+        """Let requests decode in the meantime, and a few steps before."""
         await self._wait_until_idle()
         decode = asyncio.Event()
         rids = [new_rid() for _ in range(requests)]
@@ -376,12 +365,10 @@ def read_costs(file: str) -> tuple[Costs, Saturation | None]:
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:
-    """Return the number of tokens in a forward for which prefills wait, and log it.
+    """Return, and log, for a forward of how many tokens prefills wait.
 
     Return ``None`` if waiting is off, if ranks step ``together``, or if no forward of this engine
-    has enough tokens.
-
-    Args: most: number of tokens in the largest forward.
+    has enough tokens: the largest has ``most``.
     """
     options = Options.from_environment()
     if not options.saturation_wait or not (options.saturation or measured is not None):

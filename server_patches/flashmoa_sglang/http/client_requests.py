@@ -1,13 +1,9 @@
 """Clients' ordinary requests: their hints, and how one uses its prompt stream.
 
-Hints change when SGLang computes a request and what is left to compute, never the answer. The
-plugin marks requests for the scheduler; clients must not set the mark. ``guard.py`` checks what a
-request would compute, once SGLang has tokenised the request.
-
-A stream has prepared the prompt of its *final request*. The request has its whole prompt itself;
-the stream's id is only a hint. The request takes its tokens from the stream as far as the two texts
-agree, and its answer says how the stream was used. Front ends may drop the id. So a request that
-names no stream is known by its prompt (:func:`find_by_prompt`).
+A stream prepares the prompt of its *final request*. The request has its whole prompt itself, so the
+stream's id is only a hint, which never changes the answer. The request takes its tokens from the
+stream while the two texts agree, and its answer says how the stream was used. Front ends may
+drop the id. So a request that names no stream is known by its prompt (:func:`find_by_prompt`).
 """
 
 from __future__ import annotations
@@ -46,11 +42,9 @@ _REFUSALS = (HTTPStatus.BAD_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def refuse_reserved(obj: Any) -> None:
-    """Raise MalformedRequest for a request that has a mark of the plugin.
+    """Raise MalformedRequest for a client's request with a mark of the plugin.
 
-    A client's own mark could pin KV for a stream that was never opened, and so is never released.
-
-    Args: obj: a ``GenerateReqInput`` or ``EmbeddingReqInput``.
+    Such a mark could pin KV for a stream that was never opened, and so is never released.
     """
     for params in list_params(getattr(obj, "sampling_params", None)):
         custom = params.get("custom_params")
@@ -62,15 +56,11 @@ def refuse_reserved(obj: Any) -> None:
 
 
 def sent_tokens(obj: Any) -> array[int] | None:
-    """Return a ``GenerateReqInput``'s prompt, if the client has sent it as tokens.
-
-    A prompt is compared several times on its way. Comparing arrays is fast.
-    """
+    """Return a request's prompt as an array, which is fast to compare, if it has only tokens."""
     return _tokens(obj.input_ids) if has_one_prompt(obj) else None
 
 
 def _tokens(ids: list[int]) -> array[int] | None:
-    """Return token ids as an array; ``None`` if one cannot be in a vocabulary."""
     try:
         return array("q", ids)
     except (OverflowError, TypeError):
@@ -98,7 +88,7 @@ def has_stream(obj: Any) -> bool:
 
 
 class StreamRequest:
-    """A request that names a prompt stream, or is known by its prompt to belong to one.
+    """A request that uses a prompt stream, which it names or which has its prompt.
 
     Attributes:
         status: after :meth:`use`, ``hit`` (the stream is a prefix of the prompt), ``mispredicted``
@@ -188,10 +178,10 @@ class StreamRequest:
         return prompt is not None and prompt[: len(expected)] == expected
 
     def annotate(self, output: dict[str, Any]) -> None:
-        """Note how much of the prompt was computed, and add it to the answer of a named stream.
+        """Note how the prompt was computed; add that to the answer if the request names the stream.
 
-        ``prompt_tokens`` is the sum of ``cached_tokens`` and ``late_tokens``. The stream computed
-        ``streamed_tokens`` of the cached tokens before the request came.
+        The stream computed ``streamed_tokens`` of the ``cached_tokens`` before the request came.
+        ``late_tokens`` were computed with the request.
         """
         meta = output.get("meta_info") or {}
         if "cached_tokens" not in meta:
@@ -217,7 +207,7 @@ class StreamRequest:
             meta.update(self.usage)
 
     def meet(self, other: StreamRequest) -> None:
-        """Use another stream of this prompt, which this server has pinned, if the named is gone.
+        """Use a stream that the server itself pins for this prompt, if the named stream is gone.
 
         Otherwise close the pinned stream, since no other request is likely to want it.
         """
@@ -246,8 +236,7 @@ class StreamRequest:
 def _saved_seconds(costs: Costs, streamed: int, late: int) -> float | None:
     """Estimate how many seconds later a request's first token would come without its stream.
 
-    Args: late: number of tokens that are computed with the request.
-    Returns: ``None`` until the costs of forwards are measured.
+    Return ``None`` until the costs of forwards are measured.
     """
     if costs is UNMEASURED:
         return None
@@ -271,10 +260,7 @@ def current() -> StreamRequest | None:
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
-    """Find the stream that an HTTP request names, and remember it with the request.
-
-    Raises: MalformedRequest if a hint is malformed.
-    """
+    """Find the stream that an HTTP request names, and remember it with the request."""
     stream_id = read_hints(http_request).stream
     if stream_id is None:
         return None
@@ -299,12 +285,9 @@ def convert_chat(
 
 
 def find_by_prompt(table: StreamTable, obj: Any, prompt: array[int] | None) -> StreamRequest | None:
-    """Find the stream of a ``GenerateReqInput`` that names none, by its tokens and namespace.
+    """Find the stream of a ``GenerateReqInput`` by its prompt and namespace.
 
-    Front ends may drop a stream's id, and a client does not know the streams that the server has
-    opened itself. The stream that agrees most is taken; among equals, the one opened first.
-
-    Args: prompt: the tokens of ``obj``, if they are its whole prompt.
+    Of several streams, the one that agrees most is taken; among equals, the one opened first.
     """
     if prompt is None:
         return None
@@ -318,8 +301,8 @@ def find_by_prompt(table: StreamTable, obj: Any, prompt: array[int] | None) -> S
 def watch_for_end(outputs: Any, table: StreamTable, obj: Any, prompt: array[int] | None) -> Any:
     """Return the outputs of a ``GenerateReqInput`` that may have overtaken the end of its stream.
 
-    A front end may be faster than a stream's last text. The request then uses the stream's KV, but
-    is not known yet as the stream's request. Once the last text has come, the stream is closed.
+    A front end may be faster than a stream's last text. Once the last text shows that the request
+    is the stream's own, the stream is closed.
     """
     if prompt is None:
         return outputs
@@ -355,7 +338,7 @@ def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
 
 
 def has_one_prompt(obj: Any) -> bool:
-    """Return whether a request has one prompt, of nothing but tokens."""
+    """Return whether a request has one prompt, which has only tokens."""
     ids = obj.input_ids
     if not ids or isinstance(ids[0], list) or obj.session_params is not None:
         return False
@@ -371,8 +354,7 @@ def generate_request(
 ) -> Any:
     """Run ``TokenizerManager.generate_request`` for a client's request.
 
-    Raises: MalformedRequest if a hint is malformed, the named data-parallel rank does not exist, or
-        the client has set the plugin's mark.
+    Raises: MalformedRequest if a hint or the named rank is invalid, or the client has set a mark.
     """
     guard.keep_abortable(obj)
     refuse_reserved(obj)
@@ -413,7 +395,6 @@ async def prewarm(
 ) -> AsyncGenerator[Any]:
     """Compute a chat's prompt only, yield SGLang's answer of no tokens, and pin the prompt's KV.
 
-    Args: seconds: for how long the KV is pinned at most.
     Raises: MalformedRequest if the engine keeps no KV or is one of a PD pair.
     """
     table: StreamTable = manager.flashmoa_table
@@ -443,12 +424,9 @@ async def prewarm(
 async def _run_with_stream(
     outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
 ) -> AsyncGenerator[Any]:
-    """Yield the outputs of a stream's final request, annotated, and close its stream.
-
-    Args: prepare: calls :meth:`StreamRequest.use`, before the first output.
-    """
-    # ``prepare`` claims the stream. It is called here, because only a generator that has been
-    # started certainly runs its ``finally``.
+    """Yield the outputs of a stream's final request, annotated, and close its stream."""
+    # ``prepare`` claims the stream, and is called here because a generator runs its ``finally``
+    # only if it was started.
     async with using_stream(request, http_request), aclosing(outputs):
         prepare()
         async for output in outputs:
@@ -469,9 +447,8 @@ async def using_stream(request: StreamRequest, http_request: Any) -> AsyncGenera
     try:
         yield
     except (ValueError, HTTPException, ApiError) as error:
-        # SGLang raises a ValueError or HTTPException for a request that it refuses or has no room
-        # for, and a ValueError also if the client has disconnected. The plugin's own requests raise
-        # ApiErrors.
+        # SGLang raises the first two for a request that it refuses or has no room for, and a
+        # ValueError also if the client has disconnected. The plugin's own requests raise ApiErrors.
         status = error.status if isinstance(error, ApiError) else getattr(error, "status_code", 400)
         is_refused = status in _REFUSALS
         if is_refused and (http_request is None or not await http_request.is_disconnected()):
@@ -499,14 +476,11 @@ def _put_expectation(obj: Any, expected_output: int | None) -> None:
 
 
 def annotate_chat(result: Any, request: StreamRequest) -> Any:
-    """Add the stream's figures to the usage of a chat's answer, whether it is streamed or not.
-
-    The Responses API streams its events itself.
-    """
+    """Add the stream's figures to the usage of a chat's answer, whether it is streamed or not."""
     if hasattr(result, "body_iterator"):
         result.body_iterator = _annotate_events(result.body_iterator, request)
         return result
-    if hasattr(result, "__aiter__"):
+    if hasattr(result, "__aiter__"):  # The Responses API streams its events itself.
         return _annotate_events(result, request)
     if getattr(result, "usage", None) is None or request.usage is None:
         return result

@@ -75,7 +75,7 @@ class Engine:
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt that SGLang takes, by the context and by the KV pool."""
-        # A prompt must be shorter than each bound. The schedulers send the second one at start.
+        # A prompt must be shorter than each bound. Schedulers send the second bound at start.
         bounds = [self.context_length - self._manager.num_reserved_tokens]
         if self._manager.max_req_input_len is not None:
             bounds.append(self._manager.max_req_input_len)
@@ -98,7 +98,7 @@ class Engine:
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     def largest_forward(self, ranks: Sequence[KvReport]) -> int:
-        """Return the number of tokens in a rank's largest forward, of one prompt or many."""
+        """Return the number of tokens in the largest forward of one of the ranks."""
         bounds = [self._arguments.chunked_prefill_size, self._arguments.max_prefill_tokens]
         bounds += [rank.total for rank in ranks]
         return min(bound for bound in bounds if bound and bound > 0)
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def packs_items(self) -> bool:
-        """Return whether SGLang's /v1/score packs the items of a list into one prompt."""
+        """Whether SGLang's /v1/score packs the items of a list into one prompt."""
         return self._arguments.enable_mis
 
     @property
@@ -177,7 +177,7 @@ class Engine:
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Number of schedulers, each with its own KV pool, among which SGLang divides requests."""
+        """Number of schedulers that share the requests, each with its own KV pool."""
         return RELEASE.data_parallel_ranks(self._arguments)
 
     def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
@@ -200,10 +200,8 @@ class Engine:
     async def prefill(self, input_ids: list[int], *, terms: Terms, http_request: Any) -> Prefilled:
         """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
 
-        Raises:
-            MalformedRequest: if SGLang refuses the prefill.
-            EngineBusy: if SGLang takes no more requests at the moment.
-            EngineFailed: if SGLang could not run the prefill.
+        Raises: MalformedRequest, EngineBusy or EngineFailed, as SGLang refuses the prefill, takes
+            no more requests at the moment, or could not run the prefill.
         """
         started = time.perf_counter()
         mark = RequestMark()
@@ -211,10 +209,7 @@ class Engine:
         return Prefilled.read(meta, time.perf_counter() - started)
 
     async def open_stream(self, stream: str, terms: Terms) -> None:
-        """Open a prompt stream in its scheduler.
-
-        Raises: as :meth:`prefill`, if SGLang refuses the stream's priority, adapter or rank.
-        """
+        """Open a prompt stream in its scheduler. Raises: as :meth:`prefill`."""
         # SGLang requires a token. The stream's tokens follow in messages.
         try:
             mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
@@ -305,10 +300,7 @@ class Engine:
         self._manager.abort_request(rid)
 
     def use_costs(self, costs: Costs | None, waits_for: int | None) -> None:
-        """Use these costs for decisions from now on, here and in every scheduler.
-
-        Args: as ``MeasuredCosts``.
-        """
+        """Use these costs from now on, here and in every scheduler; see ``MeasuredCosts``."""
         self.costs, self.waits_for = costs or UNMEASURED, waits_for
         RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
 

@@ -113,7 +113,7 @@ _PYTHONS_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with the first fields that do not fit a model."""
+    """Name the first fields that do not fit a model, and the problems."""
     found = error.errors(include_url=False, include_input=False)
     parts = (f"{_place(one['loc'])}: {_PYTHONS_OBJECT.sub('object', one['msg'])}" for one in found)
     return "; ".join([*dict.fromkeys(parts)][:3]) + "."

@@ -70,7 +70,7 @@ async def answer(
 ) -> AsyncGenerator[Any]:
     """Yield a request's outputs, and refuse what SGLang fails to read; runs around SGLang.
 
-    Raises: ValueError in place of the exceptions for which SGLang answers 500.
+    Raises: ValueError in place of other exceptions, which SGLang answers with 500.
     """
     try:
         for params in list_params(getattr(obj, "sampling_params", None)):
@@ -91,8 +91,8 @@ async def answer(
 def keep_abortable(obj: Any) -> None:
     """Let SGLang look for the ids of a request that it has refused early.
 
-    SGLang does that two seconds after a streamed answer. An exception there closes the connection,
-    and cuts the next answer on it.
+    SGLang does so two seconds after a streamed answer. An exception then cuts the connection's next
+    answer.
     """
     obj.is_single = not isinstance(obj.rid, list)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which tokens gather, so that streams share a message.
+# Tokens gather for this time, so that streams share a message.
 _GATHER_SECONDS = 0.002
 
 

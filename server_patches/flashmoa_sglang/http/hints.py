@@ -30,7 +30,7 @@ class Hints:
         stream: the id of the prompt stream that has the beginning of the prompt.
         expected_output: the number of tokens that the client expects in the answer.
         priority: a larger one is more urgent.
-        prewarm: seconds for which the prompt's KV is kept, without an answer.
+        prewarm: how many seconds to keep the prompt's KV, without an answer.
     """
 
     stream: str | None = None
@@ -106,7 +106,7 @@ def _whole_number(body: dict[str, Any], name: str, least: int, where: str = "") 
 
 
 def _read_prewarm(body: dict[str, Any]) -> float | None:
-    """Return the seconds for which OpenAI's ``prompt_cache_options`` ask to keep a prompt."""
+    """Return how many seconds OpenAI's ``prompt_cache_options`` ask to keep a prompt."""
     if "messages" not in body and "input" not in body:
         return None  # It is no chat.
     options = _object(body, "prompt_cache_options")

@@ -116,7 +116,7 @@ def _encode_here(text: str, options: dict[str, Any]) -> list[int] | None:
     return stream_request.encode(text, add_special_tokens) if stream_request is not None else None
 
 
-# The chat request that this context serves, of whichever route of SGLang.
+# The chat request that this context serves, on any route of SGLang.
 served: ContextVar[Any] = ContextVar("flashmoa_served_chat", default=None)
 
 
@@ -166,7 +166,7 @@ class ChatRenderer:
         return bool(chat.tool_call_parser) and chat.tokenizer_manager.tokenizer is not None
 
     def calls_tools(self, ids: Sequence[int]) -> bool:
-        """Return whether an answer of these tokens calls tools."""
+        """Return whether an answer with these tokens calls tools."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         chat = self._chat()
@@ -176,8 +176,8 @@ class ChatRenderer:
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...
 
-        Raises: MalformedRequest if ``body`` is not a chat request of text only, or the chat
-            template refuses it or does not produce text.
+        Raises: MalformedRequest if ``body`` is not a chat request of text only, or as
+            :func:`_recording`.
         """
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
@@ -195,10 +195,7 @@ class ChatRenderer:
         return self._render(request)
 
     def render_with(self, chat: Any, messages: list[Any]) -> RenderedPrompt:
-        """Render a ``ChatCompletionRequest`` with further messages.
-
-        Raises: as :meth:`render`.
-        """
+        """Render a ``ChatCompletionRequest`` with further messages. Raises: as :meth:`render`."""
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
         try:
@@ -219,10 +216,7 @@ class ChatRenderer:
         return rendered
 
     def read_parts(self, api: ChatApi, parts: list[Part]) -> list[dict[str, Any]]:
-        """Return SGLang's chat messages for an answer's parts that a client sends back.
-
-        Raises: MalformedRequest if they cannot come back.
-        """
+        """Return SGLang's chat messages for an answer's parts that a client sends back."""
         from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
@@ -240,8 +234,8 @@ class ChatRenderer:
     async def render_response(self, request: Any) -> RenderedPrompt:
         """Render a ``ResponsesRequest``, which SGLang turns into a chat.
 
-        Raises: MalformedRequest if its prompt depends on more than the request, or the chat
-            template refuses it or does not produce text.
+        Raises: MalformedRequest if its prompt depends on more than the request, or as
+            :func:`_recording`.
         """
         if request.previous_response_id is not None:
             raise MalformedRequest(

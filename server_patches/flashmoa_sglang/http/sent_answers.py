@@ -95,7 +95,7 @@ class _Blocks:
 
 
 class _LastItems:
-    """Reads the items of the Responses API from its last event, which has all of them."""
+    """Reads the items of the Responses API from its last event, which has all items."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 class Terms:
     """The fields of a prefill besides its tokens.
 
-    Attributes:
-        cache_salt, extra_key, lora_path: the namespace of the prefill's KV; ``lora_path`` is the
-            name of an adapter. Only requests in the same namespace find the KV.
-        dp_rank: the data-parallel rank that computes the stream, if there are several.
-        expected_output: the number of tokens that the answer to the request is likely to have.
+    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its KV:
+    only requests in the same namespace find the KV. ``expected_output`` is the number of tokens
+    that the answer to the stream's request is likely to have.
     """
 
     priority: int | None = None
@@ -93,10 +91,8 @@ class PromptStream:
 
     Attributes:
         ids: the prompt's tokens; of a stream of text, once the stream has ended.
-        next_seq: the number of the next append.
         last_append: a hash of the last append, which a client may repeat.
-        sent: number of tokens that the schedulers have.
-        kept: number of sent tokens that are still right.
+        sent, kept: numbers of tokens that the schedulers have, and that are still right.
         end_sent: whether the schedulers know that no more tokens come.
         claimed: whether the final request has come, and computes the rest of the prompt.
         closed: how the stream ended; ``None`` while it is open.
@@ -106,12 +102,11 @@ class PromptStream:
         failure: why the stream is not prefilled any more; ``None`` if it is.
         growing: locked while text is added.
         pace_seconds: how long the client should gather text before it appends.
-        waits_for_room: whether the KV pool has no room for the stream's next tokens.
-        pinned_from: ``None`` for a client's stream. The server itself pins the prompts of agents
-            whose tools run: this is the number of tokens that such a prompt has in common with the
-            request before it. 0 for a prewarmed prompt, which no request uses up.
+        pinned_from: ``None`` for a client's stream. If the server itself pins the next prompt of an
+            agent whose tools run: how many tokens that prompt shares with the agent's request. 0
+            for a prewarmed prompt, which no request uses up.
         follower: adds the text of the call that the stream follows, if it follows one.
-        counted_from: the place in the text at which the client's count of characters begins.
+        counted_from: the place in the text where the client's count of characters begins.
     """
 
     ttl_seconds: float
@@ -141,15 +136,12 @@ class PromptStream:
     counted_from: int = 0
 
     async def add_text(self, text: str, end: bool, room: int, start: int | None = None) -> int:
-        """Add text to a stream of text.
+        """Add text to a stream of text. Return how many known tokens are still the same.
 
         Args:
             end: whether this is the last text.
             room: the most tokens that the stream may have.
-            start: the place in the buffer's text from which this text replaces all; ``None``: its
-                end.
-
-        Return how many tokens were known before, and are still the same.
+            start: the place from which this text replaces all text; ``None``: the end.
 
         Raises:
             PromptTooLarge: if the stream would have more tokens; it is unchanged then.
@@ -190,10 +182,7 @@ class PromptStream:
             )
 
     def require_place(self, start: int | None) -> None:
-        """Raise MalformedRequest if text cannot follow this place, as the client counts.
-
-        Args: start: ``None`` if the text follows the end.
-        """
+        """Raise MalformedRequest if text cannot follow this place; ``None``: the end."""
         if start is None:
             if self.follower is not None and self.follower.written:
                 raise MalformedRequest(
@@ -246,7 +235,7 @@ class PromptStream:
         return _may_share(known, certain, prompt) and known[:certain] == prompt[:certain]
 
     def beginning(self) -> str | array[int]:
-        """Return what was appended so far: text, or token ids."""
+        """Return the prompt so far: text, or token ids."""
         return self.ids if self.buffer is None else self.buffer.text
 
     def known_tokens(self) -> int:
@@ -277,7 +266,7 @@ class PromptStream:
 
 
 def _may_share(known: array[int], length: int, prompt: array[int]) -> bool:
-    """Return whether a prompt may begin with the first tokens of a stream; compare one of them.
+    """Return whether a prompt may begin with the first tokens of a stream; compare one token.
 
     Comparing all tokens of hundreds of streams would delay other answers.
     """
@@ -287,11 +276,11 @@ def _may_share(known: array[int], length: int, prompt: array[int]) -> bool:
 def _append(
     buffer: TokenBuffer, place: int, text: str, end: bool, room: int
 ) -> tuple[int, array[int]]:
-    """Put text in the place of a buffer's text from ``place`` on.
+    """Replace a buffer's text from ``place`` on.
 
     Return how many tokens are still the same, and all tokens.
 
-    Raises: PromptTooLarge if there are more than ``room``; a text at the end is not appended then.
+    Raises: PromptTooLarge if there are more than ``room``; appended text is dropped then.
     """
     before = buffer.checkpoint()
     kept, tokens = buffer.replace(place, text, room), buffer.tokens

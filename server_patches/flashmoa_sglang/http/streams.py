@@ -58,14 +58,10 @@ Prompt = str | Sequence[int]
 class Limits:
     """Limits for clients, which ``GET /flashmoa/info`` reports.
 
-    Attributes:
-        streams: open streams.
-        characters_per_token: a prompt with more characters for each token of the context is not
-            text.
-        remembered: ended streams whose ending is still known.
-        scored_items, scores: items of a scoring request; items times candidates.
-        repeated_characters: the characters that all prompts of a scoring request share, times the
-            number of prompts.
+    ``streams``: open streams. ``characters_per_token``: a prompt with more characters for each
+    token of the context is not text. ``remembered``: ended streams whose ending is still known. Of
+    one scoring request: ``scored_items``; ``scores``, items times candidates;
+    ``repeated_characters``, shared characters times prompts.
     """
 
     streams: int = 256
@@ -87,7 +83,7 @@ class StreamedTokenCount:
 
 
 class Ended(NamedTuple):
-    """How a stream ended, and the figures of its request if the answer does not have them."""
+    """How a stream ended, and its request's figures if the answer does not have them."""
 
     ending: Ending
     figures: dict[str, Any] | None
@@ -146,18 +142,21 @@ class StreamTable:
     def open(self, stream: PromptStream) -> None:
         """Open a stream. At the limit, close the oldest stream that the server itself has opened.
 
-        Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down or its
-            weights or the stream's adapter are being changed.
+        Raises: TooManyStreams, or EngineDraining if the server is shutting down or its weights or
+            the stream's adapter are being changed.
         """
         if self.engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
         if None in self._changing or stream.terms.lora_path in self._changing:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
-        if len(self._open) >= self.limits.streams and not self._drop_pinned():
-            raise TooManyStreams(
-                f"{self.limits.streams} prompt streams are open, which is the limit. "
-                "Delete some, or send the request without one."
-            )
+        if len(self._open) >= self.limits.streams:
+            pinned = (one for one in self.unclaimed() if one.pinned_from is not None)
+            if (oldest := next(pinned, None)) is None:
+                raise TooManyStreams(
+                    f"{self.limits.streams} prompt streams are open, which is the limit. "
+                    "Delete some, or send the request without one."
+                )
+            self.close(oldest, "expired")
         self._open[stream.id] = stream
         metrics.set_open(len(self._open))
         self._handover.opening.append(stream)
@@ -182,13 +181,8 @@ class StreamTable:
     ) -> None:
         """Buffer text, and tokenise it.
 
-        Args:
-            end: whether this is the last text.
-            start: the place from which it replaces all text, as the client counts; ``None``: its
-                end.
-        Raises:
-            PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
-            StreamGone: if the stream has ended or been used while a long text was tokenised.
+        Args: start: a place as the client counts; see :meth:`PromptStream.add_text`.
+        Raises: as there. PromptTooLarge also for a text with too many characters.
         """
         room = self.engine.max_prompt_tokens
         place = None if start is None else stream.counted_from + start
@@ -208,14 +202,10 @@ class StreamTable:
         seconds: float,
         since: int = 0,
     ) -> PromptStream:
-        """Make a stream that pins the KV of a whole prompt and prefills what is missing of it.
-
-        :meth:`open` opens the stream.
+        """Make a stream, not open yet, that prefills a whole prompt and pins its KV.
 
         Args:
-            obj: a ``GenerateReqInput`` in the prompt's namespace.
-            meta: the ``meta_info`` of the output of ``obj``.
-            seconds: how long the prompt is pinned at most.
+            obj: a ``GenerateReqInput`` in the prompt's namespace, and ``meta`` its ``meta_info``.
             since: number of tokens that the prompt has in common with ``obj``; 0: no request ends
                 the stream, but only its time.
 
@@ -245,13 +235,12 @@ class StreamTable:
     ) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
 
-        Args: start: the place from which it replaces all text, as the client counts.
+        Args: start: the place from which the piece replaces all text, as the client counts.
 
         Raises:
             MalformedRequest: if there is no such place, or the stream has followed a call and no
                 place is given.
-            StreamGone: if the stream's final request has come.
-            EngineDraining: if the server is shutting down.
+            StreamGone, EngineDraining: if the final request has come, or the server shuts down.
             StreamOutOfOrder: if the stream has ended, earlier pieces are missing, or another piece
                 had this number.
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
@@ -268,8 +257,10 @@ class StreamTable:
             elif text or start is not None or (end and stream.buffer is not None):
                 await self.add_text(stream, text, end, start)
             self._stop_following(stream)
-            if isinstance(piece, CallText):
-                self._follow(stream, piece.call_id)
+            if isinstance(piece, CallText) and self.calls is not None:
+                # The stream grows by the call's text until the next append or the stream's end.
+                stream.follower = Follower(stream, piece.call_id, self._add_followed)
+                self.calls.follow(stream.follower)
             stream.next_seq += 1
             stream.last_append = hashed
             if end:
@@ -278,10 +269,7 @@ class StreamTable:
             self._note_growth(stream, known)
 
     def _is_next(self, stream: PromptStream, seq: int, hashed: int) -> bool:
-        """Return whether an append is the next one; ``False`` if it repeats an earlier one.
-
-        Raises: as :meth:`append`, if the stream takes no such append.
-        """
+        """Return whether an append is the next one; ``False`` if it repeats an earlier one."""
         stream.require_unused()
         if seq < stream.next_seq:
             if seq == stream.next_seq - 1 and hashed != stream.last_append:
@@ -302,12 +290,6 @@ class StreamTable:
                 expected_seq=stream.next_seq,
             )
         return True
-
-    def _follow(self, stream: PromptStream, call_id: str) -> None:
-        """Let a stream grow by a call's text, until the next append or the stream's end."""
-        assert self.calls is not None
-        stream.follower = Follower(stream, call_id, self._add_followed)
-        self.calls.follow(stream.follower)
 
     def _stop_following(self, stream: PromptStream) -> None:
         if stream.follower is not None and self.calls is not None:
@@ -338,10 +320,7 @@ class StreamTable:
     def close(
         self, stream: PromptStream, ending: Ending, figures: dict[str, Any] | None = None
     ) -> None:
-        """End a stream and let its KV be evicted; do nothing if it has ended already.
-
-        Args: figures: how its request was computed, for :meth:`take_figures`.
-        """
+        """End a stream and let its KV be evicted; do nothing if it has ended already."""
         if stream.closed is not None:
             return
         stream.closed = ending
@@ -363,25 +342,15 @@ class StreamTable:
         self._ended[stream_id] = Ended(ended.ending, None)
         return ended.figures
 
-    def _drop_pinned(self) -> bool:
-        pinned = (s for s in self._open.values() if s.pinned_from is not None and not s.claimed)
-        if (oldest := next(pinned, None)) is None:
-            return False
-        self.close(oldest, "expired")
-        return True
-
     @contextlib.asynccontextmanager
     async def closed(self, adapter: str | None = None) -> AsyncGenerator[None]:
-        """Close all streams, or an adapter's streams, and open none of them in the meantime.
-
-        Schedulers compute nothing for them.
-        """
+        """Close all streams, or an adapter's streams; open and compute none in the meantime."""
         self._changing.append(adapter)
         try:
             for stream in list(self._open.values()):
                 if adapter in (None, stream.terms.lora_path):
                     self.close(stream, "drained")
-            # A scheduler that hears of the end computes in one more step what it has begun.
+            # A scheduler finishes in one more step the forward that it has begun.
             for _ in range(2):
                 await self.engine.kv()
             yield
@@ -394,10 +363,9 @@ class StreamTable:
         self._handover.wake()
 
     def named_rank(self, http_request: Any) -> int | None:
-        """Return the data-parallel rank that a request's header names; ``None`` if it names none.
+        """Return the data-parallel rank that a request's header names, if it names one.
 
-        A router that knows what each rank has cached names a rank on every route. SGLang itself
-        reads the header of chats and completions only.
+        SGLang itself reads this header of chats and completions only.
 
         Raises: MalformedRequest if there is no such rank.
         """
@@ -463,9 +431,9 @@ class StreamTable:
 class Pace:
     """Spreads the appends of all streams evenly. Times are in seconds, of any one clock.
 
-    Answering an append takes the HTTP process about a millisecond, and on a CPU it takes that from
-    a forward. So each answer names a time for the next append at which no other client appends, and
-    the more streams are open the longer each gathers its text.
+    Answering an append takes the HTTP process about a millisecond, which a CPU engine takes from a
+    forward. So each answer names a time for the next append, when no other client appends. The more
+    streams are open, the longer each gathers its text.
 
     Args: slowdown: factor of all intervals, for a modelled GPU that is slowed down.
     """
@@ -475,10 +443,7 @@ class Pace:
         self._last = 0.0
 
     def next(self, now: float, streams: int) -> float:
-        """Return how long the stream that has just appended should gather text.
-
-        Args: streams: number of open streams.
-        """
+        """Return how long the stream that has just appended should gather text."""
         soonest = 0.04 * self._slowdown
         # With 5 ms from append to append, appends take at most a quarter of a core. Each of 256
         # streams then gathers for 1.3 s. In that time agents write about as many tokens as are left
@@ -492,13 +457,10 @@ class Pace:
 def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:
     """Choose the data-parallel rank for a stream with this beginning.
 
-    Ranks do not share KV. So one rank computes streams that begin alike, such as the agents of a
-    team or the proposers of a mixture, unless it has 16 streams more than another rank. Streams
-    begin alike if their first 64 characters, or tokens, are equal.
+    Ranks do not share KV. So one rank computes streams whose first 64 characters, or tokens, are
+    equal, unless it has 16 streams more than another rank.
 
-    Args:
-        ranks: number of ranks.
-        streams: rank and prompt of each open stream; token ids are an ``array("q")``.
+    Args: streams: rank and prompt of each open stream; token ids are an ``array("q")``.
     """
     compared = beginning[:2048]
     if not isinstance(compared, str):

@@ -1,12 +1,12 @@
 """``ToolGaps``: pins an agent's next prompt while its tools run, whatever its client is.
 
-An answer that ends in tool calls is followed by a request with the results. The server opens a
-prompt stream of that request's prompt, up to the first result. The chat template renders the prompt
-from the answer as the client gets it: the decoded tokens often differ from it, and so would a
-second parse, since SGLang's parsers of streams and of whole answers differ. What the radix tree has
-of the prompt is pinned, and the rest is prefilled. The request is known by its prompt, so no client
-has to name the stream. Under KV pressure these streams are unpinned before streams that grow, but
-requests that are held back do not get their room (``scheduler/admission.py``).
+After an answer with tool calls, the server opens a prompt stream of the agent's next prompt, up to
+the first result. The chat template renders that prompt from the answer as the client gets it: the
+decoded tokens often differ from it, and so would a second parse, since SGLang's parsers of streams
+and of whole answers differ. The stream pins the KV that the radix tree has and prefills the rest.
+The next request is known by its prompt, so no client has to name the stream. Under KV pressure
+these streams are unpinned before streams that grow, but not for requests that are held back
+(``scheduler/admission.py``).
 
 Front ends that render chats themselves send token ids. The next prompt is not known then, so the
 request's own prompt is pinned with the tokens of its answer.
@@ -196,7 +196,7 @@ class ToolGaps:
         come: list[Any],
     ) -> None:
         try:
-            # A long prompt takes tens of milliseconds, in which no other token would go out.
+            # A long prompt takes tens of milliseconds, which would delay other answers.
             tokens = await asyncio.to_thread(next_tokens)
             if tokens is not None:
                 since = common_length(array("q", obj.input_ids), tokens)

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-Points = tuple[tuple[int, float], ...]
+from pydantic import Field
+
+# What a file says is checked; see ``read_costs``.
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Points = tuple[tuple[int, Seconds], ...]
 # Numbers of tokens in measured steps, decodes included. Tokens of streams ride along in such steps.
 # Kernels compute tokens in blocks of up to 128, and the rest of a block is nearly free: with
 # Qwen3-32B on an A100, the 129th token adds 20 ms to a step, and the 64 before it 7 together.
@@ -55,10 +59,10 @@ class Costs:
     """
 
     points: Points
-    decode_step: float
-    mixed: tuple[tuple[int, int, float], ...] = ()
-    per_kv_token: float = 0.0
-    per_pair: float = 0.0
+    decode_step: Seconds
+    mixed: tuple[tuple[int, int, Seconds], ...] = ()
+    per_kv_token: Seconds = 0.0
+    per_pair: Seconds = 0.0
 
     def __post_init__(self) -> None:
         points: list[tuple[int, float]] = []

@@ -42,8 +42,6 @@ from flashmoa_sglang.sglang import releases
 from flashmoa_sglang.sglang.options import Options
 
 _KV_CAPABILITIES = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
-# An append has one of these fields; it may have none if it ends the stream.
-_PIECES = ("text", "input_ids", "call")
 _SHUTS_DOWN = "The server is shutting down; use another engine."
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -235,7 +233,8 @@ class Api:
         body = await bodies.parse(request, bodies.Append)
         stream = self._table.get(request.path_params["stream_id"])
         piece: str | list[int] | CallText = body.text or ""
-        if not body.end or any(getattr(body, name) is not None for name in _PIECES):
+        # An append that ends the stream may have no text.
+        if not body.end or (body.text, body.input_ids, body.call) != (None, None, None):
             kind = body.one_of("call")
             expected = "input_ids" if stream.buffer is None else "text"
             if kind != expected and (kind != "call" or expected != "text"):

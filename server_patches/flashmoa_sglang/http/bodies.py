@@ -107,8 +107,7 @@ class Prompt(_Piece, Target):
     add_generation_prompt: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        fields = self.model_dump(exclude_none=True)
-        return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
+        return self.model_dump(exclude_none=True, exclude=_NOT_CHAT)
 
 
 class OpenStream(Prompt):
@@ -116,8 +115,7 @@ class OpenStream(Prompt):
     expected_output_tokens: StrictInt | None = Field(default=None, ge=0, le=LARGEST_NUMBER)
 
     def terms(self, served: str) -> Terms:
-        terms = super().terms(served)
-        return replace(terms, expected_output=self.expected_output_tokens)
+        return replace(super().terms(served), expected_output=self.expected_output_tokens)
 
 
 class Append(_Piece):

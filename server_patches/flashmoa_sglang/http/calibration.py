@@ -268,22 +268,19 @@ class Measurement:
 
 def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
     """Log, once for all ranks, what this engine does not do for prompt streams, and why."""
-    for reason in {rank.no_rides for rank in ranks} - {""}:
-        logger.warning(
-            "rides: off, because %s. Prompt streams have forwards of their own now and then.",
-            reason,
-        )
-    for reason in {rank.late_kv for rank in ranks} - {""}:
-        logger.warning(
-            "sharing: off, because %s. Requests find a common prefix once it is computed.", reason
-        )
+    rides = "rides: off, because %s. Prompt streams have forwards of their own now and then."
+    sharing = "sharing: off, because %s. Requests find a common prefix once it is computed."
+    off = {(rides, rank.no_rides) for rank in ranks} | {(sharing, rank.late_kv) for rank in ranks}
+    for text, reason in off:
+        if reason:
+            logger.warning(text, reason)
 
 
 async def calibrate(engine: Engine) -> None:
     """Measure the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
-    If that fails, log why; steps then have fixed sizes. An operator's ``--flashmoa-saturation``
-    holds from the start, and whether or not the measurement fails.
+    If that fails, log why; steps then have fixed sizes. ``--flashmoa-saturation`` counts from the
+    start, and whether or not the measurement fails.
     """
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
@@ -356,12 +353,7 @@ def read_costs(file: str) -> tuple[Costs, Saturation | None]:
             f"--flashmoa-costs {file} is the answer of an engine that had not measured its costs "
             "yet; ask GET /flashmoa/info again when it has served for some seconds."
         )
-    costs = info.costs
-    found = [seconds for *_, seconds in (*costs.points, *costs.mixed)]
-    found += [costs.decode_step, costs.per_kv_token, costs.per_pair]
-    if not all(isfinite(seconds) and seconds >= 0 for seconds in found):
-        raise ValueError(f"--flashmoa-costs {file} has seconds that are not numbers from 0 on.")
-    return costs, info.saturation
+    return info.costs, info.saturation
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:

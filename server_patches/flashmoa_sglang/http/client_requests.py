@@ -51,8 +51,8 @@ def refuse_reserved(obj: Any) -> None:
         if custom is not None and not isinstance(custom, dict):
             raise MalformedRequest(f"custom_params must be an object, not {shown(custom)}.")
         if custom and CUSTOM_PARAMS_KEY in custom:
-            name = repr(CUSTOM_PARAMS_KEY)
-            raise MalformedRequest(f"{name} in custom_params is reserved; leave it out.")
+            name = CUSTOM_PARAMS_KEY
+            raise MalformedRequest(f"{name!r} in custom_params is reserved; leave it out.")
 
 
 def sent_tokens(obj: Any) -> array[int] | None:
@@ -169,7 +169,7 @@ class StreamRequest:
         return self._stream
 
     def _is_prefix(self, stream: PromptStream, prompt: array[int] | None) -> bool:
-        # Texts are compared, because the buffer may hold back tokens at the end of its text.
+        # Texts are compared, because the buffer may not have tokens for the end of its text yet.
         buffer, expected = stream.buffer, stream.known()
         if buffer is not None and self._text and not self._text.startswith(buffer.whole_text):
             return False

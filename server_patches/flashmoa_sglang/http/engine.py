@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def steps_together(self) -> bool:
-        """Whether ranks step together, so that a prefill that waits would hold up other ranks."""
+        """Whether ranks step together, so that other ranks would wait for a prefill that waits."""
         return RELEASE.steps_together(self._arguments)
 
     @property

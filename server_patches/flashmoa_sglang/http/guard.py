@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 # SGLang makes a request for each answer to a prompt before it checks any.
 _MAX_ANSWERS = 16_384
-# Python fails to send values that are nested some hundred levels deep to another process.
-_MAX_PARAMS_DEPTH = 32
 _INT32, _INT64 = numpy.iinfo(numpy.int32), numpy.iinfo(numpy.int64)
 # SGLang's own code raises these for a body that it cannot read. It answers ValueErrors alone.
 _UNREADABLE = (
@@ -135,8 +133,9 @@ def _check_sampling(params: Any, vocabulary: int) -> None:
     _check_type("logit_bias", bias, dict, "an object")
     for value in (bias or {}).values():
         _check_number("logit_bias", value, Real, -math.inf, math.inf)
-    if _is_deep(params.custom_params, _MAX_PARAMS_DEPTH):
-        raise ValueError(f"custom_params must have at most {_MAX_PARAMS_DEPTH} levels.")
+    # Python fails to send values that are nested some hundred levels deep to another process.
+    if _is_deep(params.custom_params, 32):
+        raise ValueError("custom_params must have at most 32 levels.")
     if params.stop_token_ids:
         # No answer can have other tokens, and SGLang would look for their logits.
         ids = {token for token in params.stop_token_ids if 0 <= token < vocabulary}

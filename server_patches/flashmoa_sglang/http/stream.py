@@ -285,7 +285,7 @@ def _append(
     before = buffer.checkpoint()
     kept, tokens = buffer.replace(place, text, room), buffer.tokens
     if end and len(tokens) <= room:
-        # The tokens that were held back so far count, too.
+        # The tokens that were uncertain so far count, too.
         tokens = array("q", buffer.all_tokens())
         kept = min(kept, common_length(tokens, buffer.tokens))
     if len(tokens) > room:

@@ -5,8 +5,8 @@ the first result. The chat template renders that prompt from the answer as the c
 decoded tokens often differ from it, and so would a second parse, since SGLang's parsers of streams
 and of whole answers differ. The stream pins the KV that the radix tree has and prefills the rest.
 The next request is known by its prompt, so no client has to name the stream. Under KV pressure
-these streams are unpinned before streams that grow, but not for requests that are held back
-(``scheduler/admission.py``).
+these streams are unpinned before streams that grow, but not for requests that wait because their
+own prompts were unpinned (``scheduler/admission.py``).
 
 Front ends that render chats themselves send token ids. The next prompt is not known then, so the
 request's own prompt is pinned with the tokens of its answer.

@@ -112,9 +112,7 @@ async def test_refused_request_does_not_use_up_its_stream(
     assert stream.closed == "used"
 
 
-async def test_a_request_learns_what_its_stream_saved(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_a_request_learns_the_saved_time(engine: FakeEngine, table: StreamTable) -> None:
     saved: list[float | None] = []
     for costs in (engine.costs, Costs(((10, 0.1), (110, 1.1)), decode_step=0.01)):
         engine.costs = costs
@@ -156,9 +154,7 @@ async def test_a_stream_that_ends_before_its_use_is_not_used(table: StreamTable)
 @pytest.mark.parametrize(
     ("enabled", "low_first", "priority"), [(False, False, None), (True, False, 5), (True, True, -5)]
 )
-def test_a_larger_priority_is_more_urgent(
-    enabled: bool, low_first: bool, priority: int | None
-) -> None:
+def test_larger_priorities_are_urgent(enabled: bool, low_first: bool, priority: int | None) -> None:
     arguments = SimpleNamespace(
         enable_priority_scheduling=enabled, schedule_low_priority_values_first=low_first
     )
@@ -188,9 +184,7 @@ async def test_what_cannot_be_prewarmed_is_refused(
 
 
 @pytest.mark.parametrize("role", [None, "prefill"])
-async def test_a_prewarming_request_uses_its_stream(
-    engine: Any, table: StreamTable, role: str
-) -> None:
+async def test_prewarming_uses_the_stream(engine: Any, table: StreamTable, role: str) -> None:
     engine.role, engine.why_no_kv = role, lambda: None
     stream = open_stream(table, tokens=5)
     warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
@@ -242,7 +236,7 @@ def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
         max_size=4,
     ),
 )
-async def test_a_prompt_finds_the_stream_that_agrees_most(
+async def test_a_prompt_finds_its_stream(
     prompt: list[int], streams: list[tuple[list[int], bool, bool, int | None, bool]]
 ) -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
@@ -304,7 +298,7 @@ def test_ids_of_no_vocabulary_are_left_to_sglang(ids: list[Any]) -> None:
         ({"text": "one", "input_ids": [0, 1, 2]}, True, {"text": "one", "input_ids": [0, 1, 2]}),
     ],
 )
-async def test_a_list_of_one_prompt_uses_its_stream_but_no_batch(
+async def test_a_list_of_one_prompt_uses_its_stream(
     table: StreamTable, prompts: dict[str, Any], used: bool, sent: dict[str, Any]
 ) -> None:
     tokens: Any = SimpleNamespace(certain_tokens=2, tokens=array("q", [0, 1]), whole_text="")
@@ -328,7 +322,7 @@ async def test_a_list_of_one_prompt_uses_its_stream_but_no_batch(
     ("prompt", "end", "is_its_own"),
     [([1, 2, 3, 4], [3], True), ([1, 2, 3, 4], [4], False), ([1, 3, 2], [3], False)],
 )
-async def test_a_request_may_overtake_the_end_of_its_stream(
+async def test_a_request_may_overtake_its_streams_end(
     table: StreamTable, prompt: list[int], end: list[int], is_its_own: bool
 ) -> None:
     stream = ended_stream(table, [1, 2], ended_at=None)

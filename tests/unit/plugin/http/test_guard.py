@@ -161,9 +161,7 @@ def test_what_a_scheduler_can_compute_passes(fields: dict[str, Any]) -> None:
     look(**fields)
 
 
-def test_a_session_may_have_the_whole_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_session_may_have_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"input_ids": NO_TOKENS, "session_params": session(id="s")}
     monkeypatch.setattr(RELEASE, "CHECKS_SESSIONS", True, raising=False)
     look(**fields)

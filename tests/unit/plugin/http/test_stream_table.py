@@ -86,9 +86,7 @@ async def test_a_used_stream_does_not_expire(table: StreamTable) -> None:
     await until(lambda: used.closed == "expired")
 
 
-async def test_draining_ends_streams_without_a_request(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_draining_ends_unused_streams(engine: FakeEngine, table: StreamTable) -> None:
     idle, used = open_stream(table), open_stream(table)
     table.claim(used)
     engine.draining = True
@@ -110,9 +108,7 @@ async def test_no_stream_is_open_during_a_change(engine: FakeEngine, table: Stre
     await until(lambda: engine.tokens_of(later.id))
 
 
-async def test_unloading_an_adapter_ends_its_streams(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: StreamTable) -> None:
     streams = {name: open_stream(table, adapter=name) for name in (None, "a", "b")}
     manager = SimpleNamespace(flashmoa_table=table)
 
@@ -225,9 +221,7 @@ def test_an_adapter_is_named_in_either_field(
     assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
 
 
-async def test_arguments_are_resolved_by_sglang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_arguments_are_resolved_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang 0.5.12 has none of these.
     pytest.importorskip("sglang.srt.arg_groups.overrides")
     monkeypatch.setattr(RELEASE, "resolve_arguments", Release().resolve_arguments)
@@ -262,9 +256,7 @@ async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> 
 @pytest.mark.parametrize(
     ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
 )
-async def test_the_longest_prompt_is_sglangs(
-    reserved: int, scheduler: int | None, most: int
-) -> None:
+async def test_longest_prompt_is_sglangs(reserved: int, scheduler: int | None, most: int) -> None:
     manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
     assert Engine(manager).max_prompt_tokens == most
 
@@ -306,7 +298,7 @@ async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> No
 
 @given(appends=APPENDS)
 @settings(max_examples=40)
-def test_each_token_is_sent_once_and_then_the_end(
+def test_each_token_is_sent_once(
     appends: list[tuple[int, int, bool, int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -373,9 +365,7 @@ async def test_the_last_append_may_be_repeated(
     assert stream.state() == state
 
 
-async def test_tokens_that_text_has_changed_are_sent_again(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_changed_tokens_are_sent_again(engine: FakeEngine, table: StreamTable) -> None:
     stream = text_stream(table)
     for number in range(8):
         await table.append(stream, number, "1234567890123", end=number == 7)
@@ -385,9 +375,7 @@ async def test_tokens_that_text_has_changed_are_sent_again(
     assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
 
 
-async def test_a_refused_replacement_changes_nothing(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_refused_replacements_do_nothing(engine: FakeEngine, table: StreamTable) -> None:
     stream = text_stream(table)
     await table.append(stream, 0, "1234567890" * 9, end=False)
     known, engine.max_prompt_tokens = list(stream.known()), 20
@@ -401,9 +389,7 @@ async def test_a_refused_replacement_changes_nothing(
     assert engine.tokens_of(stream.id) == encode("123")
 
 
-async def test_a_following_stream_waits_for_append_and_request(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_following_waits_for_the_request(engine: FakeEngine, table: StreamTable) -> None:
     followers = list[Follower]()
     table.calls = SimpleNamespace(  # type: ignore[assignment]
         follow=followers.append, unfollow=Follower.stop
@@ -449,9 +435,7 @@ async def test_a_following_stream_waits_for_append_and_request(
     assert text() == "one four" and stream.follower is None
 
 
-async def test_a_stream_grows_from_its_first_append_on(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_a_stream_grows_with_its_appends(engine: FakeEngine, table: StreamTable) -> None:
     streams = [open_stream(table, tokens=10) for _ in range(5)]
     await handed_over(engine, streams)
     assert len(engine.handed) == 1  # They share a message.
@@ -460,9 +444,7 @@ async def test_a_stream_grows_from_its_first_append_on(
     assert [dict_of(one.tokens)[streams[0].id] for one in engine.handed] == [False, True]
 
 
-async def test_no_end_is_sent_if_the_request_comes_at_once(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_no_end_is_sent_before_a_request(engine: FakeEngine, table: StreamTable) -> None:
     used, other = [open_stream(table, tokens=10) for _ in range(2)]
     await table.append(used, 0, [1], end=True)
     await table.append(other, 0, [1], end=True)
@@ -488,9 +470,7 @@ async def test_a_pinned_prompt_is_sent_with_its_end(
     assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)
 
 
-async def test_a_stream_is_sent_though_another_was_never_opened(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_unopened_streams_delay_no_others(engine: FakeEngine, table: StreamTable) -> None:
     """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
     engine.opens.clear()
     first = open_stream(table, tokens=10)
@@ -502,9 +482,7 @@ async def test_a_stream_is_sent_though_another_was_never_opened(
     assert engine.tokens_of(second.id) == [*second.ids]
 
 
-async def test_progress_is_noted_in_the_streams_states(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_progress_is_noted_in_states(engine: FakeEngine, table: StreamTable) -> None:
     first, second = open_stream(table), open_stream(table, tokens=50)
     await handed_over(engine, [first, second])
     assert first.state()["prefilling"]
@@ -587,7 +565,5 @@ def test_a_stream_goes_to_the_rank_of_its_siblings(
     st.lists(st.tuples(st.integers(0, 3), st.text("ab", max_size=200)), max_size=20),
     st.text("ab", max_size=200),
 )
-def test_the_choice_is_always_one_of_the_ranks(
-    streams: list[tuple[int, str]], beginning: str
-) -> None:
+def test_the_choice_is_always_a_rank(streams: list[tuple[int, str]], beginning: str) -> None:
     assert choose_rank(4, streams, beginning) in range(4)

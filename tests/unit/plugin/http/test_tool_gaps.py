@@ -94,7 +94,7 @@ async def test_an_unknown_next_prompt_is_not_pinned(
     ],
     ids=["its own", "of another namespace", "another agent's", "none"],
 )
-async def test_no_prompt_is_pinned_whose_request_has_come(
+async def test_no_prompt_is_pinned_too_late(
     gaps: tool_gaps.ToolGaps,
     engine: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,9 +192,7 @@ async def test_an_answer_leaves_nothing(
     assert engine.released == ["one"] and not gaps._tasks
 
 
-async def test_no_room_is_kept_for_an_answer_in_background(
-    gaps: tool_gaps.ToolGaps, engine: Any
-) -> None:
+async def test_background_answers_keep_no_room(gaps: tool_gaps.ToolGaps, engine: Any) -> None:
     """Its client gets it later, by another request."""
     watched: list[AsyncGenerator[Any]] = []
 

@@ -7,6 +7,7 @@ completely, because an invalid one could crash a scheduler.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -35,9 +36,10 @@ from flashmoa_sglang.http.hearing.calls import (
 )
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
-from flashmoa_sglang.http.stream import CallText, PromptStream
+from flashmoa_sglang.http.stream import CallText, Prefilled, PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.sglang import releases
 from flashmoa_sglang.sglang.options import Options
 
@@ -173,18 +175,16 @@ class Api:
         self._reader.check_room(len(ids))
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
-        prefilled = await self._engine.prefill(
-            ids,
-            terms=replace(
-                prompt.terms(self._engine.model["name"]), dp_rank=self._table.named_rank(request)
-            ),
-            http_request=request,
-        )
+        terms = prompt.terms(self._engine.model["name"])
+        terms = replace(terms, dp_rank=self._table.named_rank(request))
+        started = time.perf_counter()
+        meta = await self._engine.generate(ids, RequestMark(), terms=terms, http_request=request)
+        prefilled = Prefilled.read(meta)
         return {
             "prompt_tokens": prefilled.prompt_tokens,
             "cached_tokens": prefilled.cached_tokens,
             "prefilled_tokens": prefilled.prompt_tokens - prefilled.cached_tokens,
-            "seconds": prefilled.seconds,
+            "seconds": time.perf_counter() - started,
         }
 
     async def render(self, request: Request) -> dict[str, Any]:

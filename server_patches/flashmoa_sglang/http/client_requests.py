@@ -109,7 +109,6 @@ class StreamRequest:
         buffer = self._stream.buffer if self._stream is not None and is_named else None
         self._buffer = buffer.snapshot() if buffer is not None else None
         self._claimed = False
-        self._reads_kv = True
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
@@ -135,7 +134,7 @@ class StreamRequest:
         """
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
-            stream, self.status, self._reads_kv = None, "other_namespace", False
+            stream, self.status = None, "other_namespace"
         if stream is None:
             _put_expectation(obj, expected_output)
             return
@@ -155,8 +154,8 @@ class StreamRequest:
 
     def use_late(self) -> None:
         """Claim the stream for a request that runs already, and begins with its whole prompt."""
-        if not self._claimed and self._claim() is not None:
-            self.status = "hit"
+        self._claim()
+        self.status = "hit"
 
     def _claim(self) -> PromptStream | None:
         if self._stream is not None and (self._stream.claimed or self._stream.closed is not None):
@@ -187,7 +186,7 @@ class StreamRequest:
         if "cached_tokens" not in meta:
             return
         cached, late = meta["cached_tokens"], meta["prompt_tokens"] - meta["cached_tokens"]
-        stream = self._stream if self._reads_kv else None
+        stream = self._stream if self.status != "other_namespace" else None
         streamed = min(cached, stream.computed) if stream is not None else 0
         if self.usage is None:
             metrics.count("finals", status=self.status)
@@ -313,17 +312,17 @@ def watch_for_end(outputs: Any, table: StreamTable, obj: Any, prompt: array[int]
 async def _watch_for_end(
     outputs: Any, table: StreamTable, prompt: array[int], growing: list[PromptStream]
 ) -> AsyncGenerator[Any]:
-    request: StreamRequest | None = None
     async with aclosing(outputs):
         async for output in outputs:
-            if request is None:
+            if isinstance(output, dict) and not _is_refusal(output):
                 usable = (s for s in growing if not s.claimed and s.closed is None)
                 found = next((s for s in usable if s.agrees_with(prompt)), None)
-                request = found and StreamRequest(table, found.id, is_named=False)
-            if request is not None and isinstance(output, dict) and not _is_refusal(output):
-                request.use_late()
-                request.annotate(output)
-                request.close_stream()
+                if found is not None:
+                    growing = []
+                    request = StreamRequest(table, found.id, is_named=False)
+                    request.use_late()
+                    request.annotate(output)
+                    request.close_stream()
             yield output
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 import uuid
 from contextlib import aclosing, suppress
 from functools import cached_property
@@ -197,19 +196,8 @@ class Engine:
         rids = self._manager.rid_to_state
         return sum(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in rids) > self._timed
 
-    async def prefill(self, input_ids: list[int], *, terms: Terms, http_request: Any) -> Prefilled:
-        """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
-
-        Raises: MalformedRequest, EngineBusy or EngineFailed, as SGLang refuses the prefill, takes
-            no more requests at the moment, or could not run the prefill.
-        """
-        started = time.perf_counter()
-        mark = RequestMark()
-        meta = await self.generate(input_ids, mark, terms=terms, http_request=http_request)
-        return Prefilled.read(meta, time.perf_counter() - started)
-
     async def open_stream(self, stream: str, terms: Terms) -> None:
-        """Open a prompt stream in its scheduler. Raises: as :meth:`prefill`."""
+        """Open a prompt stream in its scheduler. Raises: as :meth:`run`."""
         # SGLang requires a token. The stream's tokens follow in messages.
         try:
             mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
@@ -237,7 +225,10 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one of the plugin's own requests. Return the ``meta_info`` of its answer.
 
+        Without ``new_tokens``, the request computes its KV for the radix tree and samples nothing.
+
         Args: on_token: called with the ``meta_info`` whenever the answer has grown.
+        Raises: as :meth:`run`.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -276,7 +267,10 @@ class Engine:
         """Run one of the plugin's ``GenerateReqInput``, and yield SGLang's outputs.
 
         With ``stream``, a batch's outputs come one by one, each with its ``index``. Closing the
-        generator aborts the request. Raises: as :meth:`prefill`.
+        generator aborts the request.
+
+        Raises: MalformedRequest if SGLang refuses the request, EngineBusy if it takes no more
+            requests at the moment, EngineFailed if it could not run the request.
         """
         from fastapi import HTTPException
 

@@ -46,14 +46,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result of one prefill. ``seconds`` includes waiting for the engine."""
+    """The result of one prefill."""
 
     prompt_tokens: int
     cached_tokens: int
-    seconds: float
 
     @classmethod
-    def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
+    def read(cls, meta: dict[str, Any]) -> Prefilled:
         """Read the result of a prefill from its ``meta_info``.
 
         Raises: EngineFailed if SGLang has aborted the prefill.
@@ -64,7 +63,7 @@ class Prefilled:
             raise EngineFailed(
                 f"SGLang has aborted the prefill: {message}. Send the whole request instead."
             )
-        return cls(meta["prompt_tokens"], meta["cached_tokens"], seconds)
+        return cls(meta["prompt_tokens"], meta["cached_tokens"])
 
 
 Ending = Literal["used", "deleted", "expired", "drained"]

@@ -250,12 +250,8 @@ def _shares_kv(obj: Any, stream: PromptStream) -> bool:
     )
 
 
-_current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
-
-
-def current() -> StreamRequest | None:
-    """Return the request of this context, if it names a prompt stream."""
-    return _current.get()
+# The request of this context, if it names a prompt stream.
+current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
@@ -264,7 +260,7 @@ def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
     if stream_id is None:
         return None
     request = http_request.state.flashmoa = StreamRequest(table, stream_id)
-    _current.set(request)
+    current.set(request)
     return request
 
 
@@ -276,11 +272,11 @@ def convert_chat(
     SGLang does so in a thread of a pool, which has no context of the request.
     """
     named = getattr(getattr(raw_request, "state", None), "flashmoa", None)
-    token = _current.set(named or _current.get())
+    token = current.set(named or current.get())
     try:
         return original(chat, request, raw_request)
     finally:
-        _current.reset(token)
+        current.reset(token)
 
 
 def find_by_prompt(table: StreamTable, obj: Any, prompt: array[int] | None) -> StreamRequest | None:
@@ -369,7 +365,7 @@ def generate_request(
     if hints.priority is not None and obj.priority is None:
         obj.priority = table.engine.own_priority(hints.priority)
     # A prompt stream is for one prompt. A batch ignores the hint.
-    request = None if _is_batch(obj) else current() or bind(table, http_request)
+    request = None if _is_batch(obj) else current.get() or bind(table, http_request)
     if hints.prewarm is not None:
         outputs = prewarm(original, manager, obj, http_request, hints.prewarm)
         if request is None:

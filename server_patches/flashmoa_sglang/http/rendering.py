@@ -112,7 +112,7 @@ def _encode_here(text: str, options: dict[str, Any]) -> list[int] | None:
     if rendered is not None:
         rendered.pieces.append(Piece(text, add_special_tokens))
         return []
-    stream_request = client_requests.current()
+    stream_request = client_requests.current.get()
     return stream_request.encode(text, add_special_tokens) if stream_request is not None else None
 
 

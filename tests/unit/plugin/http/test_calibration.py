@@ -237,13 +237,6 @@ def test_times_of_disturbed_forwards_do_not_count() -> None:
     assert [*times.costs().points] == [pytest.approx(point) for point in expected]
 
 
-def test_without_two_sizes_there_are_no_costs() -> None:
-    times = Times()
-    times.add([TimedForward(0, 0, 64, 0, 0.01)] * 3)
-    with pytest.raises(ValueError, match="two different sizes"):
-        times.costs()
-
-
 @pytest.mark.parametrize("asyncep", [False, True])
 async def test_an_engine_measures_while_no_client_uses_it(*, asyncep: bool) -> None:
     def layers(tokens: int) -> LayerTimes | None:

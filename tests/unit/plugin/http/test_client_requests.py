@@ -80,7 +80,7 @@ async def send(
     body = generation(None, **fields, **({"input_ids": [*range(10)]} if prompt is None else prompt))
     manager = SimpleNamespace(flashmoa_table=table, mm_processor=None)
     request = HttpRequest(prompt_stream_id=stream, **hints)
-    client_requests._current.set(None)
+    client_requests.current.set(None)
     with suppress(ValueError, HTTPException):
         async for _ in client_requests.generate_request(answer, manager, body, request):
             pass
@@ -392,7 +392,7 @@ async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTa
                 thread, client_requests.convert_chat, convert, None, "text", request
             )
             assert ids == expected
-    client_requests._current.set(None)
+    client_requests.current.set(None)
 
 
 async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:

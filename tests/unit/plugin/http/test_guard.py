@@ -80,7 +80,6 @@ NO_TOKENS = array("q")
         ({"input_ids": NO_TOKENS, "media": True, "processor": 1, "mm_inputs": 1}, "is empty"),
         ({"input_ids": NO_TOKENS, "session_params": session()}, "prompt is empty"),
         ({"input_ids": [VOCABULARY]}, f"but has {VOCABULARY};"),
-        ({"input_ids": [1, -1]}, "but has -1;"),
         ({"logprob_start_len": -5}, "logprob_start_len must be an integer from -1 to"),
         ({"logprob_start_len": [1]}, "logprob_start_len of one request must not be a list"),
         ({"top_logprobs_num": VOCABULARY + 1}, f"top_logprobs_num must be .* to {VOCABULARY}, not"),

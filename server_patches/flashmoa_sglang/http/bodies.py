@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
 from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, explain
@@ -23,25 +23,9 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
 
 T = TypeVar("T", bound=BaseModel)
-# The fields of ``OpenStream`` that do not belong to a chat request.
-_NOT_CHAT = {
-    "text",
-    "input_ids",
-    "add_special_tokens",
-    "cache_salt",
-    "expected_output_tokens",
-    "extra_key",
-    "lora_path",
-    "priority",
-    "ttl_seconds",
-}
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Piece(_Body):
+class _Piece(BaseModel, extra="forbid"):
     """Part of a prompt: text or token ids."""
 
     text: StrictStr | None = None
@@ -87,14 +71,7 @@ class Target(BaseModel):
         )
 
 
-class Prompt(_Piece, Target):
-    """A whole prompt, or its first piece.
-
-    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because the
-    template has written them.
-    """
-
-    add_special_tokens: bool = True
+class _ChatFields(BaseModel):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
@@ -106,8 +83,18 @@ class Prompt(_Piece, Target):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
+
+class Prompt(_Piece, Target, _ChatFields):
+    """A whole prompt, or its first piece.
+
+    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because the
+    template has written them.
+    """
+
+    add_special_tokens: bool = True
+
     def chat_fields(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True, exclude=_NOT_CHAT)
+        return self.model_dump(include={"model", *_ChatFields.model_fields}, exclude_none=True)
 
 
 class OpenStream(Prompt):

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-Points = tuple[tuple[int, float], ...]
-# The numbers of tokens in steps, decodes included, that are measured and considered for riding
-# along. Kernels compute tokens in blocks of up to 128, and what is left of a block is nearly free:
-# with Qwen3-32B on an A100, the 129th token adds 20 ms to a step, and the 64 before it 7 together.
+from pydantic import Field
+
+# What a file says is checked; see ``read_costs``.
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Points = tuple[tuple[int, Seconds], ...]
+# Numbers of tokens in measured steps, decodes included. Tokens of streams ride along in such steps.
+# Kernels compute tokens in blocks of up to 128, and the rest of a block is nearly free: with
+# Qwen3-32B on an A100, the 129th token adds 20 ms to a step, and the 64 before it 7 together.
 STEP_SIZES = (32, 64, 128, 256, 512)
 # Fewer tokens are not worth an increment in such a step.
 FEWEST_RIDING = 16
@@ -23,9 +27,9 @@ class TimedForward(NamedTuple):
 
     Attributes:
         decodes: number of requests that decode in it.
-        kv: number of tokens that these have, whose KV it reads.
+        kv: number of tokens whose KV the decodes read.
         tokens: number of tokens that it prefills.
-        pairs: the sum of these, each times the number of tokens that were cached before it.
+        pairs: the sum, over the prefilled tokens, of the number of cached tokens before each.
     """
 
     decodes: int
@@ -37,30 +41,28 @@ class TimedForward(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a forward by what it computes, interpolated between measured points.
+    """Seconds of a forward by its tokens, interpolated between measured points.
 
-    The points are of forwards without context, to whose seconds those of their context are added.
+    The points were measured without context. The seconds for a context are added.
 
     Args:
         points: measured prefills as (tokens, seconds), of at least two sizes. They are sorted, and
-            one that costs more than a larger prefill is lowered to its costs: noise makes forwards
-            longer, and what seems too dear would not run again, to show that it is not.
-        decode_step: seconds of a decode step of one request. A prefill of one token takes another
-            time, because decoding has other kernels, and on a GPU CUDA graphs.
-        mixed: measured steps of several decodes, without and with a prefill, as (decodes, tokens of
-            the prefill or 0, seconds); empty if this engine cannot mix the two.
-        per_kv_token: seconds that a decode step takes longer for each token whose KV it reads.
-        per_pair: seconds that a prefill takes longer for each pair of one of its tokens and one of
-            the tokens before it that are cached.
+            no prefill costs more than a larger one: noise makes forwards longer.
+        decode_step: seconds of a decode step of one request. It has other kernels than a prefill of
+            one token, and on a GPU CUDA graphs.
+        mixed: measured steps of several decodes, without and with a prefill, as (decodes, prefilled
+            tokens, seconds); empty if this engine cannot mix the two.
+        per_kv_token: additional seconds of a decode step for each token whose KV it reads.
+        per_pair: additional seconds of a prefill for each pair of a prefilled and a cached token.
 
     Raises: ValueError if all points have the same size.
     """
 
     points: Points
-    decode_step: float
-    mixed: tuple[tuple[int, int, float], ...] = ()
-    per_kv_token: float = 0.0
-    per_pair: float = 0.0
+    decode_step: Seconds
+    mixed: tuple[tuple[int, int, Seconds], ...] = ()
+    per_kv_token: Seconds = 0.0
+    per_pair: Seconds = 0.0
 
     def __post_init__(self) -> None:
         points: list[tuple[int, float]] = []
@@ -76,7 +78,7 @@ class Costs:
     def prefill(self, tokens: float, context: float = 0) -> float:
         """Return the seconds of a forward that prefills ``tokens`` tokens.
 
-        Args: context: how many tokens are cached before each of them.
+        Args: context: how many tokens are cached before each prefilled token.
         """
         return _interpolate(self.points, tokens) + self.per_pair * tokens * context
 
@@ -92,13 +94,9 @@ class Costs:
     def added(self, decodes: int, tokens: int, context: float = 0) -> float:
         """Return by how many seconds a prefill of ``tokens`` tokens lengthens a decode step.
 
-        The total of tokens decides how long kernels take. So the mixed step takes as long as
-        the measured step with the same total and the next smaller number of decodes. Tokens beyond
-        the largest measured step take the time that they add to a prefill.
-
-        Args:
-            decodes: number of requests that decode in the step.
-            context: how many tokens are cached before each token of the prefill.
+        The total of tokens decides how long kernels take. So a mixed step takes the time of the
+        measured step with the same total and the next smaller number of decodes. Tokens beyond the
+        largest measured step take the time that they add to a prefill.
         """
         if not tokens:
             return 0.0
@@ -121,7 +119,7 @@ class Costs:
 
     @cached_property
     def _lines(self) -> dict[int, list[tuple[int, float]]]:
-        """By numbers of decodes, their steps as (tokens with those of decodes, seconds)."""
+        """By number of decodes, the measured steps as (tokens with the decodes, seconds)."""
         steps: dict[int, list[tuple[int, float]]] = {}
         for count, prefill, seconds in sorted(self.mixed):
             steps.setdefault(count, []).append((count + prefill, seconds))
@@ -135,14 +133,14 @@ class Costs:
 
     @property
     def per_token_at_best(self) -> float:
-        """Seconds per token of the largest measured forward, which is the most efficient one."""
+        """Seconds per token of the largest measured forward, the most efficient one."""
         tokens, seconds = self.points[-1]
         return seconds / tokens
 
     @property
     def decode_weight(self) -> float:
-        """Number of prefill tokens that take as long as a decode step of one request."""
-        # If only small prefills ran, which all take as long, further tokens seem to take no time.
+        """Seconds of a decode step of one request, in tokens of prefill."""
+        # If only small prefills ran, which all take the same time, more tokens seem to take none.
         per_token = max(self.per_token, self.per_token_at_best / 4, 1e-9)
         return max(1.0, self.decode(1) / per_token)
 
@@ -168,6 +166,5 @@ def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
     return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.0)
 
 
-# Used until the costs are measured, so that nothing has to wait for the measurement: a guess
-# between a CPU core and a GPU.
+# A guess between a CPU core and a GPU, so that nothing has to wait for the measurement.
 UNMEASURED = Costs(((1, 0.01), (1024, 0.5)), decode_step=0.01)

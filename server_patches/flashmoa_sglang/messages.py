@@ -1,9 +1,9 @@
 """The messages between the HTTP process and the schedulers, and the marks on requests.
 
-A prompt stream is opened by an ordinary SGLang request, so that SGLang checks its fields, chooses
-its adapter and sends it to its data-parallel rank as it does with any request. The stream's tokens
-follow in messages, and each is sent once. Marks are in ``sampling_params.custom_params``, which
-SGLang passes to the scheduler unchanged.
+An ordinary SGLang request opens a prompt stream. So SGLang checks the stream's fields, chooses its
+adapter and sends it to its data-parallel rank. The stream's tokens follow in messages, and each is
+sent once. Marks are in ``sampling_params.custom_params``, which SGLang passes to the scheduler
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RequestMark:
     """What the scheduler must know about a request that the plugin makes or changes.
 
     Attributes:
-        stream: id of the prompt stream to which the request belongs, if any.
-        opens: whether the request opens the stream. It is never computed.
-        final: whether it is the stream's final request. A request of a stream that neither opens it
-            nor is final is an increment, which the scheduler has made.
-        expected_output: number of tokens that the client expects the request to decode, if given.
-        timed: whether the request runs only for the times of its forwards.
-        rides: whether it is to ride along with a decode step, in the same forward.
+        stream: id of the request's prompt stream.
+        opens: the request opens the stream, and is never computed.
+        final: the request is the stream's final request. Otherwise it is an increment, which the
+            scheduler makes.
+        expected_output: number of tokens that the client expects the request to decode.
+        timed: the request runs only for the times of its forwards.
+        rides: the request shall ride along with a decode step, in the same forward.
     """
 
     stream: str | None = None
@@ -47,20 +47,20 @@ class RequestMark:
 
     @classmethod
     def read(cls, custom_params: Any) -> RequestMark | None:
-        """Return the mark in a request's ``custom_params``, in which users may put anything."""
+        """Return the mark in a request's ``custom_params``, where users may put anything."""
         if not isinstance(custom_params, dict):
             return None
         fields = custom_params.get(CUSTOM_PARAMS_KEY)
         try:
             return cls(**fields) if isinstance(fields, dict) else None
-        except TypeError:  # The fields are not those of a mark.
+        except TypeError:  # A mark has other fields.
             return None
 
 
 def unsent() -> dict[str, Any]:
-    """Return fields of a ``GenerateReqInput`` that a PD pair's prefill engine sends nowhere.
+    """Return fields that keep a PD pair's prefill engine from sending a request's KV.
 
-    The engine computes the request and keeps its KV, as it does with SGLang's own warm-up.
+    SGLang's own warm-up has them, too.
     """
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
@@ -74,9 +74,9 @@ def handle(dispatcher: Any, message_type: type, handler: Callable[[Any], None]) 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStream:
-    """Tells every scheduler that a stream has ended, and that its KV need not be kept.
+    """Tells every scheduler that a stream's KV need not be kept.
 
-    ``stream``: its id, or that of a stream's request, whose agent does not return from tools.
+    ``stream``: the stream's id, or the id of its request if the request calls no tools.
     """
 
     stream: str
@@ -89,9 +89,10 @@ class StreamTokens:
     Attributes:
         tokens: for each stream, its id, the new tokens as the bytes of an ``array("q")``, and
             whether the stream has been appended to since it was opened.
-        ended: streams that get no more tokens, so that their last ones are worth an increment.
-        unclaimed: streams whose final request was refused, so that increments go on.
-        kept: streams whose last tokens were taken back before the new ones, and how many stay.
+        ended: streams that get no more tokens. Their last tokens are worth an increment.
+        unclaimed: streams whose final request was refused. Increments go on.
+        kept: for each stream whose last tokens were taken back, its id and how many tokens stay
+            before the new ones.
     """
 
     tokens: tuple[tuple[str, bytes, bool], ...]
@@ -105,9 +106,9 @@ class StreamProgress:
     """Tells the HTTP process which increments a scheduler has computed.
 
     Attributes:
-        increments: for each, the stream's id, its tokens that have KV now, how many of them the
-            increment computed, and the seconds from its batch to its result.
-        waiting: for streams of which that has changed, whether the KV pool has no room for them.
+        increments: for each, the stream's id, the number of its tokens that have KV now, the number
+            of tokens that the increment computed, and the seconds from its batch to its result.
+        waiting: streams that begin (``True``) or cease to wait for room in the KV pool.
     """
 
     increments: tuple[tuple[str, int, int, float], ...] = ()
@@ -119,7 +120,7 @@ class MeasuredCosts:
     """Tells every scheduler the costs of this engine's forwards.
 
     ``costs``: ``None`` if they are not known (yet).
-    ``waits_for``: the number of tokens in a forward for which prefills wait; ``None``: they do not.
+    ``waits_for``: prefills wait for a forward of this many tokens; ``None``: they do not wait.
     """
 
     costs: Costs | None
@@ -130,8 +131,7 @@ class MeasuredCosts:
 class ForwardTimes:
     """Tells the HTTP process how many seconds the last forwards took.
 
-    ``layers``: the times of the layers of the last one, if it was timed and their experts are
-    copied to the device.
+    ``layers``: the times of the last forward's layers, if their experts are copied to the device.
     """
 
     forwards: tuple[TimedForward, ...]
@@ -158,9 +158,9 @@ class KvReport:
     """Describes the KV pool of a data-parallel rank; sizes in tokens.
 
     Attributes:
-        total, free, evictable, protected: slots of the pool. Protected ones are in use or pinned.
+        total, free, evictable, protected: slots of the pool. Protected slots are in use or pinned.
         pinned_streams: prompt streams whose KV is pinned now.
-        gave_way: pins that were given up for want of room, since the start.
+        gave_way: streams that were unpinned for want of room, since the start.
         duplicates_avoided: tokens that several requests share and one computed, since the start.
         rode_along: tokens of streams that shared a forward with a decode step, since the start.
         experts: where the experts are, as ``asdict(ExpertMemory)``; ``None`` if SGLang keeps them.
@@ -170,8 +170,8 @@ class KvReport:
         shares: whether requests that arrive together compute a common prefix once; ``None`` if the
             engine keeps no KV of prompts, so that nothing is shared at all.
         no_rides: why no tokens ride along with decode steps; empty if some do.
-        late_kv: why KV is put into the radix tree only with the results of its forward; empty if
-            once that is launched.
+        late_kv: why KV enters the radix tree only with the result of its forward; empty if it does
+            so at the forward's launch.
     """
 
     query: int
@@ -198,8 +198,8 @@ class HearAnswers:
     """Tells every scheduler whose answers the HTTP process hears while they are written.
 
     Attributes:
-        begun: ids of requests whose tokens are to be told from now on, with all earlier ones.
-        ended: ids of requests whose tokens are not to be told any more.
+        begun: ids of requests to report from now on, with all earlier tokens.
+        ended: ids of requests to report no more.
     """
 
     begun: tuple[str, ...] = ()
@@ -213,7 +213,7 @@ class WrittenTokens:
     Attributes:
         answers: for each request, its id, tokens as the bytes of an ``array("q")``, and the number
             of prompt tokens at their beginning. A request's first message begins with the last
-            tokens of its prompt, which a detokenizer needs; then its new tokens follow.
+            tokens of its prompt, because a detokenizer needs them.
     """
 
     answers: tuple[tuple[str, bytes, int], ...]

@@ -1,8 +1,8 @@
 """Starts SGLang with the plugin: ``python -m flashmoa_sglang.serve --model-path PATH ...``.
 
 There are two differences to ``python -m sglang.launch_server``. This process and all its children
-are prepared before they import SGLang; and if the plugin does not work, the start fails, while
-SGLang would only write a line into its log.
+are prepared before they import SGLang. If the plugin does not work, the start fails, while SGLang
+would only write a line into its log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
-    """Run the detokenizer process, for the same reason through this module."""
+    """Run the detokenizer process, through this module for the same reason."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process as run
 
     run(*args, **kwargs)

@@ -7,6 +7,7 @@ completely, because an invalid one could crash a scheduler.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -35,18 +36,15 @@ from flashmoa_sglang.http.hearing.calls import (
 )
 from flashmoa_sglang.http.rendering import ChatRenderer
 from flashmoa_sglang.http.scoring.routes import ScoringApi
-from flashmoa_sglang.http.stream import CallText, PromptStream
+from flashmoa_sglang.http.stream import CallText, Prefilled, PromptStream
 from flashmoa_sglang.http.streams import StreamTable
 from flashmoa_sglang.http.tokens.token_buffer import TokenBuffer
+from flashmoa_sglang.messages import RequestMark
 from flashmoa_sglang.sglang import releases
 from flashmoa_sglang.sglang.options import Options
 
-_OF_KV = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
-# An append has one of these fields; one that only ends the stream has none.
-_PIECES = ("text", "input_ids", "call")
+_KV_CAPABILITIES = ["prefill_only", "prompt_streams", "prompt_stream_id", "hint_headers"]
 _SHUTS_DOWN = "The server is shutting down; use another engine."
-# The status that proxies log for a client that has disconnected.
-_CLIENT_GONE = 499
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -70,8 +68,8 @@ class Api:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes before SGLang's hundred, because there is an append for every few tokens.
 
-        They are not added as a router: SGLang's metrics would count a router's routes by the path
-        of the request, which would be a time series for each stream.
+        A router would not do: SGLang's metrics count a router's routes by the path of the request,
+        which would make a time series for each stream.
         """
         sglang_routes = list(app.router.routes)
         routes: list[tuple[str, str, Handler]] = [
@@ -91,13 +89,8 @@ class Api:
         if self._calls is not None:
             routes.append(("GET", "/flashmoa/calls", self.hear))
         if self._scores:
-            scoring = ScoringApi(
-                self._engine,
-                self._reader,
-                self._renderer,
-                self._table,
-                self._named_rank,
-            )
+            engine, table = self._engine, self._table
+            scoring = ScoringApi(engine, self._reader, self._renderer, table, table.named_rank)
             routes += [
                 ("POST", "/rerank", scoring.rerank),
                 ("POST", "/v1/rerank", scoring.rerank),
@@ -114,7 +107,7 @@ class Api:
         logging.getLogger("uvicorn.access").addFilter(_is_logged)
 
     async def ready(self, _request: Request) -> dict[str, Any]:
-        """Answer whether new requests may come; SGLang's /health would decode a token for that."""
+        """Answer whether new requests may come. SGLang's /health would decode a token."""
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
         if self._engine.warming_up:
@@ -165,7 +158,7 @@ class Api:
             "render",
             *(["calls"] if self._hears else ()),
             *(["scoring"] if scores else ()),
-            *(_OF_KV if keeps_kv else ()),
+            *(_KV_CAPABILITIES if keeps_kv else ()),
             *(["follow"] if keeps_kv and self._hears else ()),
         ]
 
@@ -182,18 +175,16 @@ class Api:
         self._reader.check_room(len(ids))
         if self._engine.draining:
             raise EngineDraining(_SHUTS_DOWN)
-        prefilled = await self._engine.prefill(
-            ids,
-            terms=replace(
-                prompt.terms(self._engine.model["name"]), dp_rank=self._named_rank(request)
-            ),
-            http_request=request,
-        )
+        terms = prompt.terms(self._engine.model["name"])
+        terms = replace(terms, dp_rank=self._table.named_rank(request))
+        started = time.perf_counter()
+        meta = await self._engine.generate(ids, RequestMark(), terms=terms, http_request=request)
+        prefilled = Prefilled.read(meta)
         return {
             "prompt_tokens": prefilled.prompt_tokens,
             "cached_tokens": prefilled.cached_tokens,
             "prefilled_tokens": prefilled.prompt_tokens - prefilled.cached_tokens,
-            "seconds": prefilled.seconds,
+            "seconds": time.perf_counter() - started,
         }
 
     async def render(self, request: Request) -> dict[str, Any]:
@@ -213,7 +204,7 @@ class Api:
         self._engine.require_kv()
         body = await bodies.parse(request, bodies.OpenStream)
         kind = body.one_of("messages")
-        rank = self._named_rank(request)
+        rank = self._table.named_rank(request)
         limits = self._table.limits
         buffer: TokenBuffer | None = None
         piece: str | list[int]
@@ -242,7 +233,8 @@ class Api:
         body = await bodies.parse(request, bodies.Append)
         stream = self._table.get(request.path_params["stream_id"])
         piece: str | list[int] | CallText = body.text or ""
-        if not body.end or any(getattr(body, name) is not None for name in _PIECES):
+        # An append that ends the stream may have no text.
+        if not body.end or (body.text, body.input_ids, body.call) != (None, None, None):
             kind = body.one_of("call")
             expected = "input_ids" if stream.buffer is None else "text"
             if kind != expected and (kind != "call" or expected != "text"):
@@ -275,7 +267,7 @@ class Api:
         return stream.state()
 
     async def count(self, _request: Request) -> dict[str, Any]:
-        # The ids are not listed, because every client that knows a stream's id may use the stream.
+        # No route lists ids, because every client that knows a stream's id may use the stream.
         return {"open": len(self._table)}
 
     async def state(self, request: Request) -> dict[str, Any]:
@@ -289,12 +281,6 @@ class Api:
         self._table.close(stream, "deleted")
         return {"id": stream_id, "freed_tokens": stream.prefilled}
 
-    def _named_rank(self, request: Request) -> int | None:
-        try:
-            return self._table.named_rank(request)
-        except ValueError as error:
-            raise MalformedRequest(str(error)) from error
-
 
 def refuse_nesting(_request: Request, _error: Exception) -> Response:
     """Answer a body whose nesting Python fails to follow, on any route."""
@@ -305,8 +291,8 @@ def refuse_nesting(_request: Request, _error: Exception) -> Response:
 def _is_logged(record: logging.LogRecord) -> bool:
     """Filter requests to single streams, and probes, out of the access log.
 
-    A reader of the log who finds a stream's id could use the stream. Appends would also be a line
-    for every few tokens, and routers and ``flashmoa serve`` probe every two seconds or less.
+    A reader of the log who finds a stream's id could use the stream. Clients append every few
+    tokens, and routers and ``flashmoa serve`` probe every two seconds or less.
     """
     line = record.getMessage()
     return "/prompt_streams/" not in line and " /health/ready " not in line
@@ -323,6 +309,7 @@ def _make_endpoint(handler: Handler) -> Handler:
             return JSONResponse(error.body(), status_code=error.status)
         except ClientDisconnect:
             # No client reads this response, but an exception would be a stack trace in the log.
-            return JSONResponse(None, status_code=_CLIENT_GONE)
+            # Proxies log this status for a client that has disconnected.
+            return JSONResponse(None, status_code=499)
 
     return answer

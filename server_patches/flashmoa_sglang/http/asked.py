@@ -6,8 +6,7 @@ from typing import Any
 
 
 def decodes(obj: Any) -> bool:
-    sampling_params = list_params(obj.sampling_params or {})
-    return any(params.get("max_new_tokens") != 0 for params in sampling_params)
+    return any(params.get("max_new_tokens") != 0 for params in list_params(obj.sampling_params))
 
 
 def is_list(obj: Any) -> bool:
@@ -16,9 +15,11 @@ def is_list(obj: Any) -> bool:
 
 
 def has_one_answer(obj: Any) -> bool:
-    return all(params.get("n") in (None, 1) for params in list_params(obj.sampling_params or {}))
+    return all(params.get("n") in (None, 1) for params in list_params(obj.sampling_params))
 
 
 def list_params(sampling_params: Any) -> list[dict[str, Any]]:
-    all_params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-    return [params for params in all_params if isinstance(params, dict)]
+    """Return the sampling parameters of a request's prompts, which are a list or one object."""
+    given = sampling_params or {}
+    every = given if isinstance(given, list) else [given]
+    return [params for params in every if isinstance(params, dict)]

@@ -1,4 +1,4 @@
-"""The request bodies that the plugin's routes take, and what reads them and their prompts."""
+"""The request bodies of the plugin's routes, and the reader of their prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 from pydantic_core import from_json
 
 from flashmoa_sglang.http.errors import MalformedRequest, PromptTooLarge, explain
@@ -23,34 +23,18 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.tokens.token_buffer import CanonicalTokenizer, TokenBuffer
 
 T = TypeVar("T", bound=BaseModel)
-# The fields of ``OpenStream`` that do not belong to a chat request.
-_NOT_CHAT = {
-    "text",
-    "input_ids",
-    "add_special_tokens",
-    "cache_salt",
-    "expected_output_tokens",
-    "extra_key",
-    "lora_path",
-    "priority",
-    "ttl_seconds",
-}
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Piece(_Body):
+class _Piece(BaseModel, extra="forbid"):
     """Part of a prompt: text or token ids."""
 
     text: StrictStr | None = None
     input_ids: list[StrictInt] | None = None
 
     def one_of(self, *others: str) -> str:
-        """Return which of the fields ``text``, ``input_ids`` and ``others`` is set.
+        """Return which of ``text``, ``input_ids`` and ``others`` is set.
 
-        Raises: MalformedRequest if not exactly one of them is set.
+        Raises: MalformedRequest if none or several are set.
         """
         names = ["text", "input_ids", *others]
         set_names = [name for name in names if getattr(self, name) is not None]
@@ -62,7 +46,7 @@ class _Piece(_Body):
 
 
 class Target(BaseModel):
-    """What computes a request besides the model, and the namespace of its KV."""
+    """The model and adapter that compute a request, its priority, and the namespace of its KV."""
 
     model: StrictStr | None = None
     cache_salt: StrictStr | None = None
@@ -73,11 +57,9 @@ class Target(BaseModel):
     def terms(self, served: str) -> Terms:
         """Return the fields that SGLang needs besides the tokens.
 
-        The adapter is given in ``model`` as "base:adapter", as in SGLang's chats, or else in
-        ``lora_path``.
+        An adapter in ``model`` ("base:adapter", as in SGLang's chats) counts before ``lora_path``.
 
-        Args:
-            served: the name of the served model, which may contain a colon itself.
+        Args: served: the name of the served model, which may contain a colon itself.
         """
         model = (self.model or "").removeprefix(served)
         adapter = model.partition(":")[2].strip()
@@ -89,14 +71,7 @@ class Target(BaseModel):
         )
 
 
-class Prompt(_Piece, Target):
-    """A whole prompt, or the first piece of one.
-
-    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because that
-    contains its special tokens already.
-    """
-
-    add_special_tokens: bool = True
+class _ChatFields(BaseModel):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
@@ -108,9 +83,18 @@ class Prompt(_Piece, Target):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
+
+class Prompt(_Piece, Target, _ChatFields):
+    """A whole prompt, or its first piece.
+
+    ``add_special_tokens`` is ``false`` for text that a chat template has rendered, because the
+    template has written them.
+    """
+
+    add_special_tokens: bool = True
+
     def chat_fields(self) -> dict[str, Any]:
-        fields = self.model_dump(exclude_none=True)
-        return {name: value for name, value in fields.items() if name not in _NOT_CHAT}
+        return self.model_dump(include={"model", *_ChatFields.model_fields}, exclude_none=True)
 
 
 class OpenStream(Prompt):
@@ -118,15 +102,14 @@ class OpenStream(Prompt):
     expected_output_tokens: StrictInt | None = Field(default=None, ge=0, le=LARGEST_NUMBER)
 
     def terms(self, served: str) -> Terms:
-        terms = super().terms(served)
-        return replace(terms, expected_output=self.expected_output_tokens)
+        return replace(super().terms(served), expected_output=self.expected_output_tokens)
 
 
 class Append(_Piece):
     """More of a prompt stream.
 
-    ``start`` is the number of characters of its text that stay; the new text follows them. With
-    ``call``, the new text is that which the call with this id writes.
+    ``start`` is the number of characters of its text that stay; the new text follows them.
+    ``call`` is the id of a call whose text the stream gets.
     """
 
     seq: StrictInt = Field(ge=0)
@@ -136,10 +119,7 @@ class Append(_Piece):
 
 
 async def parse(request: Request, model: type[T]) -> T:
-    """Read a request's body.
-
-    Raises: MalformedRequest if it is not JSON or does not fit the model.
-    """
+    """Read a request's body. Raises: MalformedRequest if it does not fit the model."""
     try:
         # This parser refuses NaN and text that is not Unicode, which SGLang's parser accepts.
         fields = from_json(await request.body(), allow_inf_nan=False)
@@ -156,11 +136,9 @@ async def parse(request: Request, model: type[T]) -> T:
 class PromptReader:
     """Reads prompts of text, token ids or messages.
 
-    Args:
-        characters_per_token: a text with more characters for each token of the longest prompt is
-            refused before it is tokenised.
+    Args: characters_per_token: as in ``Limits``.
 
-    Raises: its methods raise MalformedRequest and PromptTooLarge.
+    Its methods raise MalformedRequest and PromptTooLarge.
     """
 
     def __init__(self, engine: Engine, renderer: ChatRenderer, characters_per_token: int) -> None:
@@ -169,7 +147,7 @@ class PromptReader:
         self._characters_per_token = characters_per_token
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt. Of text, there are not more than it may have."""
+        """Return the tokens of a prompt."""
         if prompt.one_of("messages") == "input_ids":
             return self.check_ids(prompt.input_ids or [])
         buffer, text = await self.new_buffer(prompt)
@@ -205,10 +183,7 @@ class PromptReader:
 
     def check_ids(self, ids: list[int], name: str = "input_ids") -> list[int]:
         """Return ``ids``; refuse them if one is not in the vocabulary."""
-        try:
-            check_ids(ids, self._engine.vocabulary, name)
-        except ValueError as error:
-            raise MalformedRequest(str(error)) from error
+        check_ids(ids, self._engine.vocabulary, name)
         return ids
 
     def check_characters(self, text: str) -> None:
@@ -222,10 +197,7 @@ class PromptReader:
             )
 
     def check_room(self, tokens: int, may_be_more: bool = False) -> None:
-        """Refuse a prompt that is too long.
-
-        Args: may_be_more: whether only a part of the prompt has been tokenised.
-        """
+        """Refuse a prompt that is too long. Perhaps only a part of it was tokenised."""
         room = self._engine.max_prompt_tokens
         if tokens > room:
             number = f"at least {tokens}" if may_be_more else tokens

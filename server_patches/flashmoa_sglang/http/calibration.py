@@ -36,26 +36,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Sizes of prefills in tokens, and numbers of requests that decode in steps with a prefill.
-_SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+_PREFILL_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODES = (1, 8, 32, 128)
-# Steps of 128 decodes are measured if a step of 32 takes at most this factor of a step of one.
-_LONG_STEP = 2.0
-# Each forward runs three times, because the first of its size may compile kernels.
-_TIMES = 3
-# Larger prefills are not measured if a token costs at least this part of a token of half the size.
-_FLAT = 0.95
-# A forward that fails, or runs with other requests, is repeated up to this number of runs in all.
-_MOST_RUNS = 6
-_IDLE_POLL_SECONDS, _PAUSE_SECONDS = 0.05, 1.0
-# How many decode steps are timed, and how many tokens the answers have that decode meanwhile.
-_STEPS, _ANSWER = 8, 64
+# Each forward runs three times, because the first of its size may compile kernels. A forward that
+# fails, or runs with other requests, is repeated up to twice as often.
+_RUNS = 3
+_ANSWER_TOKENS = 64
+_PAUSE_SECONDS = 1.0
 
 
 class Times:
-    """The times of forwards that ran.
-
-    Args: slowdown: how many times slower the engine is than its costs are to say.
-    """
+    """The times of forwards that ran, divided by the slowdown of a modelled GPU."""
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self._slowdown = slowdown
@@ -70,25 +61,21 @@ class Times:
                 self._forwards[one.decodes, one.tokens, cached].append(timed)
 
     def of(self, decodes: int, tokens: int) -> float | None:
-        """Return the seconds of a forward without context; ``None`` if no such forward ran."""
+        """Return the seconds of a forward without context, if one ran."""
         forwards = self._forwards.get((decodes, tokens, 0))
         return None if forwards is None else _typical(forwards).seconds
 
     def count(self, decodes: int, tokens: int) -> int:
-        """Return how often a forward without context ran."""
         return len(self._forwards.get((decodes, tokens, 0), ()))
 
     def costs(self) -> Costs:
-        """Return the costs.
-
-        Raises: ValueError if prefills of fewer than two sizes ran.
-        """
+        """Return the costs. Raises: ValueError if prefills of fewer than two sizes ran."""
         per_pair, per_kv_token = self._per_pair(), self._per_kv_token()
         # A forward that ran once may have compiled its kernels.
         typical = {
             (decodes, tokens): _typical(forwards)
             for (decodes, tokens, cached), forwards in self._forwards.items()
-            if not cached and len(forwards) >= _TIMES
+            if not cached and len(forwards) >= _RUNS
         }
         points = sorted((n, one.seconds) for (decodes, n), one in typical.items() if not decodes)
         # A mixed step is compared with the same step without prefill.
@@ -109,7 +96,7 @@ class Times:
             if cached and not decodes and (alone := self.of(0, tokens)) is not None
             for one in [_typical(forwards)]
         ]
-        # The longer the context, the less do disturbances count.
+        # Disturbances count least with the longest context.
         return max(0.0, max(slopes, default=(0, 0.0))[1])
 
     def _per_kv_token(self) -> float:
@@ -117,7 +104,7 @@ class Times:
         slopes: list[tuple[int, float]] = []
         for (decodes, tokens, _), forwards in self._forwards.items():
             least, most = min(one.kv for one in forwards), max(one.kv for one in forwards)
-            if decodes and not tokens and most - least > _ANSWER * decodes:
+            if decodes and not tokens and most - least > _ANSWER_TOKENS * decodes:
                 near = _typical(one for one in forwards if one.kv <= (least + most) / 2)
                 far = _typical(one for one in forwards if one.kv > (least + most) / 2)
                 more = far.kv - near.kv
@@ -126,23 +113,22 @@ class Times:
 
 
 def _typical(forwards: Iterable[TimedForward]) -> TimedForward:
-    """Return one of the quicker forwards of a kind: what disturbs a forward makes it longer."""
+    """Return one of the quicker forwards of a kind: disturbances make a forward longer."""
     ordered = sorted(forwards, key=lambda one: one.seconds)
     return ordered[max(0, len(ordered) // 2 - 1)]
 
 
 class Measurement:
-    """Runs forwards and answers on an engine, whose schedulers tell their times.
+    """Runs forwards and answers on an engine, whose schedulers report their times.
 
-    Attributes:
-        layers: the times of layers whose experts are copied to the device.
+    ``layers``: the times of layers whose experts are copied to the device.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.layers: list[LayerTimes] = []
         self._engine = engine
         self._times = Times(device_slowdown())
-        # A prompt that ran before would be found in the cache.
+        # Prompts are random, so that the cache has none.
         self._dice = random.Random(0)
         self._failure: ApiError | None = None
         engine.handle(ForwardTimes, self._receive)
@@ -153,31 +139,29 @@ class Measurement:
             self.layers.append(report.layers)
 
     async def run(self, ranks: Sequence[KvReport]) -> Costs:
-        """Run each forward that matters a few times, while the engine is idle.
+        """Run each forward that matters a few times, except forwards that keep failing.
 
-        Forwards that keep failing are left out. Raises: ValueError if too few forwards ran.
+        Raises: ValueError if too few forwards ran.
         """
-        sizes = [size for size in _SIZES if size <= self._engine.max_unchunked_prompt]
+        sizes = [size for size in _PREFILL_TOKENS if size <= self._engine.max_unchunked_prompt]
         sizes = await self._prefill_all(sizes)
         if len(sizes) < 2:
             raise ValueError(f"prefills of fewer than two sizes ran; {self._failure}")
-        # Every decode takes a place, and together at most half of the KV pool.
-        bounds = (min(rank.max_running, rank.total // (2 * _ANSWER)) for rank in ranks)
+        # Each decode takes a place, and all together take at most half of the KV pool.
+        bounds = (min(rank.max_running, rank.total // (2 * _ANSWER_TOKENS)) for rank in ranks)
         most = min(bounds, default=1)
         mixes = not any(rank.no_rides for rank in ranks)
         for decodes in (number for number in _DECODES if number <= most):
             await self._mix_all(decodes, sizes[-1] if mixes else 0)
             one, step = self._times.of(1, 0), self._times.of(decodes, 0)
-            if decodes == _DECODES[-2] and one and step and step > _LONG_STEP * one:
+            # Steps of 128 decodes would take too long where 32 decodes double a step.
+            if decodes == _DECODES[-2] and one and step and step > 2 * one:
                 break
         await self._read_context(sizes, min(most, _DECODES[-2]))
         return self._times.costs()
 
     async def _prefill_all(self, sizes: list[int]) -> list[int]:
-        """Prefill as many tokens as each size says, until tokens get no cheaper.
-
-        Return the sizes that ran.
-        """
+        """Prefill each number of tokens, until tokens get no cheaper; return the numbers."""
         token, ran = inf, list[int]()
         for size in sizes:
             for _ in self._missing(0, [size]):
@@ -187,14 +171,14 @@ class Measurement:
             ran.append(size)
             before, token = token, seconds / size
             hides_transfers = not self.layers or self.layers[-1].hides_transfers
-            if token > _FLAT * before and size >= STEP_SIZES[1] and hides_transfers:
+            if token > 0.95 * before and size >= STEP_SIZES[1] and hides_transfers:
                 break
         return ran
 
     def _missing(self, decodes: int, sizes: list[int]) -> Iterator[list[int]]:
         """Yield the sizes of prefills that have not run often enough, until all have."""
-        for _ in range(_MOST_RUNS):
-            missing = [size for size in sizes if self._times.count(decodes, size) < _TIMES]
+        for _ in range(2 * _RUNS):
+            missing = [size for size in sizes if self._times.count(decodes, size) < _RUNS]
             if not missing:
                 return
             yield missing
@@ -205,7 +189,7 @@ class Measurement:
         sizes = [size for size in sizes if size >= FEWEST_RIDING]
         if not sizes:
             async with self._decoding(decodes, [0]):
-                # The times of decode steps are told with a prefill's.
+                # Schedulers report the times of decode steps with a prefill's time.
                 await self._forward([0])
         # The answers would end if all sizes ran three times beside them.
         for missing in self._missing(decodes, sizes):
@@ -222,7 +206,7 @@ class Measurement:
         while len(context) < length:
             context += self._tokens(min(sizes[-1], length - len(context)))
             await self._forward(context)
-        for size in sizes[-3:-1] * _TIMES:
+        for size in sizes[-3:-1] * _RUNS:
             await self._forward([*context, *self._tokens(size)])
         for number in (1, decodes):
             async with self._decoding(number, context):
@@ -234,13 +218,10 @@ class Measurement:
     async def _wait_until_idle(self) -> None:
         # SGLang has no event for these states.
         while self._engine.warming_up or self._engine.draining or self._engine.others_active():  # noqa: ASYNC110
-            await asyncio.sleep(_IDLE_POLL_SECONDS)
+            await asyncio.sleep(_PAUSE_SECONDS / 20)
 
     async def _forward(self, input_ids: list[int], *, rides: bool = False) -> None:
-        """Prefill ``input_ids`` in one forward. If that fails, pause.
-
-        Args: rides: whether the tokens ride along with a decode step, if one can be mixed with it.
-        """
+        """Prefill ``input_ids`` in one forward, with a decode step if it ``rides``."""
         await self._wait_until_idle()
         mark = RequestMark(timed=True, rides=rides)
         try:
@@ -251,7 +232,7 @@ class Measurement:
 
     @asynccontextmanager
     async def _decoding(self, requests: int, prompt: list[int]) -> AsyncGenerator[None]:
-        """Let this many requests decode in the meantime, and a few steps before."""
+        """Let requests decode in the meantime, and a few steps before."""
         await self._wait_until_idle()
         decode = asyncio.Event()
         rids = [new_rid() for _ in range(requests)]
@@ -266,19 +247,19 @@ class Measurement:
                     self._engine.abort(rid)
 
     async def _decode(self, rid: str, prompt: list[int], decodes: asyncio.Event | None) -> None:
-        """Decode an answer; set ``decodes`` after some steps, or if it is refused."""
+        """Decode an answer; set ``decodes`` after eight steps, or if the request is refused."""
 
         def note(meta: dict[str, Any]) -> None:
-            if decodes is not None and meta["completion_tokens"] > _STEPS:
+            if decodes is not None and meta["completion_tokens"] > 8:
                 decodes.set()
 
         with suppress(ApiError):
             await self._engine.generate(
                 prompt,
                 RequestMark(timed=True),
-                new_tokens=_ANSWER,
+                new_tokens=_ANSWER_TOKENS,
                 rid=rid,
-                # Each token that is told of takes the scheduler time.
+                # Reporting a token takes the scheduler time.
                 on_token=None if decodes is None else note,
             )
         if decodes is not None:
@@ -287,22 +268,19 @@ class Measurement:
 
 def _log_what_is_off(ranks: Sequence[KvReport]) -> None:
     """Log, once for all ranks, what this engine does not do for prompt streams, and why."""
-    for reason in {rank.no_rides for rank in ranks} - {""}:
-        logger.warning(
-            "rides: off, because %s. Prompt streams have forwards of their own now and then.",
-            reason,
-        )
-    for reason in {rank.late_kv for rank in ranks} - {""}:
-        logger.warning(
-            "sharing: off, because %s. Requests find a common prefix once it is computed.", reason
-        )
+    rides = "rides: off, because %s. Prompt streams have forwards of their own now and then."
+    sharing = "sharing: off, because %s. Requests find a common prefix once it is computed."
+    off = {(rides, rank.no_rides) for rank in ranks} | {(sharing, rank.late_kv) for rank in ranks}
+    for text, reason in off:
+        if reason:
+            logger.warning(text, reason)
 
 
 async def calibrate(engine: Engine) -> None:
     """Measure the costs, or read them from ``--flashmoa-costs``, and send them to the schedulers.
 
-    Prefills wait for forwards of a size that is given by hand from the start, and also if the
-    measurement fails. That is logged, and steps have fixed sizes then.
+    If that fails, log why; steps then have fixed sizes. ``--flashmoa-saturation`` counts from the
+    start, and whether or not the measurement fails.
     """
     if engine.role == "decode":
         return  # Costs are for planning prefills, which a decode engine does not run.
@@ -348,7 +326,7 @@ def _log_costs(found: str, costs: Costs) -> None:
 
 
 class _Info(BaseModel):
-    """What counts of an answer of ``GET /flashmoa/info``."""
+    """The part of an answer of ``GET /flashmoa/info`` that is read."""
 
     costs: Costs | None
     saturation: Saturation | None = None
@@ -375,21 +353,14 @@ def read_costs(file: str) -> tuple[Costs, Saturation | None]:
             f"--flashmoa-costs {file} is the answer of an engine that had not measured its costs "
             "yet; ask GET /flashmoa/info again when it has served for some seconds."
         )
-    costs = info.costs
-    found = [seconds for *_, seconds in (*costs.points, *costs.mixed)]
-    found += [costs.decode_step, costs.per_kv_token, costs.per_pair]
-    if not all(isfinite(seconds) and seconds >= 0 for seconds in found):
-        raise ValueError(f"--flashmoa-costs {file} has seconds that are not numbers from 0 on.")
-    return costs, info.saturation
+    return info.costs, info.saturation
 
 
 def _waits_for(measured: Saturation | None, most: int, *, together: bool) -> int | None:
-    """Return the number of tokens in a forward for which prefills wait, and log it.
+    """Return, and log, for a forward of how many tokens prefills wait.
 
     Return ``None`` if waiting is off, if ranks step ``together``, or if no forward of this engine
-    has enough tokens.
-
-    Args: most: number of tokens in the largest forward.
+    has enough tokens: the largest has ``most``.
     """
     options = Options.from_environment()
     if not options.saturation_wait or not (options.saturation or measured is not None):

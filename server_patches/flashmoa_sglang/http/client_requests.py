@@ -1,13 +1,9 @@
 """Clients' ordinary requests: their hints, and how one uses its prompt stream.
 
-Hints change when SGLang computes a request and what is left to compute, never the answer. The
-plugin's mark on a request is for the scheduler; clients must not set it. ``guard.py`` checks what a
-request would compute, once SGLang has tokenised the request.
-
-The final request of a prompt stream, whose prompt the stream has prepared, has its whole prompt
-itself, and names the stream only as a hint. Its tokens are taken from the stream as far as the two
-texts agree, and its answer says how the stream was used. A request that names no stream, as behind
-a front end that drops the hint, is known by its prompt (:func:`find_by_prompt`).
+A stream prepares the prompt of its *final request*. The request has its whole prompt itself, so the
+stream's id is only a hint, which never changes the answer. The request takes its tokens from the
+stream while the two texts agree, and its answer says how the stream was used. Front ends may
+drop the id. So a request that names no stream is known by its prompt (:func:`find_by_prompt`).
 """
 
 from __future__ import annotations
@@ -19,54 +15,52 @@ from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 
+from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import guard, metrics
 from flashmoa_sglang.http.asked import decodes, has_one_answer, is_list, list_params
 from flashmoa_sglang.http.engine import NO_GRAMMAR
-from flashmoa_sglang.http.errors import ApiError, shown
+from flashmoa_sglang.http.errors import ApiError, MalformedRequest, shown
 from flashmoa_sglang.http.hints import read_hints
 from flashmoa_sglang.messages import CUSTOM_PARAMS_KEY, RequestMark
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    from flashmoa_sglang.costs import Costs
     from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
 
 logger = logging.getLogger(__name__)
 
-# The statuses with which SGLang refuses a request, and has no room for one in its queue.
-_REFUSALS = (400, 503)
+# SGLang refuses a request, or has no room for it in its queue.
+_REFUSALS = (HTTPStatus.BAD_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def refuse_reserved(obj: Any) -> None:
-    """Refuse a ``GenerateReqInput`` or ``EmbeddingReqInput`` that sets what only the plugin may.
+    """Raise MalformedRequest for a client's request with a mark of the plugin.
 
-    A client's own mark could pin KV for a stream that was never opened, and so is never released.
-
-    Raises: ValueError if it does (SGLang answers 400).
+    Such a mark could pin KV for a stream that was never opened, and so is never released.
     """
     for params in list_params(getattr(obj, "sampling_params", None)):
         custom = params.get("custom_params")
         if custom is not None and not isinstance(custom, dict):
-            raise ValueError(f"custom_params must be an object, not {shown(custom)}.")
+            raise MalformedRequest(f"custom_params must be an object, not {shown(custom)}.")
         if custom and CUSTOM_PARAMS_KEY in custom:
-            raise ValueError(f"{CUSTOM_PARAMS_KEY!r} in custom_params is reserved; leave it out.")
+            name = CUSTOM_PARAMS_KEY
+            raise MalformedRequest(f"{name!r} in custom_params is reserved; leave it out.")
 
 
 def sent_tokens(obj: Any) -> array[int] | None:
-    """Return a ``GenerateReqInput``'s prompt, if the client has sent it as tokens.
-
-    Long prompts are compared several times on a request's way, which takes arrays no time.
-    """
+    """Return a request's prompt as an array, which is fast to compare, if it has only tokens."""
     return _tokens(obj.input_ids) if has_one_prompt(obj) else None
 
 
 def _tokens(ids: list[int]) -> array[int] | None:
-    """Return token ids as an array; ``None`` if they are no numbers of a vocabulary."""
     try:
         return array("q", ids)
     except (OverflowError, TypeError):
@@ -75,11 +69,16 @@ def _tokens(ids: list[int]) -> array[int] | None:
 
 def put_mark(obj: Any, mark: RequestMark) -> None:
     """Put a mark on a request for the scheduler, without changing the client's dictionaries."""
-    sampling_params = obj.sampling_params
-    if isinstance(sampling_params, list):
-        obj.sampling_params = [_with_mark(params, mark) for params in sampling_params]
+
+    def marked(params: dict[str, Any]) -> dict[str, Any]:
+        custom = params.get("custom_params") or {}
+        return {**params, "custom_params": {**custom, **mark.to_custom_params()}}
+
+    given = obj.sampling_params
+    if isinstance(given, list):
+        obj.sampling_params = [marked(params) for params in given]
     else:
-        obj.sampling_params = _with_mark(sampling_params or {}, mark)
+        obj.sampling_params = marked(given or {})
 
 
 def has_stream(obj: Any) -> bool:
@@ -88,20 +87,14 @@ def has_stream(obj: Any) -> bool:
     return any(mark is not None and mark.final for mark in marks)
 
 
-def _with_mark(params: dict[str, Any], mark: RequestMark) -> dict[str, Any]:
-    custom = params.get("custom_params") or {}
-    return {**params, "custom_params": {**custom, **mark.to_custom_params()}}
-
-
 class StreamRequest:
-    """A request that names a prompt stream, or is known by its prompt to belong to one.
+    """A request that uses a prompt stream, which it names or which has its prompt.
 
     Attributes:
         status: after :meth:`use`, ``hit`` (the stream is a prefix of the prompt), ``mispredicted``
-            (the prompt departs from the stream and uses only what agrees), or why no stream could
-            be used: ``used``, ``deleted``, ``expired``, ``drained``, ``unknown``, or
-            ``other_namespace`` (the request has another cache salt, extra key or adapter than the
-            stream, and cannot read its KV).
+            (the prompt departs from the stream), or why no stream could be used: ``used``,
+            ``deleted``, ``expired``, ``drained``, ``unknown``, or ``other_namespace`` (the request
+            has another cache salt, extra key or adapter, and cannot read the stream's KV).
         usage: the fields that :meth:`annotate` added to the answer.
     """
 
@@ -112,11 +105,10 @@ class StreamRequest:
         self._stream, self.status = table.find(stream_id)
         # The text that SGLang has encoded so far. It encodes some prompts in two pieces.
         self._text = ""
-        # SGLang may encode it in another thread, while the stream gets more text.
+        # SGLang may encode in another thread, while the stream gets more text.
         buffer = self._stream.buffer if self._stream is not None and is_named else None
         self._buffer = buffer.snapshot() if buffer is not None else None
         self._claimed = False
-        self._reads_kv = True
         self.usage: dict[str, Any] | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
@@ -138,11 +130,11 @@ class StreamRequest:
         Args:
             obj: a request with one prompt, which may be the only one of a list.
             multimodal: whether the model's processor tokenises the text, which stays as it is.
-            prompt: the tokens of the prompt, if it has any yet and these are all of it.
+            prompt: the prompt's tokens, if they are known and the whole prompt.
         """
         stream = self._claim()
         if stream is not None and not _shares_kv(obj, stream):
-            stream, self.status, self._reads_kv = None, "other_namespace", False
+            stream, self.status = None, "other_namespace"
         if stream is None:
             _put_expectation(obj, expected_output)
             return
@@ -158,27 +150,25 @@ class StreamRequest:
         self.status = "hit" if self._is_prefix(stream, prompt) else "mispredicted"
         if obj.routed_dp_rank is None:
             obj.routed_dp_rank = stream.terms.dp_rank
-        mark = RequestMark(stream.id, final=True, expected_output=expected_output)
-        put_mark(obj, mark)
+        put_mark(obj, RequestMark(stream.id, final=True, expected_output=expected_output))
 
     def use_late(self) -> None:
-        """Claim the stream for a request that runs already, and begins with all of its prompt."""
-        if not self._claimed and self._claim() is not None:
-            self.status = "hit"
+        """Claim the stream for a request that runs already, and begins with its whole prompt."""
+        self._claim()
+        self.status = "hit"
 
     def _claim(self) -> PromptStream | None:
-        if self._stream is not None and self._stream.claimed:
-            # Another request has claimed it since.
-            self._stream, self.status = None, "used"
-        if self._stream is not None and self._stream.closed is not None:
-            self._stream, self.status = None, self._stream.closed
+        if self._stream is not None and (self._stream.claimed or self._stream.closed is not None):
+            # Another request has claimed the stream since, or it has ended.
+            self.status = "used" if self._stream.claimed else str(self._stream.closed)
+            self._stream = None
         if self._stream is not None:
             self._table.claim(self._stream)
             self._claimed = True
         return self._stream
 
     def _is_prefix(self, stream: PromptStream, prompt: array[int] | None) -> bool:
-        # Texts are compared, because tokens of the end of the stream's text may be held back.
+        # Texts are compared, because the buffer may not have tokens for the end of its text yet.
         buffer, expected = stream.buffer, stream.known()
         if buffer is not None and self._text and not self._text.startswith(buffer.whole_text):
             return False
@@ -187,21 +177,20 @@ class StreamRequest:
         return prompt is not None and prompt[: len(expected)] == expected
 
     def annotate(self, output: dict[str, Any]) -> None:
-        """Add to the answer of a request that names a stream how much of its prompt was computed.
+        """Note how the prompt was computed; add that to the answer if the request names the stream.
 
-        ``prompt_tokens`` is the sum of ``cached_tokens`` and ``late_tokens``. The stream computed
-        ``streamed_tokens`` of the cached ones before the request came.
+        The stream computed ``streamed_tokens`` of the ``cached_tokens`` before the request came.
+        ``late_tokens`` were computed with the request.
         """
         meta = output.get("meta_info") or {}
         if "cached_tokens" not in meta:
             return
-        cached = meta["cached_tokens"]
-        stream = self._stream if self._reads_kv else None
+        cached, late = meta["cached_tokens"], meta["prompt_tokens"] - meta["cached_tokens"]
+        stream = self._stream if self.status != "other_namespace" else None
         streamed = min(cached, stream.computed) if stream is not None else 0
         if self.usage is None:
             metrics.count("finals", status=self.status)
-            metrics.count("final_late_tokens", meta["prompt_tokens"] - cached)
-        late = meta["prompt_tokens"] - cached
+            metrics.count("final_late_tokens", late)
         self.usage = {
             "cached_tokens": cached,
             "streamed_tokens": streamed,
@@ -210,26 +199,24 @@ class StreamRequest:
                 "id": self.stream_id,
                 "status": self.status,
                 "prefills": [asdict(span) for span in stream.spans] if stream else [],
-                "saved_seconds": self._table.saved_seconds(streamed, late),
+                "saved_seconds": _saved_seconds(self._table.engine.costs, streamed, late),
             },
         }
         if self._is_named:
             meta.update(self.usage)
-        elif self._claimed and self._stream is not None and self._stream.held_from is None:
-            self._table.keep_figures(self._stream, self.usage)
 
     def meet(self, other: StreamRequest) -> None:
-        """Use another stream of this prompt that this server holds, if the named one is gone.
+        """Use a stream that the server itself pins for this prompt, if the named stream is gone.
 
-        The held one is closed otherwise, since no other request is likely to want it.
+        Otherwise close the pinned stream, since no other request is likely to want it.
         """
-        held = other._stream
-        if held is None or held.held_from is None:
+        pinned = other._stream
+        if pinned is None or pinned.pinned_from is None:
             return
         if self._stream is None:
-            self._stream, self.stream_id = held, held.id
+            self._stream, self.stream_id = pinned, pinned.id
         else:
-            self._table.close(held, "used")
+            self._table.close(pinned, "used")
 
     def give_stream_back(self) -> None:
         """Leave the stream to the next request, because SGLang has refused this one."""
@@ -238,9 +225,21 @@ class StreamRequest:
             self._claimed = False
 
     def close_stream(self) -> None:
-        """Close the stream, because the request now holds the KV itself or has ended."""
+        """Close the stream, because the request has locked the KV itself or has ended."""
         if self._claimed and self._stream is not None:
-            self._table.close(self._stream, "used")
+            # The answer of a request that did not ask for a stream has no figures.
+            keeps_figures = not self._is_named and self._stream.pinned_from is None
+            self._table.close(self._stream, "used", self.usage if keeps_figures else None)
+
+
+def _saved_seconds(costs: Costs, streamed: int, late: int) -> float | None:
+    """Estimate how many seconds later a request's first token would come without its stream.
+
+    Return ``None`` until the costs of forwards are measured.
+    """
+    if costs is UNMEASURED:
+        return None
+    return costs.prefill(streamed + late) - costs.prefill(late) if streamed else 0.0
 
 
 def _shares_kv(obj: Any, stream: PromptStream) -> bool:
@@ -251,24 +250,17 @@ def _shares_kv(obj: Any, stream: PromptStream) -> bool:
     )
 
 
-_current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
-
-
-def current() -> StreamRequest | None:
-    """Return the request of this context, if it names a prompt stream."""
-    return _current.get()
+# The request of this context, if it names a prompt stream.
+current: ContextVar[StreamRequest | None] = ContextVar("flashmoa_stream_request", default=None)
 
 
 def bind(table: StreamTable, http_request: Any) -> StreamRequest | None:
-    """Find the stream that an HTTP request names, and remember it with the request.
-
-    Raises: ValueError if a hint is malformed (SGLang answers 400).
-    """
+    """Find the stream that an HTTP request names, and remember it with the request."""
     stream_id = read_hints(http_request).stream
     if stream_id is None:
         return None
     request = http_request.state.flashmoa = StreamRequest(table, stream_id)
-    _current.set(request)
+    current.set(request)
     return request
 
 
@@ -280,36 +272,32 @@ def convert_chat(
     SGLang does so in a thread of a pool, which has no context of the request.
     """
     named = getattr(getattr(raw_request, "state", None), "flashmoa", None)
-    token = _current.set(named or _current.get())
+    token = current.set(named or current.get())
     try:
         return original(chat, request, raw_request)
     finally:
-        _current.reset(token)
+        current.reset(token)
 
 
 def find_by_prompt(table: StreamTable, obj: Any, prompt: array[int] | None) -> StreamRequest | None:
-    """Find the stream of a ``GenerateReqInput`` that names none, by its tokens and namespace.
+    """Find the stream of a ``GenerateReqInput`` by its prompt and namespace.
 
-    Behind a front end a stream's id does not arrive, and a client does not know the streams that
-    the server holds. Of several, the one that agrees most is taken, and of equal ones the one that
-    was opened first.
-
-    Args: prompt: its tokens, if these are all of its prompt.
+    Of several streams, the one that agrees most is taken; among equals, the one opened first.
     """
     if prompt is None:
         return None
     agreed = {stream: stream.agrees_with(prompt) for stream in _usable(table, obj)}
     found = max(agreed, key=agreed.__getitem__, default=None)
-    is_own = found is not None and agreed[found] > 0
-    return StreamRequest(table, found.id, is_named=False) if found and is_own else None
+    if found is None or not agreed[found]:
+        return None
+    return StreamRequest(table, found.id, is_named=False)
 
 
 def watch_for_end(outputs: Any, table: StreamTable, obj: Any, prompt: array[int] | None) -> Any:
     """Return the outputs of a ``GenerateReqInput`` that may have overtaken the end of its stream.
 
-    A front end may be faster than a stream's last text, without which a request cannot be known to
-    be that of the stream, though it uses its KV. Once that text has come, the stream is closed as
-    that of any other request.
+    A front end may be faster than a stream's last text. Once the last text shows that the request
+    is the stream's own, the stream is closed.
     """
     if prompt is None:
         return outputs
@@ -320,17 +308,17 @@ def watch_for_end(outputs: Any, table: StreamTable, obj: Any, prompt: array[int]
 async def _watch_for_end(
     outputs: Any, table: StreamTable, prompt: array[int], growing: list[PromptStream]
 ) -> AsyncGenerator[Any]:
-    request: StreamRequest | None = None
     async with aclosing(outputs):
         async for output in outputs:
-            if request is None:
+            if isinstance(output, dict) and not _is_refusal(output):
                 usable = (s for s in growing if not s.claimed and s.closed is None)
                 found = next((s for s in usable if s.agrees_with(prompt)), None)
-                request = found and StreamRequest(table, found.id, is_named=False)
-            if request is not None and isinstance(output, dict) and not _is_refusal(output):
-                request.use_late()
-                request.annotate(output)
-                request.close_stream()
+                if found is not None:
+                    growing = []
+                    request = StreamRequest(table, found.id, is_named=False)
+                    request.use_late()
+                    request.annotate(output)
+                    request.close_stream()
             yield output
 
 
@@ -339,13 +327,13 @@ def _usable(table: StreamTable, obj: Any) -> list[PromptStream]:
 
 
 def has_prompt_of(obj: Any, stream: PromptStream) -> bool:
-    """Return whether a stream would be that of a ``GenerateReqInput``, by tokens and namespace."""
+    """Return whether a ``GenerateReqInput`` could use a stream, by its tokens and namespace."""
     tokens = sent_tokens(obj)
     return tokens is not None and _shares_kv(obj, stream) and stream.agrees_with(tokens) > 0
 
 
 def has_one_prompt(obj: Any) -> bool:
-    """Return whether a request has one prompt, of tokens, which is all of its prompt."""
+    """Return whether a request has one prompt, which has only tokens."""
     ids = obj.input_ids
     if not ids or isinstance(ids[0], list) or obj.session_params is not None:
         return False
@@ -361,30 +349,28 @@ def generate_request(
 ) -> Any:
     """Run ``TokenizerManager.generate_request`` for a client's request.
 
-    Raises: ValueError if a hint is malformed, the named data-parallel rank does not exist, or the
-        client has set the plugin's mark.
+    Raises: MalformedRequest if a hint or the named rank is invalid, or the client has set a mark.
     """
     guard.keep_abortable(obj)
     refuse_reserved(obj)
     original = partial(guard.answer, original)
     if not hasattr(obj, "stream"):  # This is a request for an embedding.
         return original(manager, obj, http_request)
+    table: StreamTable = manager.flashmoa_table
     prompt = sent_tokens(obj)
-    rank = manager.flashmoa_table.named_rank(http_request)
+    rank = table.named_rank(http_request)
     if rank is not None:
         obj.routed_dp_rank = rank
     hints = read_hints(http_request)
-    expected_output = hints.expected_output
     if hints.priority is not None and obj.priority is None:
-        obj.priority = manager.flashmoa_table.engine.own_priority(hints.priority)
+        obj.priority = table.engine.own_priority(hints.priority)
     # A prompt stream is for one prompt. A batch ignores the hint.
-    request = None if _is_batch(obj) else current() or bind(manager.flashmoa_table, http_request)
+    request = None if _is_batch(obj) else current.get() or bind(table, http_request)
     if hints.prewarm is not None:
         outputs = prewarm(original, manager, obj, http_request, hints.prewarm)
         if request is None:
             return outputs
     else:
-        table: StreamTable = manager.flashmoa_table
         by_prompt = find_by_prompt(table, obj, prompt)
         if request is None:
             request = by_prompt
@@ -392,54 +378,50 @@ def generate_request(
             request.meet(by_prompt)
         outputs = original(manager, obj, http_request)
         if request is None:
-            _put_expectation(obj, expected_output)
+            _put_expectation(obj, hints.expected_output)
             return watch_for_end(outputs, table, obj, prompt)
     is_multimodal = manager.mm_processor is not None
-    prepare = partial(request.use, obj, is_multimodal, expected_output, prompt)
-    return run_with_stream(outputs, request, prepare, http_request)
+    prepare = partial(request.use, obj, is_multimodal, hints.expected_output, prompt)
+    return _run_with_stream(outputs, request, prepare, http_request)
 
 
 async def prewarm(
     original: Callable[..., Any], manager: Any, obj: Any, http_request: Any, seconds: float
 ) -> AsyncGenerator[Any]:
-    """Compute a chat's prompt only, yield SGLang's answer of no tokens, and keep the prompt's KV.
+    """Compute a chat's prompt only, yield SGLang's answer of no tokens, and pin the prompt's KV.
 
-    Args: seconds: for how long it is kept at most.
-    Raises: ValueError if the engine keeps no KV or is one of a PD pair (SGLang answers 400).
+    Raises: MalformedRequest if the engine keeps no KV or is one of a PD pair.
     """
     table: StreamTable = manager.flashmoa_table
     if table.engine.role is not None:
-        raise ValueError("This engine is one of a PD pair; POST /prefill_only warms its prompts.")
+        raise MalformedRequest(
+            "This engine is one of a PD pair; POST /prefill_only warms its prompts."
+        )
     if reason := table.engine.why_no_kv():
-        raise ValueError(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
+        raise MalformedRequest(f"{reason}, so that no prompt can be warmed; leave prewarm out.")
     if is_list(obj) or not has_one_answer(obj):
-        raise ValueError("Warm prompts one by one, each with one answer: leave n out.")
+        raise MalformedRequest("Warm prompts one by one, each with one answer: leave n out.")
     put_mark(obj, RequestMark())
     obj.sampling_params = {**obj.sampling_params, "max_new_tokens": 0, **NO_GRAMMAR}
     async with aclosing(original(manager, obj, http_request)) as outputs:
         async for output in outputs:
-            # It has not been detokenised.
+            # Schedulers send no such answer through the detokenizer, which adds the text.
             output.setdefault("text", "")
             meta = output["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "length" and obj.input_ids:
                 try:
-                    table.hold(obj, meta, obj.input_ids, seconds)
+                    table.open(table.pinned(obj, meta, obj.input_ids, seconds))
                 except ApiError as error:
-                    logger.debug("A prompt is not kept once it is warm: %s", error)
+                    logger.debug("A prompt is not pinned once it is warm: %s", error)
             yield output
 
 
-async def run_with_stream(
+async def _run_with_stream(
     outputs: Any, request: StreamRequest, prepare: Callable[[], None], http_request: Any
 ) -> AsyncGenerator[Any]:
-    """Yield the outputs of a stream's final request, annotated, and close its stream.
-
-    A request that is refused leaves the stream to the next one.
-
-    Args: prepare: calls :meth:`StreamRequest.use`, before the first output.
-    """
-    # ``prepare`` claims the stream. It is called here, because only a generator that has been
-    # started certainly runs its ``finally``.
+    """Yield the outputs of a stream's final request, annotated, and close its stream."""
+    # ``prepare`` claims the stream, and is called here because a generator runs its ``finally``
+    # only if it was started.
     async with using_stream(request, http_request), aclosing(outputs):
         prepare()
         async for output in outputs:
@@ -460,8 +442,8 @@ async def using_stream(request: StreamRequest, http_request: Any) -> AsyncGenera
     try:
         yield
     except (ValueError, HTTPException, ApiError) as error:
-        # SGLang raises the first two for a request that it refuses or has no room for, a ValueError
-        # also if the client has disconnected; of the plugin's own requests they are ApiErrors.
+        # SGLang raises the first two for a request that it refuses or has no room for, and a
+        # ValueError also if the client has disconnected. The plugin's own requests raise ApiErrors.
         status = error.status if isinstance(error, ApiError) else getattr(error, "status_code", 400)
         is_refused = status in _REFUSALS
         if is_refused and (http_request is None or not await http_request.is_disconnected()):
@@ -472,7 +454,7 @@ async def using_stream(request: StreamRequest, http_request: Any) -> AsyncGenera
 
 
 def _is_refusal(answer: dict[str, Any]) -> bool:
-    """Return whether a scheduler has refused a request, of which a streamed answer tells."""
+    """Return whether an answer says that a scheduler has refused its request."""
     meta = answer.get("meta_info") or {}
     reason = meta.get("finish_reason")
     return (
@@ -489,14 +471,11 @@ def _put_expectation(obj: Any, expected_output: int | None) -> None:
 
 
 def annotate_chat(result: Any, request: StreamRequest) -> Any:
-    """Add the stream's figures to the usage of an answer, whether it is streamed or not.
-
-    It is an answer to a chat completion or of the Responses API, which streams its events itself.
-    """
+    """Add the stream's figures to the usage of a chat's answer, whether it is streamed or not."""
     if hasattr(result, "body_iterator"):
         result.body_iterator = _annotate_events(result.body_iterator, request)
         return result
-    if hasattr(result, "__aiter__"):
+    if hasattr(result, "__aiter__"):  # The Responses API streams its events itself.
         return _annotate_events(result, request)
     if getattr(result, "usage", None) is None or request.usage is None:
         return result

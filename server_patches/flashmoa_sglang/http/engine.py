@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 import uuid
 from contextlib import aclosing, suppress
 from functools import cached_property
@@ -39,34 +38,29 @@ if TYPE_CHECKING:
 
 _OURS = "flashmoa_ours"
 _DEFAULT_TERMS = Terms()
-_REPORT_TIMEOUT = 5.0
-# A grammar of --preferred-sampling-params is not for requests that generate nothing.
+# --preferred-sampling-params may have a grammar, which is not for requests that generate nothing.
 NO_GRAMMAR = dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
 
 class Engine:
-    """Wraps the tokenizer manager of this process.
-
-    Args:
-        tokenizer_manager: SGLang's ``TokenizerManager``.
-    """
+    """Wraps SGLang's ``TokenizerManager`` of this process."""
 
     def __init__(self, tokenizer_manager: Any) -> None:
         self._manager = tokenizer_manager
         # ``None`` with --skip-tokenizer-init, and if the tokenizer cannot be used.
         self.tokenizer = make_canonical(tokenizer_manager.tokenizer)
-        # How many requests run only for the times of their forwards.
+        # Number of requests that run only for the times of their forwards.
         self._timed = 0
         self._queries = itertools.count()
-        # The reports that have come to each query.
+        # The answers to each query.
         self._reports: dict[int, asyncio.Queue[KvReport]] = {}
         self.costs = UNMEASURED
         self.saturation: Saturation | None = None
-        # The number of tokens in a forward for which prefills wait; ``None``: they do not wait.
+        # Prefills wait for a forward of this many tokens; ``None``: they do not wait.
         self.waits_for: int | None = None
         self.handle(CountUpdate, _count)
         self.handle(KvReport, self._receive)
-        # A message without a handler would end SGLang's process. Costs may be read from a file.
+        # Costs may be read from a file. A message without a handler would end SGLang's process.
         self.handle(ForwardTimes, lambda _: None)
 
     @cached_property
@@ -80,7 +74,7 @@ class Engine:
     @property
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt that SGLang takes, by the context and by the KV pool."""
-        # A prompt must be shorter than each bound. The schedulers send the second one at start.
+        # A prompt must be shorter than each bound. Schedulers send the second bound at start.
         bounds = [self.context_length - self._manager.num_reserved_tokens]
         if self._manager.max_req_input_len is not None:
             bounds.append(self._manager.max_req_input_len)
@@ -103,10 +97,7 @@ class Engine:
         return min(chunk if chunk > 0 else arguments.max_prefill_tokens, longest // 2)
 
     def largest_forward(self, ranks: Sequence[KvReport]) -> int:
-        """Return the number of tokens in a rank's largest forward, which may be of many prompts.
-
-        Args: ranks: the reports of :meth:`kv`.
-        """
+        """Return the number of tokens in the largest forward of one of the ranks."""
         bounds = [self._arguments.chunked_prefill_size, self._arguments.max_prefill_tokens]
         bounds += [rank.total for rank in ranks]
         return min(bound for bound in bounds if bound and bound > 0)
@@ -122,17 +113,13 @@ class Engine:
 
     @property
     def packs_items(self) -> bool:
-        """Return whether SGLang's /v1/score packs the items of a list into one prompt."""
+        """Whether SGLang's /v1/score packs the items of a list into one prompt."""
         return self._arguments.enable_mis
 
     @property
     def steps_together(self) -> bool:
-        """Whether ranks step together, so that a prefill that waits would hold up other ranks."""
+        """Whether ranks step together, so that other ranks would wait for a prefill that waits."""
         return RELEASE.steps_together(self._arguments)
-
-    @property
-    def pipeline_stages(self) -> int:
-        return self._arguments.pp_size
 
     @property
     def warming_up(self) -> bool:
@@ -165,9 +152,8 @@ class Engine:
             return kv_free.KEEPS_NONE
         if not self.has_radix_cache:
             return "This engine keeps no KV of prompts (--disable-radix-cache)"
-        # SGLang's loop lets the stages agree on the requests that may start, and increments have no
-        # part in that.
-        if self.role == "prefill" and self.pipeline_stages > 1:
+        # SGLang's loop lets the stages agree on the requests that may start, without increments.
+        if self.role == "prefill" and self._arguments.pp_size > 1:
             return "This engine prefills for a PD pair in stages (--pp-size)"
         return None
 
@@ -180,9 +166,9 @@ class Engine:
             )
 
     def own_priority(self, urgency: int) -> int | None:
-        """Return SGLang's priority of a request; ``None`` if this engine has none.
+        """Return SGLang's priority of a request; ``None`` if this engine has no priorities.
 
-        Args: urgency: a larger one is more urgent, whatever the engine's order.
+        Args: urgency: a larger number is more urgent, whatever the engine's order.
         """
         if not self._arguments.enable_priority_scheduling:
             return None
@@ -190,52 +176,29 @@ class Engine:
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Number of schedulers, each with its own KV pool, among which SGLang divides requests."""
+        """Number of schedulers that share the requests, each with its own KV pool."""
         return RELEASE.data_parallel_ranks(self._arguments)
 
     def handle(self, kind: type, handler: Callable[[Any], None]) -> None:
         handle(self._manager._result_dispatcher, kind, handler)
 
     def in_flight(self) -> dict[str, int]:
-        """Return counts of requests and tasks, which an idle process always has the same."""
+        """Return the numbers of requests and tasks, which are constant in an idle process."""
         return {"requests": len(self._manager.rid_to_state), "tasks": len(asyncio.all_tasks())}
 
     def others_active(self) -> bool:
-        """Return whether requests are in flight besides those that measure the engine.
+        """Return whether requests are in flight that do not measure the engine.
 
-        SGLang's own, with which it asks an engine whether it is well, do not count.
+        SGLang's own health checks do not count.
         """
         from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
         rids = self._manager.rid_to_state
         return sum(not rid.startswith(HEALTH_CHECK_RID_PREFIX) for rid in rids) > self._timed
 
-    async def prefill(
-        self,
-        input_ids: Sequence[int],
-        *,
-        terms: Terms = _DEFAULT_TERMS,
-        http_request: Any = None,
-    ) -> Prefilled:
-        """Compute the KV of ``input_ids`` and leave it in the radix tree; sample nothing.
-
-        Raises:
-            MalformedRequest: if SGLang refuses the prefill.
-            EngineBusy: if SGLang takes no more requests at the moment.
-            EngineFailed: if SGLang could not run the prefill.
-        """
-        started = time.perf_counter()
-        meta = await self.generate(
-            list(input_ids), RequestMark(), terms=terms, http_request=http_request
-        )
-        return Prefilled.read(meta, time.perf_counter() - started)
-
     async def open_stream(self, stream: str, terms: Terms) -> None:
-        """Open a prompt stream in its scheduler.
-
-        Raises: as :meth:`prefill`, if SGLang refuses the stream's priority, adapter or rank.
-        """
-        # SGLang requires a token; those of the stream follow in messages.
+        """Open a prompt stream in its scheduler. Raises: as :meth:`run`."""
+        # SGLang requires a token. The stream's tokens follow in messages.
         try:
             mark = RequestMark(stream, opens=True, expected_output=terms.expected_output)
             meta = await self.generate([0], mark, terms=terms)
@@ -262,7 +225,10 @@ class Engine:
     ) -> dict[str, Any]:
         """Run one of the plugin's own requests. Return the ``meta_info`` of its answer.
 
-        Args: on_token: called with the ``meta_info`` so far whenever the answer has grown.
+        Without ``new_tokens``, the request computes its KV for the radix tree and samples nothing.
+
+        Args: on_token: called with the ``meta_info`` whenever the answer has grown.
+        Raises: as :meth:`run`.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -300,8 +266,11 @@ class Engine:
     async def run(self, request: Any, http_request: Any) -> AsyncGenerator[dict[str, Any]]:
         """Run one of the plugin's ``GenerateReqInput``, and yield SGLang's outputs.
 
-        With ``stream``, those of a batch come one by one, each with its ``index``. Closing this
-        aborts what is not computed yet. Raises: as :meth:`prefill`.
+        With ``stream``, a batch's outputs come one by one, each with its ``index``. Closing the
+        generator aborts the request.
+
+        Raises: MalformedRequest if SGLang refuses the request, EngineBusy if it takes no more
+            requests at the moment, EngineFailed if it could not run the request.
         """
         from fastapi import HTTPException
 
@@ -325,13 +294,7 @@ class Engine:
         self._manager.abort_request(rid)
 
     def use_costs(self, costs: Costs | None, waits_for: int | None) -> None:
-        """Use these costs for decisions from now on, here and in every scheduler.
-
-        Args:
-            costs: ``None`` if they are not known (yet).
-            waits_for: number of tokens in a forward for which prefills wait; ``None``: they do not
-                wait.
-        """
+        """Use these costs from now on, here and in every scheduler; see ``MeasuredCosts``."""
         self.costs, self.waits_for = costs or UNMEASURED, waits_for
         RELEASE.to_scheduler(self._manager, MeasuredCosts(costs, waits_for))
 
@@ -340,7 +303,7 @@ class Engine:
         RELEASE.to_scheduler(self._manager, ReleaseStream(stream))
 
     async def kv(self) -> list[KvReport]:
-        """Return each data-parallel rank's report on its KV pool, fewer if some take seconds."""
+        """Return the reports of the data-parallel ranks that answer within seconds."""
         query = next(self._queries)
         received = self._reports[query] = asyncio.Queue[KvReport]()
         reports: list[KvReport] = []
@@ -349,7 +312,7 @@ class Engine:
             RELEASE.to_scheduler(self._manager, KvQuery(query))
             # A scheduler in a long forward answers late. The other reports are returned.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_REPORT_TIMEOUT):
+                async with asyncio.timeout(5):
                     while len(reports) < self.data_parallel_ranks:
                         reports.append(await received.get())
         finally:
@@ -367,7 +330,7 @@ def is_ours(obj: Any) -> bool:
 
 
 def new_rid() -> str:
-    """Make a request id. None is a prefix of another, because SGLang aborts by prefix."""
+    """Make a request id. No id is a prefix of another, because SGLang aborts by prefix."""
     return f"flashmoa-{uuid.uuid4().hex}"
 
 

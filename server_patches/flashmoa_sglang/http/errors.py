@@ -1,8 +1,9 @@
 """Errors of the plugin's routes.
 
-Clients recognise an error by its ``code``, and most have the same name there (``flashmoa.errors``).
-Three differ: ``engine_busy`` is ``EngineDraining``, too, because in both cases the client should
-use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed`` ``RequestRefused``.
+Clients recognise an error by its ``code``. In ``flashmoa.errors``, most errors have the same name
+as here. Three differ: ``engine_busy`` is ``EngineDraining``, too, because in both cases the client
+should use another engine; ``decodes_only`` is ``PluginMissing``, and ``engine_failed``
+``RequestRefused``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ApiError(Exception):
         return {"error": {"code": self.code, "message": str(self), **self.details}}
 
 
-class MalformedRequest(ApiError):
-    """Raised when the body is not what the route takes."""
+class MalformedRequest(ApiError, ValueError):
+    """Raised for an invalid body or header. SGLang's own routes answer a ValueError with 400."""
 
     status, code = 400, "malformed"
 
@@ -45,8 +46,6 @@ class CandidateRefused(ApiError):
 
 
 class StreamUnknown(ApiError):
-    """Raised when there is no such prompt stream."""
-
     status, code = 404, "unknown_stream"
 
 
@@ -75,8 +74,6 @@ class PromptTooLarge(ApiError):
 
 
 class TooManyStreams(ApiError):
-    """Raised when the server's limit of open streams is reached."""
-
     status, code = 429, "too_many_streams"
 
 
@@ -98,26 +95,25 @@ class EngineDraining(ApiError):
     status, code = 503, "draining"
 
 
-# Most characters of a client's value in a message.
-_SHOWN_CHARACTERS = 40
+_MAX_SHOWN_CHARACTERS = 40
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = _SHORT.maxdict = _SHORT.maxlist = 2
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _SHOWN_CHARACTERS
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MAX_SHOWN_CHARACTERS
 
 
 def shown(value: object) -> str:
     """Return a client's value for a message, cut short however long or deeply nested it is."""
     text = _SHORT.repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[: _MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-# The name of a field. In the place of a problem, pydantic also names the types that it has tried.
+# In the place of a problem, pydantic names fields and also the types that it has tried.
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|bytes)$)[a-z_0-9]+")
 _PYTHONS_OBJECT = re.compile(r"dictionary( or instance of \w+)?")
 
 
 def explain(error: ValidationError) -> str:
-    """Return what is wrong with the first fields that do not fit a model."""
+    """Name the first fields that do not fit a model, and the problems."""
     found = error.errors(include_url=False, include_input=False)
     parts = (f"{_place(one['loc'])}: {_PYTHONS_OBJECT.sub('object', one['msg'])}" for one in found)
     return "; ".join([*dict.fromkeys(parts)][:3]) + "."
@@ -126,5 +122,5 @@ def explain(error: ValidationError) -> str:
 def _place(steps: tuple[int | str, ...]) -> str:
     # The first step may be a field that a client has made up.
     rest = [str(step) for step in steps[1:] if isinstance(step, int) or _FIELD.fullmatch(step)]
-    first = [str(step)[:_SHOWN_CHARACTERS] for step in steps[:1]]
+    first = [str(step)[:_MAX_SHOWN_CHARACTERS] for step in steps[:1]]
     return ".".join([*first, *rest]) or "body"

@@ -18,45 +18,44 @@ from typing import Any
 
 import numpy
 
+from flashmoa_sglang.http.asked import list_params
 from flashmoa_sglang.http.engine import is_ours
-from flashmoa_sglang.http.errors import shown
+from flashmoa_sglang.http.errors import MalformedRequest, shown
 from flashmoa_sglang.moe import kv_free
 from flashmoa_sglang.sglang.releases import RELEASE
 
 logger = logging.getLogger(__name__)
 
-# The most answers to one prompt. SGLang makes a request for each before it checks any.
-_MOST_ANSWERS = 16_384
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
-# A larger temperature is infinite in the sampler, where a banned token's logit is divided by it.
-_HIGHEST_TEMPERATURE = 1e30
-# Python fails to send values that are nested some hundred levels deep to another process.
-_DEEPEST_PARAMS = 32
-# What SGLang's own code raises for a body that it cannot read. It answers ValueErrors alone.
+# SGLang makes a request for each answer to a prompt before it checks any.
+_MAX_ANSWERS = 16_384
+_INT32, _INT64 = numpy.iinfo(numpy.int32), numpy.iinfo(numpy.int64)
+# SGLang's own code raises these for a body that it cannot read. It answers ValueErrors alone.
 _UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError,
     re.error,
 )  # fmt: skip
 
-# The types and ranges of sampling parameters. Older releases check few types.
-_OPTIONAL_INTEGERS = {
-    "max_new_tokens": (0, _INT64),
-    "beam_width": (1, _INT32),
-    "stream_interval": (-_INT32, _INT32),
-    "sampling_seed": (-_INT64 - 1, _INT64),
+# The types and ranges of sampling parameters. Older releases check few types, and lack some.
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "max_new_tokens": (Integral, 0, _INT64.max),
+    "beam_width": (Integral, 1, _INT32.max),
+    "stream_interval": (Integral, -_INT32.max, _INT32.max),
+    "sampling_seed": (Integral, _INT64.min, _INT64.max),
+    "min_new_tokens": (Integral, 0, _INT32.max),
+    "top_k": (Integral, 1, _INT32.max),
+    "n": (Integral, 0, _MAX_ANSWERS),
+    # A larger temperature is infinite in the sampler, which divides a banned token's logit by it.
+    "temperature": (Real, 0, 1e30),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "frequency_penalty": (Real, -2, 2),
+    "presence_penalty": (Real, -2, 2),
+    "repetition_penalty": (Real, 0, 2),
 }
-_INTEGERS = {"min_new_tokens": (0, _INT32), "top_k": (1, _INT32), "n": (0, _MOST_ANSWERS)}
-_NUMBERS = {
-    "temperature": (0, _HIGHEST_TEMPERATURE),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
-    "repetition_penalty": (0, 2),
-}
+_OPTIONAL = {"max_new_tokens", "beam_width", "stream_interval", "sampling_seed"}
 _TEXTS = ("json_schema", "regex", "ebnf", "structural_tag")
 _FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-# The fields of a message for one request that may be lists or objects.
+# The only fields of a message for one request that may be lists or objects.
 _LISTS = {
     "input_ids", "input_text", "input_embeds", "mm_inputs", "image_inputs", "token_type_ids",
     "token_ids_logprob", "multi_item_delimiter_indices", "token_indices_to_pool",
@@ -69,10 +68,13 @@ async def answer(
 ) -> AsyncGenerator[Any]:
     """Yield a request's outputs, and refuse what SGLang fails to read; runs around SGLang.
 
-    Raises: ValueError in place of the exceptions for which SGLang answers 500.
+    Raises: ValueError in place of other exceptions, which SGLang answers with 500.
     """
     try:
-        _check_answers(getattr(obj, "sampling_params", None))
+        for params in list_params(getattr(obj, "sampling_params", None)):
+            answers = params.get("n")
+            if isinstance(answers, int) and answers > _MAX_ANSWERS:
+                raise ValueError(f"n must be at most {_MAX_ANSWERS}, not {shown(answers)}.")
         async with aclosing(original(manager, obj, http_request)) as outputs:
             async for output in outputs:
                 yield output
@@ -85,37 +87,30 @@ async def answer(
 
 
 def keep_abortable(obj: Any) -> None:
-    """Let SGLang look for the ids of a request that it has refused before it has read all of it.
+    """Let SGLang look for the ids of a request that it has refused early.
 
-    SGLang does that two seconds after a streamed answer. An exception there closes the connection,
-    and cuts the next answer on it.
+    SGLang does so two seconds after a streamed answer. An exception then cuts the connection's next
+    answer.
     """
     obj.is_single = not isinstance(obj.rid, list)
-
-
-def _check_answers(params: Any) -> None:
-    for one in params if isinstance(params, list) else [params]:
-        answers = one.get("n") if isinstance(one, dict) else None
-        if isinstance(answers, int) and answers > _MOST_ANSWERS:
-            raise ValueError(f"n must be at most {_MOST_ANSWERS}, not {shown(answers)}.")
 
 
 def refuse_harmful(message: Any, manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> None:
     """Refuse what would end a scheduler; runs after ``TokenizerManager._create_tokenized_object``.
 
     Args:
-        message: what SGLang sends to the scheduler for one request.
-        obj: that ``GenerateReqInput`` or ``EmbeddingReqInput``.
+        message: SGLang's message to the scheduler for one request.
+        obj: the request's ``GenerateReqInput`` or ``EmbeddingReqInput``.
     Raises: ValueError if the scheduler cannot compute the message.
     """
     if manager.flashmoa_table is None or is_ours(obj):
         return
-    generates = hasattr(message, "stream")  # An embedding is all that other messages ask for.
+    generates = hasattr(message, "stream")  # Other messages ask for an embedding.
     if generates and not manager.model_config.is_generation:
         raise ValueError("This engine only makes embeddings; ask for them at /v1/embeddings.")
     vocabulary = manager.model_config.vocab_size
-    check_sampling(message.sampling_params, vocabulary)
-    check_fields(message)
+    _check_sampling(message.sampling_params, vocabulary)
+    _check_fields(message)
     _check_tokens(message, manager, obj)
     _check_objects(message, manager, obj)
     if generates:
@@ -125,14 +120,10 @@ def refuse_harmful(message: Any, manager: Any, obj: Any, *_args: Any, **_kwargs:
         kv_free.check(message)
 
 
-def check_sampling(params: Any, vocabulary: int) -> None:
+def _check_sampling(params: Any, vocabulary: int) -> None:
     """Refuse sampling parameters that the sampler or the detokenizer cannot use."""
-    for name, (least, most) in _OPTIONAL_INTEGERS.items():
-        # Older releases lack some.
-        if getattr(params, name, None) is not None:
-            _check_number(name, getattr(params, name), Integral, least, most)
-    for kind, ranges in ((Integral, _INTEGERS), (Real, _NUMBERS)):
-        for name, (least, most) in ranges.items():
+    for name, (kind, least, most) in _RANGES.items():
+        if name not in _OPTIONAL or getattr(params, name, None) is not None:
             _check_number(name, getattr(params, name), kind, least, most)
     for name in _TEXTS:
         _check_type(name, getattr(params, name, None), str, "a string")
@@ -142,15 +133,16 @@ def check_sampling(params: Any, vocabulary: int) -> None:
     _check_type("logit_bias", bias, dict, "an object")
     for value in (bias or {}).values():
         _check_number("logit_bias", value, Real, -math.inf, math.inf)
-    if _is_deep(params.custom_params, _DEEPEST_PARAMS):
-        raise ValueError(f"custom_params must have at most {_DEEPEST_PARAMS} levels.")
+    # Python fails to send values that are nested some hundred levels deep to another process.
+    if _is_deep(params.custom_params, 32):
+        raise ValueError("custom_params must have at most 32 levels.")
     if params.stop_token_ids:
         # No answer can have other tokens, and SGLang would look for their logits.
         ids = {token for token in params.stop_token_ids if 0 <= token < vocabulary}
         params.stop_token_ids = ids or None
 
 
-def check_fields(message: Any) -> None:
+def _check_fields(message: Any) -> None:
     """Refuse lists where a message for one request has no list, and numbers beyond 64 bits."""
     names = getattr(message, "__struct_fields__", None) or vars(message)
     for name in names:
@@ -158,7 +150,7 @@ def check_fields(message: Any) -> None:
         if isinstance(value, list | dict) and name not in _LISTS:
             raise ValueError(f"{name} of one request must not be a list or an object.")
         if isinstance(value, int):
-            _check_number(name, value, Integral, -_INT64 - 1, _INT64)
+            _check_number(name, value, Integral, _INT64.min, _INT64.max)
 
 
 def _check_tokens(message: Any, manager: Any, obj: Any) -> None:
@@ -167,8 +159,8 @@ def _check_tokens(message: Any, manager: Any, obj: Any) -> None:
         _check_embeds(embeds, manager.model_config.hidden_size)
         return
     ids = message.input_ids
-    # A model's processor may put ids outside of the vocabulary in the place of pictures. It may run
-    # in the scheduler, too, and give it the tokens there.
+    # A model's processor may put ids outside of the vocabulary in the place of pictures. In some
+    # models it runs in the scheduler, and the tokens come only there.
     has_media = manager.mm_processor is not None and obj.contains_mm_input()
     is_complete = not has_media or getattr(message, "mm_inputs", None) is not None
     if not ids and is_complete and not _has_history(message):
@@ -211,14 +203,14 @@ def _check_logprobs(message: Any, vocabulary: int) -> None:
     start, number, ids = (
         message.logprob_start_len, message.top_logprobs_num, message.token_ids_logprob
     )  # fmt: skip
-    _check_number("logprob_start_len", start, Integral, -1, _INT32)
+    _check_number("logprob_start_len", start, Integral, -1, _INT32.max)
     _check_number("top_logprobs_num", number, Integral, 0, vocabulary)
     if ids is not None:
         check_ids(ids, vocabulary, "token_ids_logprob")
 
 
 def _check_objects(message: Any, manager: Any, obj: Any) -> None:
-    """Refuse fields of any type that SGLang itself sets, or that its scheduler would unpack."""
+    """Refuse fields that only SGLang itself sets, or that its scheduler would unpack."""
     if isinstance(message.positional_embed_overrides, int | float | str):
         raise ValueError("positional_embed_overrides cannot be given as JSON; leave it out.")
     if obj.lora_id is not None and not obj.lora_path:
@@ -235,7 +227,8 @@ def _check_session(session: Any) -> None:
         for name in ("id", "rid"):
             _check_type(f"session_params.{name}", getattr(session, name), str, "a string")
         if session.offset is not None:
-            _check_number("session_params.offset", session.offset, Integral, -_INT64, _INT64)
+            bounds = -_INT64.max, _INT64.max
+            _check_number("session_params.offset", session.offset, Integral, *bounds)
 
 
 def _check_processor(processor: str | None) -> None:
@@ -250,9 +243,9 @@ def _check_processor(processor: str | None) -> None:
 
 
 def check_ids(ids: Any, vocabulary: int, name: str = "input_ids") -> None:
-    """Raise ValueError if a token id is outside of the vocabulary."""
+    """Raise MalformedRequest if a token id is outside of the vocabulary."""
     if not isinstance(ids, list | array):
-        raise ValueError(f"{name} must be a list of token ids, not {shown(ids)}.")
+        raise MalformedRequest(f"{name} must be a list of token ids, not {shown(ids)}.")
     if not ids:
         return
     with suppress(OverflowError, TypeError):
@@ -260,7 +253,7 @@ def check_ids(ids: Any, vocabulary: int, name: str = "input_ids") -> None:
         if numbers.min() >= 0 and numbers.max() < vocabulary:
             return
     wrong = next(one for one in ids if not (isinstance(one, int) and 0 <= one < vocabulary))
-    raise ValueError(
+    raise MalformedRequest(
         f"{name} must be in [0, {vocabulary}), but has {shown(wrong)}; tokenise with this model's "
         "tokenizer."
     )
@@ -280,8 +273,6 @@ def _check_type(name: str, value: Any, kind: type, what: str) -> None:
 
 def _is_deep(value: Any, levels: int) -> bool:
     inner: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list):
-        inner = value
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
     return levels == 0 or any(_is_deep(one, levels - 1) for one in inner)

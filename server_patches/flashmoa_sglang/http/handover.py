@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds that tokens are gathered, so that streams share a message.
-_GATHERED = 0.002
-# Seconds after a stream's end in which its scheduler is not told of the end: usually the final
-# request comes at once and computes the last tokens.
-_END_GRACE = 0.01
+# Tokens gather for this time, so that streams share a message.
+_GATHER_SECONDS = 0.002
 
 
 class Handover:
@@ -45,7 +42,9 @@ class Handover:
         self.opening: list[PromptStream] = []
         self.unclaimed: list[str] = []
         self._changed = asyncio.Event()
-        self._end_grace = _END_GRACE * device_slowdown()
+        # Seconds from a stream's end until its scheduler is told of the end. Usually the final
+        # request comes at once, and computes the last tokens.
+        self._end_grace = 0.01 * device_slowdown()
         engine.handle(StreamProgress, self._note)
 
     def wake(self) -> None:
@@ -66,7 +65,7 @@ class Handover:
                         task.cancel()  # A busy scheduler may answer much later.
                 opening = {stream: task for stream, task in opening.items() if not task.done()}
                 wait = self._send(time.monotonic())
-                await asyncio.sleep(_GATHERED)
+                await asyncio.sleep(_GATHER_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), wait)
             for task in opening.values():
@@ -78,14 +77,13 @@ class Handover:
         except Exception as error:
             if stream.closed is not None:
                 return
-            # The stream stays valid: its final request computes the missing tokens.
-            # It is still open, and whoever reads its id in the log could use it.
+            # The stream stays valid. Whoever reads its id in the log could use the stream.
             text = "A prompt stream is not prefilled: %s. Its request computes the whole prompt."
             logger.warning(text, str(error).removesuffix("."))
             stream.failure = str(error)
 
     def _send(self, now: float) -> float | None:
-        """Hand over what is new. Return the seconds after which a stream's end is due, if any."""
+        """Send new tokens. Return the seconds until the next end of a stream is due, if any."""
         tokens: list[tuple[str, bytes, bool]] = []
         taken_back: list[tuple[str, int]] = []
         ended: list[str] = []
@@ -122,7 +120,7 @@ class Handover:
             stream = self._streams.get(id_)
             if stream is None:
                 continue
-            # Of a stream that gave way, what it had computed may be computed again.
+            # Tokens whose KV was evicted may be computed again.
             stream.prefilled = prefilled
             stream.computed = min(stream.computed + computed, prefilled)
             if computed:

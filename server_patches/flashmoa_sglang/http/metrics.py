@@ -1,7 +1,7 @@
 """Metrics of prompt streams on SGLang's own ``/metrics``, with ``--enable-metrics``.
 
-They are kept in the HTTP process, which has the streams; schedulers send their counts there in
-messages. Without ``--enable-metrics`` every function here does nothing.
+The HTTP process keeps them, because it has the streams; schedulers send it their counts. Without
+``--enable-metrics`` every function here does nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Renders chats to text as SGLang does, without tokenising them.
 
-SGLang renders and encodes a chat in one method, so the plugin wraps the tokenizer's ``encode``, and
-what SGLang uses in its place for chats. While ``ChatRenderer.render`` runs, the wrappers record the
-text and encode nothing; for a request with a prompt stream they take the stream's tokens; otherwise
-they call the original.
+SGLang renders and encodes a chat in one method, so the plugin wraps the tokenizer's ``encode`` and
+SGLang's own encoders of chats. While ``ChatRenderer.render`` runs, the wrappers record the text and
+encode nothing; for a request with a prompt stream they take the stream's tokens; otherwise they
+call the original.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 class RenderedPrompt:
     """A rendered prompt.
 
-    It is one piece; or two if the request has ``continue_final_message``: the prompt, and the
-    beginning of the answer, which SGLang encodes separately.
+    With ``continue_final_message`` it has two pieces: the prompt, and the beginning of the answer.
+    Otherwise it has one.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -54,9 +54,9 @@ class RenderedPrompt:
     ) -> tuple[TokenBuffer, str]:
         """Return a buffer for text that follows this prompt, and the text to append to it first.
 
-        That text is the last piece. If there is one before it, it becomes the buffer's head.
+        The last piece is this text. A piece before it becomes the buffer's head.
 
-        Args: most: if the head has more tokens than this, it gets only the first of them.
+        Args: most: the head is cut to this number of tokens, or a few more.
         """
         *before, last = self.pieces
         head = None
@@ -106,17 +106,17 @@ def encode_parts(
 
 
 def _encode_here(text: str, options: dict[str, Any]) -> list[int] | None:
-    """Return what this context has in place of a text's tokens; ``None``: nothing."""
+    """Return this context's tokens of a text; ``None`` if the original shall encode it."""
     add_special_tokens = options.get("add_special_tokens", True)
     rendered = _rendering.get()
     if rendered is not None:
         rendered.pieces.append(Piece(text, add_special_tokens))
         return []
-    stream_request = client_requests.current()
+    stream_request = client_requests.current.get()
     return stream_request.encode(text, add_special_tokens) if stream_request is not None else None
 
 
-# The chat request that this context serves, of whichever route of SGLang.
+# The chat request that this context serves, on any route of SGLang.
 served: ContextVar[Any] = ContextVar("flashmoa_served_chat", default=None)
 
 
@@ -125,13 +125,13 @@ def note_served(
 ) -> Any:
     """Note the chat request that is served; wraps ``OpenAIServingChat._process_messages``.
 
-    Of models that take more than text, SGLang keeps the tokens of prompts for further requests, but
-    a prompt that is only rendered has none.
+    For models that take more than text, SGLang keeps the tokens of prompts for later requests, but
+    a prompt that is only rendered has no tokens.
     """
     is_rendered = _rendering.get() is not None
     if not is_rendered:
         with suppress(RuntimeError):
-            # A thread of a pool has no loop. Its context is not the request's, and would keep it.
+            # A thread of a pool has no loop. Its context would keep the request.
             asyncio.get_running_loop()
             served.set(request)
     return original(chat, request, is_multimodal and not is_rendered, **kwargs)
@@ -152,7 +152,7 @@ class ChatRenderer:
 
     @property
     def template(self) -> str:
-        """The chat template, its file or its name in SGLang; empty if there is none."""
+        """The chat template, or its file or its name in SGLang; empty if there is no template."""
         tokenizer_manager = self._chat().tokenizer_manager
         tokenizer = tokenizer_manager.tokenizer
         arguments = RELEASE.resolve_arguments(tokenizer_manager.server_args)
@@ -166,7 +166,7 @@ class ChatRenderer:
         return bool(chat.tool_call_parser) and chat.tokenizer_manager.tokenizer is not None
 
     def calls_tools(self, ids: Sequence[int]) -> bool:
-        """Return whether an answer of these tokens calls tools."""
+        """Return whether an answer with these tokens calls tools."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
         chat = self._chat()
@@ -176,8 +176,8 @@ class ChatRenderer:
     def render(self, body: dict[str, Any]) -> RenderedPrompt:
         """Render the fields of a chat request: ``messages``, ``tools``, ...
 
-        Raises: MalformedRequest if ``body`` is not a chat request of text only, or the chat
-            template refuses it or does not produce text.
+        Raises: MalformedRequest if ``body`` is not a chat request of text only, or as
+            :func:`_recording`.
         """
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
@@ -195,10 +195,7 @@ class ChatRenderer:
         return self._render(request)
 
     def render_with(self, chat: Any, messages: list[Any]) -> RenderedPrompt:
-        """Render a ``ChatCompletionRequest`` with further messages.
-
-        Raises: as :meth:`render`.
-        """
+        """Render a ``ChatCompletionRequest`` with further messages. Raises: as :meth:`render`."""
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
         try:
@@ -219,10 +216,7 @@ class ChatRenderer:
         return rendered
 
     def read_parts(self, api: ChatApi, parts: list[Part]) -> list[dict[str, Any]]:
-        """Return the messages that SGLang makes of an answer's parts once they come back.
-
-        Raises: MalformedRequest if they cannot come back.
-        """
+        """Return SGLang's chat messages for an answer's parts that a client sends back."""
         from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
 
@@ -238,17 +232,17 @@ class ChatRenderer:
         return [message.model_dump(exclude_none=True) for message in chat.messages]
 
     async def render_response(self, request: Any) -> RenderedPrompt:
-        """Render a ``ResponsesRequest``, which SGLang makes a chat of.
+        """Render a ``ResponsesRequest``, which SGLang turns into a chat.
 
-        Raises: MalformedRequest if its prompt depends on more than the request, or the chat
-            template refuses it or does not produce text.
+        Raises: MalformedRequest if its prompt depends on more than the request, or as
+            :func:`_recording`.
         """
         if request.previous_response_id is not None:
             raise MalformedRequest(
                 "A request with previous_response_id has a prompt that is stored; send the whole "
                 "input."
             )
-        # SGLang has none if it lacks a package for it.
+        # SGLang lacks this handler without the package openai_harmony.
         responses = getattr(self._handlers, "openai_serving_responses", None)
         if responses is None or responses.use_harmony:
             raise MalformedRequest(

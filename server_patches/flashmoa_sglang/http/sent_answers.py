@@ -20,13 +20,8 @@ Part = dict[str, Any]
 class Events(Protocol):
     """Adds up the events of an answer that is streamed."""
 
-    def add(self, event: str) -> None:
-        """Read an event."""
-        ...
-
-    def parts(self) -> list[Part]:
-        """Return the parts of the answer."""
-        ...
+    def add(self, event: str) -> None: ...
+    def parts(self) -> list[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +30,7 @@ class ChatApi:
 
     Attributes:
         events: makes a reader of an answer's events.
-        end: text that is only in the last event of an answer that calls tools, or may.
+        end: text that only the last event of an answer with tool calls has, or may have.
         read: returns the parts of a whole answer; none if it is an error.
         returns_thoughts: whether most clients return a model's thoughts with the results of tools.
     """
@@ -100,7 +95,7 @@ class _Blocks:
 
 
 class _LastItems:
-    """Reads the items of the Responses API from its last event, which has all of them."""
+    """Reads the items of the Responses API from its last event, which has all items."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -127,7 +122,7 @@ def _read_items(response: Any) -> list[Part]:
 
 
 def _data(event: str) -> dict[str, Any]:
-    """Return the data of a server-sent event; nothing if that is no object."""
+    """Return the data of a server-sent event; nothing if the data is no object."""
     _, found, data = event.partition("data: {")
     return from_json("{" + data) if found else {}
 

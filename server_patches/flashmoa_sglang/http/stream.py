@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 class Terms:
     """The fields of a prefill besides its tokens.
 
-    ``cache_salt``, ``extra_key`` and ``lora_path`` (the name of an adapter) are the namespace of
-    its KV: only requests with the same values find the KV. ``dp_rank`` is the data-parallel rank
-    that computes the stream, if there are several. ``expected_output`` is the number of tokens
-    that are expected in the answer to a stream's request.
+    ``cache_salt``, ``extra_key`` and ``lora_path`` (an adapter's name) are the namespace of its KV:
+    only requests in the same namespace find the KV. ``expected_output`` is the number of tokens
+    that the answer to the stream's request is likely to have.
     """
 
     priority: int | None = None
@@ -47,17 +46,16 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result of one prefill. ``seconds`` includes waiting for the engine."""
+    """The result of one prefill."""
 
     prompt_tokens: int
     cached_tokens: int
-    seconds: float
 
     @classmethod
-    def read(cls, meta: dict[str, Any], seconds: float = 0.0) -> Prefilled:
+    def read(cls, meta: dict[str, Any]) -> Prefilled:
         """Read the result of a prefill from its ``meta_info``.
 
-        Raises: EngineFailed if SGLang has aborted it.
+        Raises: EngineFailed if SGLang has aborted the prefill.
         """
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
@@ -65,7 +63,7 @@ class Prefilled:
             raise EngineFailed(
                 f"SGLang has aborted the prefill: {message}. Send the whole request instead."
             )
-        return cls(meta["prompt_tokens"], meta["cached_tokens"], seconds)
+        return cls(meta["prompt_tokens"], meta["cached_tokens"])
 
 
 Ending = Literal["used", "deleted", "expired", "drained"]
@@ -91,26 +89,23 @@ class PromptStream:
     """One growing prompt: of text, in ``buffer``, or of token ids, in ``ids``.
 
     Attributes:
-        ids: of a stream of text, its tokens once it has ended.
-        next_seq: the number of the append that is expected next.
-        last_append: a hash of the last one, which may be repeated.
-        sent: number of tokens that have been handed over to the schedulers.
-        kept: how many of these are still right.
-        end_sent: whether they have been told that no more tokens come.
+        ids: the prompt's tokens; of a stream of text, once the stream has ended.
+        last_append: a hash of the last append, which a client may repeat.
+        sent, kept: numbers of tokens that the schedulers have, and that are still right.
+        end_sent: whether the schedulers know that no more tokens come.
         claimed: whether the final request has come, and computes the rest of the prompt.
         closed: how the stream ended; ``None`` while it is open.
         prefilled: number of tokens at the beginning whose KV has been computed.
-        computed: how many of these were not already in the radix cache.
+        computed: number of prefilled tokens that were not in the radix cache before.
         spans: the last increments, for timelines.
-        failure: why the stream is not prefilled any more, if it is not.
-        pace_seconds: how long the client was last asked to gather text before it appends.
-        waits_for_room: whether the KV pool has no room for the stream's next tokens.
-        growing: is held while text is added.
-        held_from: of a stream that this server holds, the number of tokens that its prompt has in
-            common with the one before it, if an agent's tools run; 0 of a prompt that is kept warm,
-            which no request takes; ``None`` of a client's stream.
+        failure: why the stream is not prefilled any more; ``None`` if it is.
+        growing: locked while text is added.
+        pace_seconds: how long the client should gather text before it appends.
+        pinned_from: ``None`` for a client's stream. If the server itself pins the next prompt of an
+            agent whose tools run: how many tokens that prompt shares with the agent's request. 0
+            for a prewarmed prompt, which no request uses up.
         follower: adds the text of the call that the stream follows, if it follows one.
-        counted_from: the place in the text at which the client's count of characters begins.
+        counted_from: the place in the text where the client's count of characters begins.
     """
 
     ttl_seconds: float
@@ -135,40 +130,38 @@ class PromptStream:
     deadline: float = 0.0
     pace_seconds: float = 0.0
     waits_for_room: bool = False
-    held_from: int | None = None
+    pinned_from: int | None = None
     follower: Follower | None = None
     counted_from: int = 0
 
     async def add_text(self, text: str, end: bool, room: int, start: int | None = None) -> int:
-        """Add text to a stream of text.
+        """Add text to a stream of text. Return how many known tokens are still the same.
 
         Args:
-            end: whether this is its end.
-            room: the most tokens that it may have.
-            start: the place in the buffer's text whose text this replaces; ``None``: its end.
-
-        Return how many tokens were known before, and are still the same.
+            end: whether this is the last text.
+            room: the most tokens that the stream may have.
+            start: the place from which this text replaces all text; ``None``: the end.
 
         Raises:
-            PromptTooLarge: if it cannot have them; it is unchanged then.
-            StreamGone: if it has ended or been used while a long text was tokenised.
+            PromptTooLarge: if the stream would have more tokens; it is unchanged then.
+            StreamGone: if the stream has ended or been used while a long text was tokenised.
         """
-        buffer = own = self.buffer
-        assert own is not None and buffer is not None
+        own = self.buffer
+        assert own is not None
         place = len(own.text) if start is None else start
         retokenized = own.unsettled_characters(place) if end or start is not None else 0
         characters = len(text) + retokenized
-        if characters > LONG_TEXT or start is not None:
-            # Requests may use the stream, or leave, while a thread adds to a copy. If the text that
-            # replaces another is refused, that one stays.
-            buffer = own.snapshot()
+        # While a thread adds to a copy, requests may use the stream, or leave. The copy also
+        # protects the text that a refused text would have replaced.
+        is_copied = characters > LONG_TEXT or start is not None
+        buffer = own.snapshot() if is_copied else own
         try:
             work = partial(_append, buffer, place, text, end, room)
             kept, tokens = await tokenize_aside(characters, work)
         except PromptTooLarge:
             self.kept = min(self.kept, len(own.tokens))
             raise
-        if buffer is not own:
+        if is_copied:
             self.require_unused()
             self.buffer = buffer
         self.kept = min(self.kept, kept)
@@ -188,10 +181,7 @@ class PromptStream:
             )
 
     def require_place(self, start: int | None) -> None:
-        """Raise MalformedRequest if text cannot follow this place, as the client counts.
-
-        Args: start: ``None`` if the text follows the end.
-        """
+        """Raise MalformedRequest if text cannot follow this place; ``None``: the end."""
         if start is None:
             if self.follower is not None and self.follower.written:
                 raise MalformedRequest(
@@ -220,34 +210,31 @@ class PromptStream:
         return self.ids
 
     def agrees_with(self, prompt: array[int]) -> int:
-        """Return how many tokens a prompt and this stream's have in common, if it may be its own.
+        """Return how many tokens the stream has in common with a prompt that may be its own.
 
-        It may be if it begins with all tokens of a stream that has ended, or goes on after what a
-        held stream has in common with the prompt before. Otherwise return 0.
+        A client's stream must have ended, and the prompt must begin with all its tokens. A prompt
+        that the server pins must agree beyond ``pinned_from``. Otherwise return 0.
         """
-        known, need = self.known(), self.held_from
+        known, need = self.known(), self.pinned_from
         if need is None:
             need = len(known) if self.ended_at is not None else 0
-        # Most streams are told apart by one token, where comparing all would take a while.
-        if not 0 < need <= len(prompt) or prompt[need - 1] != known[need - 1]:
+        if not _may_share(known, need, prompt):
             return 0
         agreed = common_length(known, prompt)
-        goes_on = self.held_from is None or agreed > need
+        goes_on = self.pinned_from is None or agreed > need
         return agreed if agreed >= need and goes_on else 0
 
     def may_become(self, prompt: array[int]) -> bool:
-        """Return whether the stream has not ended, and may do so as the beginning of a prompt."""
+        """Return whether the stream has not ended, and may end as the beginning of a prompt."""
         if self.ended_at is not None:
             return False
-        known = self.ids if self.buffer is None else self.buffer.tokens
-        certain = len(known) if self.buffer is None else self.buffer.certain_tokens
-        # As above, to compare all tokens of hundreds of streams would hold up other answers.
-        if not 0 < certain <= len(prompt) or prompt[certain - 1] != known[certain - 1]:
-            return False
-        return known[:certain] == prompt[:certain]
+        known, certain = self.known(), len(self.ids)
+        if self.buffer is not None:
+            certain = self.buffer.certain_tokens
+        return _may_share(known, certain, prompt) and known[:certain] == prompt[:certain]
 
     def beginning(self) -> str | array[int]:
-        """Return what was appended so far: text, or token ids."""
+        """Return the prompt so far: text, or token ids."""
         return self.ids if self.buffer is None else self.buffer.text
 
     def known_tokens(self) -> int:
@@ -277,19 +264,27 @@ class PromptStream:
         }
 
 
+def _may_share(known: array[int], length: int, prompt: array[int]) -> bool:
+    """Return whether a prompt may begin with the first tokens of a stream; compare one token.
+
+    Comparing all tokens of hundreds of streams would delay other answers.
+    """
+    return 0 < length <= len(prompt) and prompt[length - 1] == known[length - 1]
+
+
 def _append(
     buffer: TokenBuffer, place: int, text: str, end: bool, room: int
 ) -> tuple[int, array[int]]:
-    """Add text to a buffer at a place, the end or one before; the text after it is dropped.
+    """Replace a buffer's text from ``place`` on.
 
     Return how many tokens are still the same, and all tokens.
 
-    Raises: PromptTooLarge if there are more than ``room``; text is not appended at the end then.
+    Raises: PromptTooLarge if there are more than ``room``; appended text is dropped then.
     """
     before = buffer.checkpoint()
     kept, tokens = buffer.replace(place, text, room), buffer.tokens
     if end and len(tokens) <= room:
-        # Tokens that were held back so far count, too.
+        # The tokens that were uncertain so far count, too.
         tokens = array("q", buffer.all_tokens())
         kept = min(kept, common_length(tokens, buffer.tokens))
     if len(tokens) > room:
@@ -299,14 +294,12 @@ def _append(
 
 
 def gone(stream_id: str, ending: Ending) -> StreamGone:
-    """Return the error for a stream that has ended."""
     return StreamGone(
         f"Prompt stream {stream_id} is gone: {ending}. Open a new one.", reason=ending
     )
 
 
 def over_context(room: int) -> PromptTooLarge:
-    """Return the error for a piece that would make a prompt too long."""
     return PromptTooLarge(
         f"With this piece, the prompt would be too long: this server takes at most {room} tokens. "
         "The piece was not added; shorten the prompt.",

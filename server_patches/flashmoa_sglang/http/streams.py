@@ -15,12 +15,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from flashmoa_sglang.costs import UNMEASURED
 from flashmoa_sglang.http import metrics
 from flashmoa_sglang.http.errors import (
     EngineDraining,
+    MalformedRequest,
     StreamOutOfOrder,
     StreamUnknown,
     TooManyStreams,
@@ -48,21 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Seconds between checks of deadlines, and of draining, a flag that SGLang sets without an event.
-_LIFETIME_CHECK = 0.1
-# Seconds after which a task is restarted that has failed.
-_PAUSE_AFTER_ERROR = 1.0
-# Seconds between two appends of different streams: appends take at most a quarter of a core.
-# Each of 256 streams then gathers for 1.3 s, in which agents write about as many tokens as are left
-# to the request anyway.
-_APART = 0.005
-# The least seconds between two appends of the same stream.
-_SOONEST = 0.04
-# Streams are siblings if at least this many characters, or tokens, at their beginnings are equal.
-_SIBLING_LENGTH = 64
-# Only this many characters or tokens are compared.
-_COMPARED_LENGTH = 2048
-# The siblings' rank gets the stream if it has fewer than this many streams more than any other.
-_MAX_IMBALANCE = 16
+# A task that has failed restarts after the same time.
+_CHECK_SECONDS = 0.1
 _RANK_HEADER = "x-data-parallel-rank"
 Prompt = str | Sequence[int]
 
@@ -71,15 +58,15 @@ Prompt = str | Sequence[int]
 class Limits:
     """Limits for clients, which ``GET /flashmoa/info`` reports.
 
-    ``streams``: open streams. ``remembered``: streams that have ended whose ending is still known.
-    Of one scoring request: ``scored_items``, its items; ``scores``, items times candidates;
-    ``repeated_characters``, what all prompts share, once for each.
+    ``streams``: open streams. ``characters_per_token``: a prompt with more characters for each
+    token of the context is not text. ``remembered``: ended streams whose ending is still known. Of
+    one scoring request: ``scored_items``; ``scores``, items times candidates;
+    ``repeated_characters``, shared characters times prompts.
     """
 
     streams: int = 256
     ttl_seconds: float = 3600.0
     default_ttl_seconds: float = 30.0
-    # A prompt with more characters than this for each token of the context is not text.
     characters_per_token: int = 64
     remembered: int = 4096
     scored_items: int = 10_000
@@ -88,14 +75,18 @@ class Limits:
 
 
 @dataclass(slots=True)
-class StreamedText:
-    """How much of the text of the streams that have ended could be prefilled before they ended.
-
-    ``total``: their tokens. ``ahead``: those of them that were known before.
-    """
+class StreamedTokenCount:
+    """Tokens of text streams that have ended: ``total``, and ``ahead``, known before the end."""
 
     total: int = 0
     ahead: int = 0
+
+
+class Ended(NamedTuple):
+    """How a stream ended, and its request's figures if the answer does not have them."""
+
+    ending: Ending
+    figures: dict[str, Any] | None
 
 
 class StreamTable:
@@ -108,14 +99,12 @@ class StreamTable:
     def __init__(self, engine: Engine) -> None:
         self.limits = Limits()
         self.calls: FollowedCalls | None = None
-        self._engine = engine
-        self.streamed = StreamedText()
+        self.engine = engine
+        self.streamed = StreamedTokenCount()
         self._open: dict[str, PromptStream] = {}
-        self._ended: OrderedDict[str, Ending] = OrderedDict()
-        # The figures of requests that have found their streams by their prompts, by stream.
-        self._found: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
         # The adapters that are being unloaded; ``None`` for each change of the whole engine.
-        self._closed: list[str | None] = []
+        self._changing: list[str | None] = []
         self._pace = Pace(device_slowdown())
         self._handover = Handover(engine, self._open)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -133,45 +122,46 @@ class StreamTable:
         stream = self._open.get(stream_id)
         if stream is not None:
             return stream
-        ending = self._ended.get(stream_id)
-        if ending is not None:
-            raise gone(stream_id, ending)
+        ended = self._ended.get(stream_id)
+        if ended is not None:
+            raise gone(stream_id, ended.ending)
         raise StreamUnknown(f"There is no prompt stream {shown(stream_id)}. Open one first.")
 
     def find(self, stream_id: str) -> tuple[PromptStream | None, str]:
         """Return a final request's stream and "open", or ``None`` and why it cannot be used."""
         stream = self._open.get(stream_id)
-        if stream is not None and not stream.claimed:
-            return stream, "open"
         if stream is not None:
-            return None, "used"
-        return None, self._ended.get(stream_id, "unknown")
+            return (None, "used") if stream.claimed else (stream, "open")
+        ended = self._ended.get(stream_id)
+        return None, ended.ending if ended is not None else "unknown"
 
     def unclaimed(self) -> list[PromptStream]:
         """Return the open streams whose requests have not come."""
         return [stream for stream in self._open.values() if not stream.claimed]
 
     def open(self, stream: PromptStream) -> None:
-        """Open a stream. At the limit, the oldest that the server holds itself gives way.
+        """Open a stream. At the limit, close the oldest stream that the server itself has opened.
 
-        Raises: TooManyStreams at the limit, EngineDraining if the server is shutting down or its
-            weights or the stream's adapter are being changed.
+        Raises: TooManyStreams, or EngineDraining if the server is shutting down or its weights or
+            the stream's adapter are being changed.
         """
-        if self._engine.draining:
+        if self.engine.draining:
             raise EngineDraining("The server is shutting down; use another engine.")
-        if None in self._closed or stream.terms.lora_path in self._closed:
+        if None in self._changing or stream.terms.lora_path in self._changing:
             raise EngineDraining("The engine is being changed; send the request without a stream.")
-        if len(self._open) >= self.limits.streams and not self._drop_held():
-            raise TooManyStreams(
-                f"{self.limits.streams} prompt streams are open, which is the limit. "
-                "Delete some, or send the request without one."
-            )
+        if len(self._open) >= self.limits.streams:
+            pinned = (one for one in self.unclaimed() if one.pinned_from is not None)
+            if (oldest := next(pinned, None)) is None:
+                raise TooManyStreams(
+                    f"{self.limits.streams} prompt streams are open, which is the limit. "
+                    "Delete some, or send the request without one."
+                )
+            self.close(oldest, "expired")
         self._open[stream.id] = stream
         metrics.set_open(len(self._open))
-        metrics.count("stream_tokens_buffered", stream.known_tokens())
-        self._set_pace(stream)
         self._handover.opening.append(stream)
-        self.keep_alive(stream)
+        self._set_pace(stream)
+        self._note_growth(stream, 0)
         # These are two tasks, so that streams expire even while others are being prefilled.
         self._ensure_runs("prompt streams, handover", self._handover.run)
         self._ensure_runs("prompt streams, lifetimes", self._watch_lifetimes)
@@ -181,7 +171,7 @@ class StreamTable:
 
         Raises: PromptTooLarge if the prompt would become too long; the stream is unchanged then.
         """
-        room = self._engine.max_prompt_tokens
+        room = self.engine.max_prompt_tokens
         if len(stream.ids) + len(ids) > room:
             raise over_context(room)
         stream.ids.extend(ids)
@@ -191,15 +181,10 @@ class StreamTable:
     ) -> None:
         """Buffer text, and tokenise it.
 
-        Args:
-            end: whether it is the last.
-            start: the place in the text, as the client counts, whose text it replaces; ``None``:
-                its end.
-        Raises:
-            PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
-            StreamGone: if the stream has ended or been used while a long text was tokenised.
+        Args: start: a place as the client counts; see :meth:`PromptStream.add_text`.
+        Raises: as there. PromptTooLarge also for a text with too many characters.
         """
-        room = self._engine.max_prompt_tokens
+        room = self.engine.max_prompt_tokens
         place = None if start is None else stream.counted_from + start
         before = len(stream.beginning()) if place is None else place
         if before + len(text) > room * self.limits.characters_per_token:
@@ -209,41 +194,36 @@ class StreamTable:
             self.streamed.total += len(stream.ids)
             self.streamed.ahead += kept
 
-    def hold(
+    def pinned(
         self,
         obj: Any,
         meta: Mapping[str, Any],
         ids: Sequence[int],
         seconds: float,
         since: int = 0,
-        come: Callable[[PromptStream], bool] = lambda _: False,
-    ) -> bool:
-        """Keep the KV of a prompt that is known as a whole, and prefill what is missing of it.
+    ) -> PromptStream:
+        """Make a stream, not open yet, that prefills a whole prompt and pins its KV.
 
         Args:
-            obj: the ``GenerateReqInput`` in whose namespace it is, and ``meta`` that of its output.
-            since: the number of tokens that its request has in common with ``obj``; 0: no request
-                ends the stream, but only its time.
-            come: returns whether that request has come already, so that nothing is to be kept.
+            obj: a ``GenerateReqInput`` in the prompt's namespace, and ``meta`` its ``meta_info``.
+            since: number of tokens that the prompt has in common with ``obj``; 0: no request ends
+                the stream, but only its time.
 
-        Return whether it is kept. Raises: as :meth:`add` and :meth:`open`.
+        Raises: as :meth:`add`.
         """
-        rank = meta.get("dp_rank") if self._engine.data_parallel_ranks > 1 else None
+        rank = meta.get("dp_rank") if self.engine.data_parallel_ranks > 1 else None
         salt = getattr(obj, "cache_salt", None)
         stream = PromptStream(
             ttl_seconds=min(seconds, self.limits.ttl_seconds),
             buffer=None,
             terms=Terms(obj.priority, salt, obj.extra_key, obj.lora_path, rank),
-            held_from=since,
-            # No more comes, which the scheduler is told at once: it keeps this prompt rather than
-            # one whose agent has not begun to write.
+            pinned_from=since,
+            # The scheduler learns at once that nothing follows: it keeps this prompt rather than
+            # the prompt of an agent that has not begun to write.
             ended_at=0.0,
         )
         self.add(stream, ids)
-        if come(stream):
-            return False
-        self.open(stream)
-        return True
+        return stream
 
     async def append(
         self,
@@ -255,30 +235,42 @@ class StreamTable:
     ) -> None:
         """Add piece number ``seq``; do nothing if it has been added before.
 
-        Args: start: the place in the text, as the client counts, whose text the piece replaces.
+        Args: start: the place from which the piece replaces all text, as the client counts.
 
         Raises:
             MalformedRequest: if there is no such place, or the stream has followed a call and no
                 place is given.
-            StreamGone: if the stream's final request has come.
-            EngineDraining: if the server is shutting down.
-            StreamOutOfOrder: if the stream has ended, pieces before this one are missing, or the
-                last piece had the same number and was another one.
+            StreamGone, EngineDraining: if the final request has come, or the server shuts down.
+            StreamOutOfOrder: if the stream has ended, earlier pieces are missing, or another piece
+                had this number.
             PromptTooLarge: if the prompt would become too long; the stream is unchanged then.
         """
-        async with stream.growing:
-            await self._append(stream, seq, piece, end, start)
-
-    async def _append(
-        self,
-        stream: PromptStream,
-        seq: int,
-        piece: str | Sequence[int] | CallText,
-        end: bool,
-        start: int | None,
-    ) -> None:
-        stream.require_unused()
         hashed = hash((piece if isinstance(piece, str) else tuple(piece), end, start))
+        async with stream.growing:
+            if not self._is_next(stream, seq, hashed):
+                return
+            stream.require_place(start)
+            known = stream.known_tokens()
+            text = "" if isinstance(piece, CallText) else piece
+            if not isinstance(text, str):
+                self.add(stream, text)
+            elif text or start is not None or (end and stream.buffer is not None):
+                await self.add_text(stream, text, end, start)
+            self._stop_following(stream)
+            if isinstance(piece, CallText) and self.calls is not None:
+                # The stream grows by the call's text until the next append or the stream's end.
+                stream.follower = Follower(stream, piece.call_id, self._add_followed)
+                self.calls.follow(stream.follower)
+            stream.next_seq += 1
+            stream.last_append = hashed
+            if end:
+                stream.ended_at = time.monotonic()
+            self._set_pace(stream)
+            self._note_growth(stream, known)
+
+    def _is_next(self, stream: PromptStream, seq: int, hashed: int) -> bool:
+        """Return whether an append is the next one; ``False`` if it repeats an earlier one."""
+        stream.require_unused()
         if seq < stream.next_seq:
             if seq == stream.next_seq - 1 and hashed != stream.last_append:
                 raise StreamOutOfOrder(
@@ -286,8 +278,8 @@ class StreamTable:
                     f"it as append {stream.next_seq}, or open a new stream.",
                     expected_seq=stream.next_seq,
                 )
-            return
-        if self._engine.draining:
+            return False
+        if self.engine.draining:
             raise EngineDraining("The server is shutting down; send the whole request elsewhere.")
         if stream.ended_at is not None:
             raise StreamOutOfOrder(f"Prompt stream {stream.id} has ended; open a new one.")
@@ -297,29 +289,7 @@ class StreamTable:
                 "first, in order.",
                 expected_seq=stream.next_seq,
             )
-        stream.require_place(start)
-        known = stream.known_tokens()
-        text = "" if isinstance(piece, CallText) else piece
-        if not isinstance(text, str):
-            self.add(stream, text)
-        elif text or start is not None or (end and stream.buffer is not None):
-            await self.add_text(stream, text, end, start)
-        self._stop_following(stream)
-        if isinstance(piece, CallText):
-            self._follow(stream, piece.call_id)
-        stream.next_seq += 1
-        stream.last_append = hashed
-        if end:
-            stream.ended_at = time.monotonic()
-        metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
-        self._set_pace(stream)
-        self.keep_alive(stream)
-
-    def _follow(self, stream: PromptStream, call_id: str) -> None:
-        """Let a stream grow by a call's text, until the next append or the stream's end."""
-        assert self.calls is not None
-        stream.follower = Follower(stream, call_id, self._add_followed)
-        self.calls.follow(stream.follower)
+        return True
 
     def _stop_following(self, stream: PromptStream) -> None:
         if stream.follower is not None and self.calls is not None:
@@ -329,111 +299,90 @@ class StreamTable:
     async def _add_followed(self, stream: PromptStream, text: str) -> None:
         known = stream.known_tokens()
         await self.add_text(stream, text)
-        metrics.count("stream_tokens_buffered", stream.known_tokens() - known)
+        self._note_growth(stream, known)
+
+    def _note_growth(self, stream: PromptStream, known_before: int) -> None:
+        metrics.count("stream_tokens_buffered", stream.known_tokens() - known_before)
         self.keep_alive(stream)
-
-    def saved_seconds(self, streamed: int, late: int) -> float | None:
-        """Estimate by how long ``streamed`` more tokens would delay a request's first token.
-
-        Args: late: number of tokens that are computed with the request.
-        Returns: seconds; ``None`` until the costs of forwards are measured.
-        """
-        costs = self._engine.costs
-        if costs is UNMEASURED:
-            return None
-        return costs.prefill(streamed + late) - costs.prefill(late) if streamed else 0.0
 
     def claim(self, stream: PromptStream) -> None:
         """Stop increments, because the final request has come and computes the rest."""
         stream.claimed = True
 
-    def keep_figures(self, stream: PromptStream, figures: dict[str, Any]) -> None:
-        """Keep the figures of a request whose answer cannot have them, as it did not ask for it."""
-        self._found[stream.id] = figures
-        if len(self._found) > self.limits.remembered:
-            self._found.popitem(last=False)
-
-    def take_figures(self, stream_id: str) -> dict[str, Any] | None:
-        """Return the figures of the request that has found a stream by its prompt, only once."""
-        return self._found.pop(stream_id, None)
-
     def unclaim(self, stream: PromptStream) -> None:
-        """Continue the stream as if its final request, which was refused, had not come."""
+        """Continue a stream whose final request was refused."""
         stream.claimed = False
         self._handover.unclaimed.append(stream.id)
         if stream.follower is not None:
             stream.follower.go_on()
         self.keep_alive(stream)
 
-    def close(self, stream: PromptStream, ending: Ending) -> None:
+    def close(
+        self, stream: PromptStream, ending: Ending, figures: dict[str, Any] | None = None
+    ) -> None:
         """End a stream and let its KV be evicted; do nothing if it has ended already."""
         if stream.closed is not None:
             return
         stream.closed = ending
         self._stop_following(stream)
         del self._open[stream.id]
-        self._ended[stream.id] = ending
+        self._ended[stream.id] = Ended(ending, figures)
         metrics.set_open(len(self._open))
         metrics.count("streams_ended", ending=ending)
         if len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)
-        self._engine.release(stream.id)
+        self.engine.release(stream.id)
         self._handover.wake()
 
-    def _drop_held(self) -> bool:
-        held = (s for s in self._open.values() if s.held_from is not None and not s.claimed)
-        if (oldest := next(held, None)) is None:
-            return False
-        self.close(oldest, "expired")
-        return True
+    def take_figures(self, stream_id: str) -> dict[str, Any] | None:
+        """Return, once, how the request was computed that has found a stream by its prompt."""
+        ended = self._ended.get(stream_id)
+        if ended is None or ended.figures is None:
+            return None
+        self._ended[stream_id] = Ended(ended.ending, None)
+        return ended.figures
 
     @contextlib.asynccontextmanager
     async def closed(self, adapter: str | None = None) -> AsyncGenerator[None]:
-        """Close all streams, or those of one adapter, and open none of them in the meantime.
-
-        Schedulers compute nothing for them.
-        """
-        self._closed.append(adapter)
+        """Close all streams, or an adapter's streams; open and compute none in the meantime."""
+        self._changing.append(adapter)
         try:
             for stream in list(self._open.values()):
                 if adapter in (None, stream.terms.lora_path):
                     self.close(stream, "drained")
-            # What a scheduler has begun when it hears of the end is computed a step later.
+            # A scheduler finishes in one more step the forward that it has begun.
             for _ in range(2):
-                await self._engine.kv()
+                await self.engine.kv()
             yield
         finally:
-            self._closed.remove(adapter)
+            self._changing.remove(adapter)
 
     def keep_alive(self, stream: PromptStream) -> None:
         """Put off a stream's expiry."""
         stream.deadline = time.monotonic() + stream.ttl_seconds
         self._handover.wake()
 
-    @property
-    def engine(self) -> Engine:
-        return self._engine
-
     def named_rank(self, http_request: Any) -> int | None:
-        """Return the data-parallel rank that a request's header names; ``None`` if it names none.
+        """Return the data-parallel rank that a request's header names, if it names one.
 
-        A router that knows what each rank has cached names one, on every route; SGLang itself reads
-        that header of chats and completions only. Raises: ValueError if there is no such rank.
+        SGLang itself reads this header of chats and completions only.
+
+        Raises: MalformedRequest if there is no such rank.
         """
         named = http_request.headers.get(_RANK_HEADER) if http_request is not None else None
         if named is None:
             return None
-        ranks = self._engine.data_parallel_ranks
+        ranks = self.engine.data_parallel_ranks
         if named not in map(str, range(ranks)):
-            raise ValueError(
+            raise MalformedRequest(
                 f"{_RANK_HEADER} must be a whole number below {ranks}, the number of data-parallel "
                 f"ranks, not {shown(named)}; leave it out to let the engine choose."
             )
         return int(named)
 
-    def rank_for(self, beginning: str | Sequence[int]) -> int | None:
+    def rank_for(self, beginning: Prompt) -> int | None:
         """Choose the data-parallel rank for a stream by its beginning; ``None`` with one rank."""
-        ranks = self._engine.data_parallel_ranks
+        ranks = self.engine.data_parallel_ranks
         if ranks == 1:
             return None
         streams = [(s.terms.dp_rank or 0, s.beginning()) for s in self._open.values()]
@@ -449,7 +398,7 @@ class StreamTable:
             self._tasks[name] = asyncio.create_task(self._supervise(name, work), name=name)
 
     async def _supervise(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Run a task while streams are open; if it fails by a bug, so do they, and it restarts."""
+        """Run a task while streams are open. After a bug, let the open streams fail and restart."""
         while self._open:
             try:
                 await work()
@@ -461,21 +410,19 @@ class StreamTable:
                     logger.error(text, name, exc_info=error)
                 for stream in self._open.values():
                     stream.failure = stream.failure or f"{type(error).__name__}: {error}"
-                await asyncio.sleep(_PAUSE_AFTER_ERROR)
+                await asyncio.sleep(_CHECK_SECONDS)
 
     async def _watch_lifetimes(self) -> None:
         while self._open:
             self._expire(time.monotonic())
-            await asyncio.sleep(_LIFETIME_CHECK)
+            await asyncio.sleep(_CHECK_SECONDS)
 
     def _expire(self, now: float) -> None:
         for stream in list(self._open.values()):
-            if self._engine.draining and not stream.claimed:
+            if self.engine.draining and not stream.claimed:
                 self.close(stream, "drained")
-                continue
-            is_busy = stream.claimed or stream.growing.locked()
-            if now >= stream.deadline and not is_busy:
-                if stream.held_from is None:
+            elif now >= stream.deadline and not (stream.claimed or stream.growing.locked()):
+                if stream.pinned_from is None:
                     text = "Prompt stream %s expired, because its client sent nothing for %g s"
                     logger.info(text, stream.id, stream.ttl_seconds)
                 self.close(stream, "expired")
@@ -484,9 +431,9 @@ class StreamTable:
 class Pace:
     """Spreads the appends of all streams evenly. Times are in seconds, of any one clock.
 
-    Answering an append takes the HTTP process about a millisecond, and on a CPU it takes that from
-    a forward. So each answer names a time for the next append at which no other client appends, and
-    the more streams are open the longer each gathers its text.
+    Answering an append takes the HTTP process about a millisecond, which a CPU engine takes from a
+    forward. So each answer names a time for the next append, when no other client appends. The more
+    streams are open, the longer each gathers its text.
 
     Args: slowdown: factor of all intervals, for a modelled GPU that is slowed down.
     """
@@ -496,12 +443,12 @@ class Pace:
         self._last = 0.0
 
     def next(self, now: float, streams: int) -> float:
-        """Return how long the stream that has just appended should gather text.
-
-        Args: streams: number of open streams.
-        """
-        soonest = _SOONEST * self._slowdown
-        interval = max(_APART * self._slowdown * streams, soonest)
+        """Return how long the stream that has just appended should gather text."""
+        soonest = 0.04 * self._slowdown
+        # With 5 ms from append to append, appends take at most a quarter of a core. Each of 256
+        # streams then gathers for 1.3 s. In that time agents write about as many tokens as are left
+        # to the request anyway.
+        interval = max(0.005 * self._slowdown * streams, soonest)
         next_turn = max(self._last + interval / max(streams, 1), now + soonest)
         self._last = min(next_turn, now + 2 * interval)
         return self._last - now
@@ -510,24 +457,23 @@ class Pace:
 def choose_rank(ranks: int, streams: Iterable[tuple[int, Prompt]], beginning: Prompt) -> int:
     """Choose the data-parallel rank for a stream with this beginning.
 
-    Ranks do not share KV. So streams that begin alike (of the agents of a team, or of the proposers
-    of a mixture) are computed by one rank, unless it has far more streams than another rank.
+    Ranks do not share KV. So one rank computes streams whose first 64 characters, or tokens, are
+    equal, unless it has 16 streams more than another rank.
 
-    Args:
-        ranks: number of ranks.
-        streams: rank and prompt of each open stream; token ids are an ``array("q")``.
+    Args: streams: rank and prompt of each open stream; token ids are an ``array("q")``.
     """
-    if not isinstance(beginning, str):
-        beginning = array("q", beginning[:_COMPARED_LENGTH])
+    compared = beginning[:2048]
+    if not isinstance(compared, str):
+        compared = array("q", compared)
     loads = [0] * ranks
     common = [0] * ranks
     for rank, prompt in streams:
         loads[rank] += 1
-        if isinstance(prompt, str) == isinstance(beginning, str):
-            length = common_length(prompt[:_COMPARED_LENGTH], beginning[:_COMPARED_LENGTH])
-            if length >= _SIBLING_LENGTH:
+        if isinstance(prompt, str) == isinstance(compared, str):
+            length = common_length(prompt, compared)
+            if length >= 64:
                 common[rank] = max(common[rank], length)
     best = max(range(ranks), key=lambda rank: (common[rank], -loads[rank]))
-    if common[best] and loads[best] - min(loads) < _MAX_IMBALANCE:
+    if common[best] and loads[best] - min(loads) < 16:
         return best
     return loads.index(min(loads))

@@ -1,15 +1,15 @@
-"""``ToolGaps``: an agent's next prompt is held while its tools run, whatever its client is.
+"""``ToolGaps``: pins an agent's next prompt while its tools run, whatever its client is.
 
-An answer that ends in tool calls leaves a prompt stream of the prompt that will come back with the
-results, up to the first of them. The chat template renders it from the answer as the client gets
-it. The decoded tokens often differ from it, and so would a second parse, since SGLang's parsers of
-streams and of whole answers differ. What the radix tree has of the prompt is pinned, and the rest
-is prefilled. The request is known by its prompt, so that every client gains
-and none has to name the stream. They give way before streams that grow, but not to requests that
-are held back (``scheduler/admission.py``).
+After an answer with tool calls, the server opens a prompt stream of the agent's next prompt, up to
+the first result. The chat template renders that prompt from the answer as the client gets it: the
+decoded tokens often differ from it, and so would a second parse, since SGLang's parsers of streams
+and of whole answers differ. The stream pins the KV that the radix tree has and prefills the rest.
+The next request is known by its prompt, so no client has to name the stream. Under KV pressure
+these streams are unpinned before streams that grow, but not for requests that wait because their
+own prompts were unpinned (``scheduler/admission.py``).
 
-Of a request of token ids, as one that came through a front end which renders chats itself, the next
-prompt is not known. What is held is its own prompt with the tokens of its answer.
+Front ends that render chats themselves send token ids. The next prompt is not known then, so the
+request's own prompt is pinned with the tokens of its answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
     from flashmoa_sglang.http.rendering import ChatRenderer
     from flashmoa_sglang.http.sent_answers import ChatApi, Events, Part
-    from flashmoa_sglang.http.stream import PromptStream
     from flashmoa_sglang.http.streams import StreamTable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class _Answer:
     Attributes:
         api: the API of its request.
         chat: the ``ChatCompletionRequest``, once it is known that the answer may call tools.
-        obj: its ``GenerateReqInput``, likewise.
+        obj: the ``GenerateReqInput``, likewise.
         meta: the ``meta_info`` of the last output, if the model has ended the answer itself.
         is_over: whether reading it has ended.
     """
@@ -67,7 +66,7 @@ _answer: ContextVar[_Answer | None] = ContextVar("flashmoa_answer", default=None
 
 
 class ToolGaps:
-    """Holds the next prompts of agents whose tools run."""
+    """Pins the next prompts of agents whose tools run."""
 
     def __init__(self, engine: Engine, table: StreamTable, renderer: ChatRenderer) -> None:
         self._engine = engine
@@ -75,12 +74,12 @@ class ToolGaps:
         self._renderer = renderer
         self._seconds = Options.from_environment().hold_tool_calls
         self._has_failed = False
-        # Each ends by itself once its prompt is rendered. With the requests that have come since.
+        # Tasks that render and pin a prompt, each with the requests that have come since.
         self._tasks: dict[asyncio.Task[None], list[Any]] = {}
 
     @staticmethod
     def may_hold(engine: Engine) -> bool:
-        """Return whether prompts are to be held, and this engine keeps KV and decodes."""
+        """Return whether to pin next prompts, and this engine keeps KV and decodes."""
         wanted = Options.from_environment().hold_tool_calls > 0
         return wanted and engine.role is None and engine.has_radix_cache
 
@@ -92,30 +91,24 @@ class ToolGaps:
             come.append(obj)
         chat, answer = rendering.served.get(), _answer.get()
         if not self._may_call(chat, obj):
-            return self._watch_without_calls(obj, outputs)
+            return _watch(outputs, partial(self._expect_no_more, obj))
         if answer is None or not _is_chat(chat):
             return self._watch_tokens(obj, outputs)
         answer.chat, answer.obj = chat, obj
-        return self._watch_chat(answer, outputs)
+        return _watch(outputs, partial(self._note_end, answer))
 
     def _may_call(self, chat: Any, obj: Any) -> bool:
-        """Return whether a request may be answered with calls, and the next prompt be known."""
+        """Return whether the answer may call tools, and the next prompt would be known."""
         # Requests of a session find no streams by their prompts.
         if not client_requests.has_one_prompt(obj) or not asked.has_one_answer(obj):
             return False
         return bool(chat.tools) if _is_chat(chat) else self._renderer.knows_calls
 
-    async def _watch_chat(
-        self, answer: _Answer, outputs: AsyncGenerator[Any]
-    ) -> AsyncGenerator[Any]:
-        async with aclosing(outputs):
-            async for output in outputs:
-                if _has_stopped(output):
-                    if answer.is_over:
-                        self._expect_no_more(answer.obj, output["meta_info"])
-                    else:
-                        answer.meta = output["meta_info"]
-                yield output
+    def _note_end(self, answer: _Answer, meta: dict[str, Any]) -> None:
+        if answer.is_over:
+            self._expect_no_more(answer.obj, meta)
+        else:
+            answer.meta = meta
 
     async def _watch_tokens(self, obj: Any, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         pieces, ids = self._engine.streams_pieces(obj), list[int]()
@@ -126,11 +119,11 @@ class ToolGaps:
                 if _has_stopped(output):
                     of_answer = ids if pieces else output["output_ids"]
                     next_tokens = partial(self._with_answer, array("q", obj.input_ids), of_answer)
-                    self._hold_next(obj, output["meta_info"], next_tokens)
+                    self._pin_next(obj, output["meta_info"], next_tokens)
                 yield output
 
     async def follow(self, api: ChatApi, serving: Awaitable[Any]) -> Any:
-        """Return a chat's answer, whole or streamed, and hold the next prompt if it has calls.
+        """Return a chat's answer, whole or streamed, and pin the next prompt if it has calls.
 
         Args: serving: SGLang's answer to a request of the API.
         """
@@ -142,7 +135,7 @@ class ToolGaps:
             result = await serving
             is_streamed = hasattr(result, "body_iterator") or hasattr(result, "__aiter__")
             if answer.meta is not None and not is_streamed:
-                self._hold_after(answer, partial(api.read, result))
+                self._pin_after(answer, partial(api.read, result))
         finally:
             if not is_streamed:
                 self._end(answer)
@@ -169,12 +162,12 @@ class ToolGaps:
             self._end(answer)
         else:
             if answer.meta is not None and answer.api.end in event:
-                self._hold_after(answer, sent.parts)
+                self._pin_after(answer, sent.parts)
 
-    def _hold_after(self, answer: _Answer, read: Callable[[], list[Part]]) -> None:
+    def _pin_after(self, answer: _Answer, read: Callable[[], list[Part]]) -> None:
         assert answer.meta is not None
         next_tokens = partial(self._next_prompt, answer, read)
-        self._hold_next(answer.obj, answer.meta, next_tokens)
+        self._pin_next(answer.obj, answer.meta, next_tokens)
         answer.is_over, answer.meta = True, None
 
     def _end(self, answer: _Answer) -> None:
@@ -183,65 +176,51 @@ class ToolGaps:
             self._expect_no_more(answer.obj, answer.meta)
         answer.is_over, answer.meta = True, None
 
-    def _hold_next(
+    def _pin_next(
         self, obj: Any, meta: dict[str, Any], next_tokens: Callable[[], array[int] | None]
     ) -> None:
-        """Hold an agent's next prompt, if there is one, while other requests go on.
+        """Pin an agent's next prompt, if there is one, while other requests go on.
 
-        Args: next_tokens: returns its known tokens, or ``None`` without tool calls.
+        Args: next_tokens: returns the known tokens of the prompt, or ``None`` without tool calls.
         """
         come: list[Any] = []
-        task = asyncio.create_task(self._hold(obj, meta, next_tokens, come))
+        task = asyncio.create_task(self._pin(obj, meta, next_tokens, come))
         self._tasks[task] = come
         task.add_done_callback(self._tasks.pop)
 
-    async def _watch_without_calls(
-        self, obj: Any, outputs: AsyncGenerator[Any]
-    ) -> AsyncGenerator[Any]:
-        async with aclosing(outputs):
-            async for output in outputs:
-                # The output is a list if the request asks for several answers.
-                for answer in output if isinstance(output, list) else [output]:
-                    if _has_stopped(answer):
-                        self._expect_no_more(obj, answer["meta_info"])
-                yield output
-
-    def _expect_no_more(self, obj: Any, meta: dict[str, Any]) -> None:
-        """Tell the scheduler that the agent of a stream's request does not return from tools."""
-        if client_requests.has_stream(obj):
-            self._engine.release(meta["id"])
-
-    async def _hold(
+    async def _pin(
         self,
         obj: Any,
         meta: dict[str, Any],
         next_tokens: Callable[[], array[int] | None],
         come: list[Any],
     ) -> None:
-        def has_come(stream: PromptStream) -> bool:
-            return any(client_requests.has_prompt_of(request, stream) for request in come)
-
-        is_held = False
         try:
-            # A long prompt takes tens of milliseconds, in which no other token would go out.
+            # A long prompt takes tens of milliseconds, which would delay other answers.
             tokens = await asyncio.to_thread(next_tokens)
             if tokens is not None:
                 since = common_length(array("q", obj.input_ids), tokens)
-                # A tool may have ended before, and its result can take no stream any more.
-                is_held = self._table.hold(obj, meta, tokens, self._seconds, since, has_come)
+                stream = self._table.pinned(obj, meta, tokens, self._seconds, since)
+                # The tool may have ended before, and its request has come without the stream.
+                if not any(client_requests.has_prompt_of(request, stream) for request in come):
+                    self._table.open(stream)
+                    metrics.count("tool_calls_held")
+                    return
         except ApiError as error:
-            logger.debug("A prompt is not held while tools run: %s", error)
+            logger.debug("A prompt is not pinned while tools run: %s", error)
         except Exception as error:  # Chat templates may raise anything.
             self._report(error)
-        if is_held:
-            metrics.count("tool_calls_held")
-        else:
-            self._expect_no_more(obj, meta)
+        self._expect_no_more(obj, meta)
+
+    def _expect_no_more(self, obj: Any, meta: dict[str, Any]) -> None:
+        """Tell the scheduler that the agent of a stream's request does not return from tools."""
+        if client_requests.has_stream(obj):
+            self._engine.release(meta["id"])
 
     def _report(self, error: Exception) -> None:
         log = logger.debug if self._has_failed else logger.warning
         self._has_failed = True
-        log("A prompt is not held while tools run: %s: %s", type(error).__name__, error)
+        log("A prompt is not pinned while tools run: %s: %s", type(error).__name__, error)
 
     def _with_answer(self, prompt: array[int], ids: list[int]) -> array[int] | None:
         """Return a prompt of token ids with its answer, or ``None`` without tool calls."""
@@ -269,16 +248,29 @@ class ToolGaps:
         return buffer.tokens
 
 
+async def _watch(
+    outputs: AsyncGenerator[Any], note: Callable[[dict[str, Any]], None]
+) -> AsyncGenerator[Any]:
+    """Yield outputs, and note the ``meta_info`` of each answer that the model itself has ended."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            # The output is a list if the request asks for several answers.
+            for answer in output if isinstance(output, list) else [output]:
+                if _has_stopped(answer):
+                    note(answer["meta_info"])
+            yield output
+
+
 def _is_chat(chat: Any) -> bool:
-    """Return whether a request's messages are known, which is then SGLang's chat."""
-    # SGLang makes one of a request of the Responses API, but not for models of Harmony.
+    """Return whether the messages of a request are known."""
+    # SGLang makes a chat of a request of the Responses API, but not for models of Harmony.
     return hasattr(chat, "messages")
 
 
 def _returns_thoughts(answer: _Answer) -> bool:
-    """Return whether the thoughts of an answer are likely to come back with it.
+    """Return whether a client is likely to send the thoughts of an answer back with it.
 
-    What its client has done before tells, or else what most clients of the API do.
+    The client's earlier messages tell; without any, the habit of most clients of the API.
     """
     earlier = [message for message in answer.chat.messages if message.role == "assistant"]
     if not earlier:
@@ -287,5 +279,5 @@ def _returns_thoughts(answer: _Answer) -> bool:
 
 
 def _has_stopped(output: dict[str, Any]) -> bool:
-    """Return whether an answer has ended by itself, as one does that calls tools."""
+    """Return whether the model has ended an answer, as it does after tool calls."""
     return (output["meta_info"].get("finish_reason") or {}).get("type") == "stop"

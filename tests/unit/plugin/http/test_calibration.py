@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import cycle
 from math import ceil, inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ class FakeEngine:
         self.told: list[Costs] = []
         self.forwards: list[TimedForward] = []
         self.marks: list[RequestMark] = []
+        self.answers = 0
         self._refuses = refuses
         self._cached: set[tuple[int, ...]] = set()
         self._decoding: dict[str, int] = {}
@@ -135,6 +137,7 @@ class FakeEngine:
             self._refuses -= 1
             raise EngineBusy("no place")
         self._decoding[rid] = prompt
+        self.answers += 1
         written = 0
         while rid in self._decoding:
             written += 1
@@ -156,7 +159,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 0.0)
 
 
-async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -> None:
+async def test_an_engine_measures_its_costs(engine: Any) -> None:
     await calibrate(engine)
     assert len(engine.told) == 1 and engine.waits_for is None
     for tokens in SIZES:
@@ -166,9 +169,8 @@ async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -
     for decodes in (1, 8, 32):
         for context in (0, 4000):
             expected = seconds(decodes, decodes * context, 0, 0)
-            assert engine.costs.decode(decodes, decodes * context) == pytest.approx(
-                expected, rel=0.02
-            )
+            decode = engine.costs.decode(decodes, decodes * context)
+            assert decode == pytest.approx(expected, rel=0.02)
         for size in (64, 128, 256, 512):
             added = engine.costs.added(decodes, size - decodes)
             assert added == pytest.approx(0.001 * size / 64, rel=0.02)
@@ -180,42 +182,25 @@ async def test_an_engine_knows_its_costs_before_the_first_request(engine: Any) -
     ("replaced", "decodes"),
     [({}, {1, 8, 32}), ({"max_running": (32, 31)}, {1, 8}), ({"no_rides": "it cannot"}, set())],
 )
-async def test_steps_run_with_as_many_decodes_as_each_rank_has_places_for(
-    replaced: dict[str, Any], decodes: set[int]
-) -> None:
+async def test_each_rank_has_room_for_decodes(replaced: dict[str, Any], decodes: set[int]) -> None:
     engine: Any = FakeEngine(**replaced)
     await calibrate(engine)
     assert {forward.decodes for forward in engine.forwards if forward.tokens > 1} - {0} == decodes
     assert {n for n, tokens, _ in engine.costs.mixed if not tokens} > {1, 8}
 
 
-async def test_answers_run_once_if_nothing_can_be_mixed_with_them() -> None:
+async def test_answers_run_once_if_nothing_rides() -> None:
     """Their steps are many, and slow where nothing rides: on a CPU core."""
-
-    class Counting(FakeEngine):
-        answers = 0
-
-        async def _decode(self, *args: Any) -> None:
-            self.answers += 1
-            await super()._decode(*args)
-
-    engine: Any = Counting(no_rides="it cannot")
+    engine: Any = FakeEngine(no_rides="it cannot")
     await calibrate(engine)
     behind_a_context = 1 + 32
     assert engine.answers == 1 + 8 + 32 + behind_a_context
 
 
 @pytest.mark.parametrize(("token", "largest"), [(0.001, 128), (0.0001, 1024), (0.00001, 2048)])
-async def test_an_engine_runs_no_larger_forwards_once_tokens_get_no_cheaper(
-    token: float, largest: int
-) -> None:
+async def test_sizes_grow_until_tokens_get_no_cheaper(token: float, largest: int) -> None:
     """A forward may take seconds there."""
-
-    class Slow(FakeEngine):
-        def seconds(self, _decodes: int, _kv: int, tokens: int, _pairs: int) -> float:
-            return 0.005 + token * tokens
-
-    engine: Any = Slow()
+    engine: Any = FakeEngine(seconds=lambda _decodes, _kv, tokens, _pairs: 0.005 + token * tokens)
     await calibrate(engine)
     assert max(forward.tokens for forward in engine.forwards if not forward.decodes) == largest
     assert engine.costs.prefill(10_000) == pytest.approx(0.005 + token * 10_000)
@@ -224,7 +209,7 @@ async def test_an_engine_runs_no_larger_forwards_once_tokens_get_no_cheaper(
     assert mixed == {size for size in (32, 64, 128, 256, 512) if size <= largest}
 
 
-async def test_first_forwards_that_compile_kernels_change_nothing(engine: Any) -> None:
+async def test_forwards_that_compile_kernels_change_nothing(engine: Any) -> None:
     ran: set[tuple[int, int]] = set()
 
     def compiling(decodes: int, kv: int, tokens: int, pairs: int) -> float:
@@ -252,30 +237,13 @@ def test_times_of_disturbed_forwards_do_not_count() -> None:
     assert [*times.costs().points] == [pytest.approx(point) for point in expected]
 
 
-def test_without_two_sizes_there_are_no_costs() -> None:
-    times = Times()
-    times.add([TimedForward(0, 0, 64, 0, 0.01)] * 3)
-    with pytest.raises(ValueError, match="two different sizes"):
-        times.costs()
-
-
 @pytest.mark.parametrize("asyncep", [False, True])
-async def test_an_engine_measures_while_no_client_uses_it(
-    monkeypatch: pytest.MonkeyPatch, *, asyncep: bool
-) -> None:
-    monkeypatch.setattr(calibration, "_IDLE_POLL_SECONDS", 0.0)
-
-    class Busy(FakeEngine):
-        polls = 0
-
-        def others_active(self) -> bool:
-            self.polls += 1
-            return self.polls % 3 != 0
-
+async def test_an_engine_measures_while_no_client_uses_it(*, asyncep: bool) -> None:
     def layers(tokens: int) -> LayerTimes | None:
         return LayerTimes(tokens, tokens * 1e-5, 0.003) if asyncep else None
 
-    engine: Any = Busy(layers=layers)
+    active = cycle([True, True, False])
+    engine: Any = FakeEngine(layers=layers, others_active=lambda: next(active))
     await calibrate(engine)
     assert engine.costs.prefill(1024) == pytest.approx(seconds(0, 0, 1024, 0), rel=0.02)
     if asyncep:
@@ -283,7 +251,7 @@ async def test_an_engine_measures_while_no_client_uses_it(
         assert engine.waits_for == engine.saturation.tokens
 
 
-async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones() -> None:
+async def test_sizes_grow_until_transfers_are_hidden() -> None:
     """Although a token costs as much in each."""
     engine: Any = FakeEngine(layers=lambda tokens: LayerTimes(tokens, tokens * 1e-5, 0.003))
     engine.seconds = lambda _decodes, _kv, tokens, _pairs: 0.001 * (tokens + 1)
@@ -292,9 +260,10 @@ async def test_forwards_that_hide_no_transfers_are_followed_by_larger_ones() -> 
 
 
 @pytest.mark.parametrize("way", ["draining", "warming_up"])
-async def test_nothing_is_measured_while_an_engine_starts_or_drains(
+async def test_an_engine_that_drains_measures_nothing(
     engine: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration, "_PAUSE_SECONDS", 1.0)
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
     setattr(engine, way, True)
     async with anyio.create_task_group() as group:
@@ -306,17 +275,13 @@ async def test_nothing_is_measured_while_an_engine_starts_or_drains(
         group.cancel_scope.cancel()
 
 
-async def test_if_all_forwards_are_aborted_the_costs_stay_unknown(
+async def test_aborted_forwards_leave_costs_unknown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But prefills wait for forwards of the size that the operator has given."""
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
-
-    class Aborting(FakeEngine):
-        def run(self, *_: Any, **__: Any) -> None:
-            self.finish_reason = {"type": "abort", "message": "too late"}
-
-    engine: Any = Aborting()
+    aborted = {"type": "abort", "message": "too late"}
+    engine: Any = FakeEngine(finish_reason=aborted, run=lambda *_, **__: None)
     await calibrate(engine)
     assert "too late" in caplog.text and engine.costs is UNMEASURED
     assert engine.waits_for == 500
@@ -363,7 +328,7 @@ async def test_sizes_that_keep_failing_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(("together", "expected"), [(False, 500), (True, None)])
-async def test_an_engine_says_for_how_many_tokens_prefills_wait(
+async def test_prefills_wait_unless_ranks_step_together(
     monkeypatch: pytest.MonkeyPatch, together: bool, expected: int | None
 ) -> None:
     monkeypatch.setenv("FLASHMOA_SATURATION", "500")
@@ -372,9 +337,7 @@ async def test_an_engine_says_for_how_many_tokens_prefills_wait(
     assert engine.waits_for == expected and engine.costs is not UNMEASURED
 
 
-async def test_an_engine_says_at_start_what_it_does_not_do_for_streams(
-    caplog: pytest.LogCaptureFixture, engine: Any
-) -> None:
+async def test_what_is_off_is_logged(caplog: pytest.LogCaptureFixture, engine: Any) -> None:
     await calibrate(engine)
     assert "off, because" not in caplog.text
     ranks = await engine.kv()
@@ -394,7 +357,7 @@ async def test_no_context_is_longer_than_a_prompt_may_be(longest: int) -> None:
     assert engine.costs.prefill(size, longest // 2) == pytest.approx(expected, rel=0.02)
 
 
-async def test_answers_that_find_no_place_hold_up_nothing() -> None:
+async def test_refused_answers_hold_up_nothing() -> None:
     engine: Any = FakeEngine(refuses=2)
     with anyio.fail_after(5):
         async with Measurement(engine)._decoding(3, [0]):
@@ -436,20 +399,21 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
         ({"costs": None}, "had not measured its costs yet"),
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1]]}}, "two different sizes"),
         ({"costs": asdict(MEASURED) | {"points": [[1, 0.1], [2]]}}, "costs.points.1.1"),
-        ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "not numbers from 0 on"),
-        ({"costs": asdict(MEASURED) | {"per_pair": -1}}, "not numbers from 0 on"),
-        ({"costs": asdict(MEASURED) | {"mixed": [[1, 31, float("inf")]]}}, "not numbers from 0 on"),
+        ({"costs": asdict(MEASURED) | {"decode_step": -1}}, "costs.decode_step: .* equal to 0"),
+        ({"costs": asdict(MEASURED) | {"per_pair": -1}}, "costs.per_pair: .* equal to 0"),
+        (
+            {"costs": asdict(MEASURED) | {"mixed": [[1, 31, float("inf")]]}},
+            "0.2: .* finite",
+        ),
     ],
 )
-def test_a_file_without_costs_is_refused_with_the_reason(
-    tmp_path: Path, info: dict[str, Any], message: str
-) -> None:
+def test_a_file_needs_costs(tmp_path: Path, info: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_costs(save(tmp_path, **info))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"costs", b"\xff\xfe"])
-def test_an_engine_does_not_start_if_its_file_has_no_costs(
+def test_no_engine_starts_without_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
     file = tmp_path / "info.json"

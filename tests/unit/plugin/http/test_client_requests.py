@@ -44,6 +44,14 @@ class HttpRequest:
         return False
 
 
+def ended_stream(table: StreamTable, ids: list[int], **fields: Any) -> PromptStream:
+    """Open a stream of token ids that has ended, unless the fields say otherwise."""
+    stream = PromptStream(ttl_seconds=9, buffer=None, **{"ended_at": 1.0, **fields})
+    table.add(stream, ids)
+    table.open(stream)
+    return stream
+
+
 def refusal(status: int, tokens: int = 0) -> dict[str, Any]:
     reason = {"type": "abort", "status_code": status, "message": "no"}
     return {"text": "", "meta_info": {"finish_reason": reason, "completion_tokens": tokens}}
@@ -72,7 +80,7 @@ async def send(
     body = generation(None, **fields, **({"input_ids": [*range(10)]} if prompt is None else prompt))
     manager = SimpleNamespace(flashmoa_table=table, mm_processor=None)
     request = HttpRequest(prompt_stream_id=stream, **hints)
-    client_requests._current.set(None)
+    client_requests.current.set(None)
     with suppress(ValueError, HTTPException):
         async for _ in client_requests.generate_request(answer, manager, body, request):
             pass
@@ -94,10 +102,8 @@ async def send(
     ],
 )
 async def test_refused_request_does_not_use_up_its_stream(
-    outcomes: list[Exception | dict[str, Any]], stays: bool
+    table: StreamTable, outcomes: list[Exception | dict[str, Any]], stays: bool
 ) -> None:
-    engine = FakeEngine()
-    table = StreamTable(engine)  # type: ignore[arg-type]
     stream = open_stream(table)
     await send(table, stream.id, *outcomes)
     assert (stream.closed, stream.claimed) == ((None, False) if stays else ("used", True))
@@ -106,9 +112,7 @@ async def test_refused_request_does_not_use_up_its_stream(
     assert stream.closed == "used"
 
 
-async def test_a_request_is_told_how_much_later_it_would_have_begun_without_its_stream() -> None:
-    engine = FakeEngine()
-    table = StreamTable(engine)  # type: ignore[arg-type]
+async def test_a_request_learns_the_saved_time(engine: FakeEngine, table: StreamTable) -> None:
     saved: list[float | None] = []
     for costs in (engine.costs, Costs(((10, 0.1), (110, 1.1)), decode_step=0.01)):
         engine.costs = costs
@@ -122,31 +126,23 @@ async def test_a_request_is_told_how_much_later_it_would_have_begun_without_its_
     assert saved == [None, pytest.approx(0.5)]
 
 
-async def test_a_request_uses_a_held_stream_if_the_one_that_it_names_is_gone() -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
+async def test_a_pinned_stream_replaces_a_named_one_that_is_gone(table: StreamTable) -> None:
     named = open_stream(table, tokens=5)
     for other in (named.id, named.id, "unknown"):
-        held = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0, held_from=2)
-        table.add(held, [*range(5)])
-        table.open(held)
+        pinned = ended_stream(table, [*range(5)], pinned_from=2)
         is_open = named.closed is None
         answer = {"text": "", "meta_info": {"prompt_tokens": 10, "cached_tokens": 5}}
         await send(table, other, answer)
         used = answer["meta_info"]["prompt_stream"]
-        assert (used["id"], used["status"]) == (named.id if is_open else held.id, "hit")
-        assert (named.closed, held.closed, held.claimed) == ("used", "used", not is_open)
+        assert (used["id"], used["status"]) == (named.id if is_open else pinned.id, "hit")
+        assert (named.closed, pinned.closed, pinned.claimed) == ("used", "used", not is_open)
     # A stream of another client is not taken.
-    others = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0)
-    table.add(others, [*range(5)])
-    table.open(others)
+    others = ended_stream(table, [*range(5)])
     await send(table, named.id, answer := {"text": "", "meta_info": {**answer["meta_info"]}})
     assert answer["meta_info"]["prompt_stream"]["status"] == "used" and others.closed is None
-    table.close(others, "deleted")
 
 
-async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> None:
-    engine = FakeEngine()
-    table = StreamTable(engine)  # type: ignore[arg-type]
+async def test_a_stream_that_ends_before_its_use_is_not_used(table: StreamTable) -> None:
     stream = open_stream(table)
     request = client_requests.StreamRequest(table, stream.id)
     table.close(stream, "expired")
@@ -158,9 +154,7 @@ async def test_stream_that_ends_before_its_request_is_prepared_is_not_used() -> 
 @pytest.mark.parametrize(
     ("enabled", "low_first", "priority"), [(False, False, None), (True, False, 5), (True, True, -5)]
 )
-def test_a_larger_priority_is_more_urgent_in_any_order_of_the_engine(
-    enabled: bool, low_first: bool, priority: int | None
-) -> None:
+def test_larger_priorities_are_urgent(enabled: bool, low_first: bool, priority: int | None) -> None:
     arguments = SimpleNamespace(
         enable_priority_scheduling=enabled, schedule_low_priority_values_first=low_first
     )
@@ -190,10 +184,8 @@ async def test_what_cannot_be_prewarmed_is_refused(
 
 
 @pytest.mark.parametrize("role", [None, "prefill"])
-async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(role: str) -> None:
-    engine: Any = FakeEngine()
+async def test_prewarming_uses_the_stream(engine: Any, table: StreamTable, role: str) -> None:
     engine.role, engine.why_no_kv = role, lambda: None
-    table = StreamTable(engine)
     stream = open_stream(table, tokens=5)
     warm = {"meta_info": {**TOKEN["meta_info"], "prompt_tokens": 10, "cached_tokens": 5}}
     chat: dict[str, Any] = {"messages": [], "prompt_cache_options": {"prewarm": True}}
@@ -201,10 +193,9 @@ async def test_a_request_that_prewarms_a_prompt_uses_the_stream_that_it_names(ro
     # An engine that refuses to prewarm leaves it.
     assert stream.closed == ("used" if role is None else None)
     assert ("prompt_stream" in warm["meta_info"]) == (role is None)
-    table.close(stream, "deleted")
 
 
-async def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() -> None:
+async def test_a_text_with_too_many_characters_is_refused() -> None:
     engine: Any = SimpleNamespace(max_prompt_tokens=10, tokenizer=SimpleNamespace(prefix=[]))
     renderer: Any = None
     message = "has 31 characters; this server takes at most 10 tokens"
@@ -213,16 +204,8 @@ async def test_a_text_that_is_certainly_too_long_is_refused_by_its_characters() 
 
 
 @pytest.mark.parametrize("packs_items", [False, True])
-def test_an_engine_whose_score_route_is_sglangs_does_not_say_that_it_scores(
-    packs_items: bool,
-) -> None:
-    engine: Any = SimpleNamespace(
-        role=None,
-        packs_items=packs_items,
-        why_no_kv=lambda: None,
-        tokenizer=None,
-        max_prompt_tokens=10,
-    )
+def test_scoring_is_no_capability_where_sglang_scores(packs_items: bool) -> None:
+    engine: Any = SimpleNamespace(role=None, packs_items=packs_items, why_no_kv=lambda: None)
     table: Any = SimpleNamespace(limits=SimpleNamespace(characters_per_token=3))
     renderer: Any = None
     capabilities = Api(engine, table, renderer)._capabilities()
@@ -239,9 +222,9 @@ def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
         if mine != its:
             break
         agreed += 1
-    if stream.held_from is None:
+    if stream.pinned_from is None:
         return agreed if stream.ended_at is not None and agreed == len(stream.ids) else 0
-    return agreed if agreed > stream.held_from else 0
+    return agreed if agreed > stream.pinned_from else 0
 
 
 @given(
@@ -253,22 +236,20 @@ def may_be_its_own(prompt: list[int], stream: PromptStream) -> int:
         max_size=4,
     ),
 )
-async def test_a_prompt_finds_the_stream_that_agrees_most(
+async def test_a_prompt_finds_its_stream(
     prompt: list[int], streams: list[tuple[list[int], bool, bool, int | None, bool]]
 ) -> None:
     table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     expected, most = None, 0
-    for ids, ended, claimed, held_from, salted in streams:
-        stream = PromptStream(
-            ttl_seconds=9,
-            buffer=None,
+    for ids, ended, claimed, pinned_from, salted in streams:
+        stream = ended_stream(
+            table,
+            ids,
             terms=Terms(cache_salt="salt" if salted else None),
-            ended_at=1.0 if ended or held_from else None,
-            held_from=min(held_from, len(ids)) if held_from else None,
+            ended_at=1.0 if ended or pinned_from else None,
+            pinned_from=min(pinned_from, len(ids)) if pinned_from else None,
+            claimed=claimed,
         )
-        table.add(stream, ids)
-        table.open(stream)
-        stream.claimed = claimed
         agreed = may_be_its_own(prompt, stream)
         if agreed > most and not (claimed or salted):
             expected, most = stream, agreed
@@ -289,11 +270,8 @@ async def test_a_prompt_finds_the_stream_that_agrees_most(
     ],
     ids=["batch", "text", "session", "picture", "namespace"],
 )
-async def test_a_prompt_that_is_more_than_tokens_finds_no_stream(request_: Any) -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
-    stream = PromptStream(ttl_seconds=9, buffer=None, ended_at=1.0)
-    table.add(stream, [1, 2])
-    table.open(stream)
+async def test_more_than_tokens_finds_no_stream(table: StreamTable, request_: Any) -> None:
+    ended_stream(table, [1, 2])
 
     def find(obj: Any) -> Any:
         obj.stream = True
@@ -301,7 +279,6 @@ async def test_a_prompt_that_is_more_than_tokens_finds_no_stream(request_: Any) 
 
     assert find(generation([1, 2, 3])) is not None
     assert find(request_) is None
-    table.close(stream, "deleted")
 
 
 @pytest.mark.parametrize("ids", [[2**63], [-(2**70), 1], ["x"]])
@@ -321,10 +298,9 @@ def test_ids_of_no_vocabulary_are_left_to_sglang(ids: list[Any]) -> None:
         ({"text": "one", "input_ids": [0, 1, 2]}, True, {"text": "one", "input_ids": [0, 1, 2]}),
     ],
 )
-async def test_a_list_of_one_prompt_uses_its_stream_and_a_batch_is_served_without(
-    prompts: dict[str, Any], used: bool, sent: dict[str, Any]
+async def test_a_list_of_one_prompt_uses_its_stream(
+    table: StreamTable, prompts: dict[str, Any], used: bool, sent: dict[str, Any]
 ) -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     tokens: Any = SimpleNamespace(certain_tokens=2, tokens=array("q", [0, 1]), whole_text="")
     tokens.encode_piece = lambda *_: [0, 1, 2]
     tokens.snapshot = lambda: tokens
@@ -340,55 +316,37 @@ async def test_a_list_of_one_prompt_uses_its_stream_and_a_batch_is_served_withou
     assert (stream.closed == "used") == used
     assert {name: getattr(body, name) for name in sent} == sent
     assert meta.get("prompt_stream", {}).get("status") == ("hit" if used else None)
-    table._open.clear()
 
 
 @pytest.mark.parametrize(
     ("prompt", "end", "is_its_own"),
     [([1, 2, 3, 4], [3], True), ([1, 2, 3, 4], [4], False), ([1, 3, 2], [3], False)],
 )
-async def test_a_request_may_overtake_the_end_of_its_stream(
-    prompt: list[int], end: list[int], is_its_own: bool
+async def test_a_request_may_overtake_its_streams_end(
+    table: StreamTable, prompt: list[int], end: list[int], is_its_own: bool
 ) -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
-    stream = PromptStream(ttl_seconds=9, buffer=None)
-    table.open(stream)
-    await table.append(stream, 0, [1, 2], end=False)
+    stream = ended_stream(table, [1, 2], ended_at=None)
     figures = {"cached_tokens": 2, "prompt_tokens": len(prompt), "finish_reason": None}
+    refused = refusal(503)
 
     async def answer() -> AsyncGenerator[dict[str, Any]]:
-        for _ in range(3):
-            yield {"meta_info": dict(figures)}
+        yield {"meta_info": dict(figures)}
+        yield refused
+        yield {"meta_info": dict(figures)}
 
     outputs = client_requests.watch_for_end(answer(), table, generation(prompt), array("q", prompt))
     await anext(outputs)
     assert stream.closed is None
-    await table.append(stream, 1, end, end=True)
-    _, last = [output async for output in outputs]
+    await table.append(stream, 0, end, end=True)
+    # A refused request leaves the stream to the next one.
+    assert await anext(outputs) == refused and stream.closed is None and not stream.claimed
+    (last,) = [output async for output in outputs]
     assert stream.closed == ("used" if is_its_own else None)
     found = table.take_figures(stream.id)
     assert (found and found["prompt_stream"]["status"]) == ("hit" if is_its_own else None)
+    assert table.take_figures(stream.id) is None
     # Its answer has no fields that other answers have not.
     assert last == {"meta_info": figures}
-    table.close(stream, "deleted")
-
-
-async def test_a_refused_request_that_has_overtaken_its_streams_end_leaves_it_to_the_next() -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
-    stream = PromptStream(ttl_seconds=9, buffer=None)
-    table.open(stream)
-    await table.append(stream, 0, [1, 2], end=False)
-
-    async def answer() -> AsyncGenerator[dict[str, Any]]:
-        await table.append(stream, 1, [3], end=True)
-        yield refusal(503)
-
-    outputs = client_requests.watch_for_end(
-        answer(), table, generation([1, 2, 3]), array("q", [1, 2, 3])
-    )
-    assert [output async for output in outputs] == [refusal(503)]
-    assert stream.closed is None and not stream.claimed
-    table.close(stream, "deleted")
 
 
 class Tokens(array):  # type: ignore[type-arg]
@@ -399,7 +357,7 @@ class Tokens(array):  # type: ignore[type-arg]
         return super().__getitem__(place)
 
 
-def test_streams_that_cannot_become_a_prompt_are_told_apart_by_one_token() -> None:
+def test_one_token_tells_that_a_stream_is_no_prompt() -> None:
     long = PromptStream(ttl_seconds=9, buffer=None, ids=Tokens("q", [1, 2, 3]))
     assert not any(long.may_become(array("q", prompt)) for prompt in ([1, 2], [1, 2, 4, 5]))
     stream = PromptStream(ttl_seconds=9, buffer=None)
@@ -409,9 +367,8 @@ def test_streams_that_cannot_become_a_prompt_are_told_apart_by_one_token() -> No
     assert [stream.may_become(array("q", prompt)) for prompt in prompts] == [True, True, False]
 
 
-async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context() -> None:
+async def test_a_thread_without_context_takes_the_streams_tokens(table: StreamTable) -> None:
     """As SGLang makes prompts since 0.5.22; another chat in the same thread has its own tokens."""
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
     tokenizer: Any = SimpleNamespace(encode=lambda *_, **__: [0])
     buffer: Any = SimpleNamespace(encode_piece=lambda *_: [7, 8], certain_tokens=1, tokens=[7])
     buffer.snapshot = lambda: buffer
@@ -435,10 +392,10 @@ async def test_a_chat_takes_its_streams_tokens_in_a_thread_that_has_no_context()
                 thread, client_requests.convert_chat, convert, None, "text", request
             )
             assert ids == expected
-    client_requests._current.set(None)
+    client_requests.current.set(None)
 
 
-async def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> None:
+async def test_sglang_keeps_no_tokens_of_a_rendered_prompt() -> None:
     """It does so for models of pictures, and would take none for the prompt of a later request."""
     kept: list[bool] = []
 
@@ -458,7 +415,7 @@ async def test_sglang_keeps_no_tokens_of_a_prompt_that_is_only_rendered() -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-async def test_sglang_goes_on_encoding_long_chats_in_parallel(model: Path) -> None:
+async def test_sglang_still_encodes_long_chats_in_parallel(model: Path) -> None:
     if RELEASE.CHAT_ENCODER is None:
         pytest.skip("this SGLang encodes chats in one piece")
     pytest.importorskip("torch")
@@ -471,15 +428,10 @@ async def test_sglang_goes_on_encoding_long_chats_in_parallel(model: Path) -> No
     assert "encode" in vars(tokenizer) and _plan_for(tokenizer) is not None
 
 
-async def test_a_stream_that_the_server_holds_gives_way_to_a_clients_at_the_limit() -> None:
-    table = StreamTable(FakeEngine())  # type: ignore[arg-type]
-    held = [PromptStream(ttl_seconds=9, buffer=None, held_from=1) for _ in range(2)]
-    for stream in held:
-        table.open(stream)
+async def test_a_pinned_stream_yields_to_a_clients_at_the_limit(table: StreamTable) -> None:
+    pinned = [ended_stream(table, [], pinned_from=1) for _ in range(2)]
     for _ in range(table.limits.streams):
         open_stream(table)
-    assert [stream.closed for stream in held] == ["expired", "expired"]
+    assert [stream.closed for stream in pinned] == ["expired", "expired"]
     with pytest.raises(TooManyStreams):
         open_stream(table)
-    for stream in list(table._open.values()):
-        table.close(stream, "deleted")

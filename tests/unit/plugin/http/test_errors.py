@@ -54,7 +54,7 @@ class Chat(BaseModel):
         ({"messages": [], "x" * 999: 1}, "x" * 40 + ": Extra inputs are not permitted."),
     ],
 )
-def test_places_are_told_without_the_types_that_were_tried(body: Any, expected: str) -> None:
+def test_places_are_named_without_the_tried_types(body: Any, expected: str) -> None:
     """As in SGLang's chats, whose messages fit one of several models."""
     with pytest.raises(ValidationError) as raised:
         Chat.model_validate(body)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +40,18 @@ from tests.unit.plugin.http.tokens.test_token_buffer import grouping_digits_from
 pytestmark = pytest.mark.anyio
 
 
+def encode(text: str) -> list[int]:
+    return CanonicalTokenizer(grouping_digits_from_the_right()).encode(text)
+
+
+def text_stream(table: StreamTable) -> PromptStream:
+    """Open a stream of text, whose last tokens later digits change."""
+    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
+    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
+    table.open(stream)
+    return stream
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Wait until something is true."""
     with anyio.fail_after(5):
@@ -48,19 +59,7 @@ async def until(condition: Callable[[], object]) -> None:
             await anyio.sleep(0.005)
 
 
-@pytest.fixture
-async def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-async def table(engine: FakeEngine) -> StreamTable:
-    return StreamTable(engine)  # type: ignore[arg-type]
-
-
-async def test_a_stream_is_opened_in_its_scheduler_and_released_once(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_a_stream_is_opened_and_released_once(engine: FakeEngine, table: StreamTable) -> None:
     stream = open_stream(table)
     await until(lambda: engine.tokens_of(stream.id) == [*range(100)])
     assert engine.opened == [stream.id] and engine.released == []
@@ -69,19 +68,16 @@ async def test_a_stream_is_opened_in_its_scheduler_and_released_once(
     assert engine.released == [stream.id]
 
 
-async def test_a_stream_expires_while_another_one_is_being_opened(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_a_stream_expires_while_another_opens(engine: FakeEngine, table: StreamTable) -> None:
     engine.opens.clear()
     busy = open_stream(table)
     silent = open_stream(table, ttl=0.05, tokens=1)
     await until(lambda: silent.closed == "expired")
     assert busy.closed is None and engine.released == [silent.id]
     engine.opens.set()
-    table.close(busy, "deleted")
 
 
-async def test_a_stream_that_its_request_uses_does_not_expire(table: StreamTable) -> None:
+async def test_a_used_stream_does_not_expire(table: StreamTable) -> None:
     used, other = open_stream(table, ttl=0.05), open_stream(table, ttl=0.1)
     table.claim(used)
     await until(lambda: other.closed)
@@ -90,9 +86,7 @@ async def test_a_stream_that_its_request_uses_does_not_expire(table: StreamTable
     await until(lambda: used.closed == "expired")
 
 
-async def test_draining_ends_all_streams_that_no_request_uses(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_draining_ends_unused_streams(engine: FakeEngine, table: StreamTable) -> None:
     idle, used = open_stream(table), open_stream(table)
     table.claim(used)
     engine.draining = True
@@ -100,12 +94,9 @@ async def test_draining_ends_all_streams_that_no_request_uses(
     assert used.closed is None and engine.released == [idle.id]
     with pytest.raises(EngineDraining):
         open_stream(table)
-    table.close(used, "used")
 
 
-async def test_no_stream_is_open_while_the_engine_is_changed(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_no_stream_is_open_during_a_change(engine: FakeEngine, table: StreamTable) -> None:
     stream = open_stream(table)
     async with table.closed():
         assert stream.closed == "drained" and engine.released == [stream.id]
@@ -115,12 +106,9 @@ async def test_no_stream_is_open_while_the_engine_is_changed(
             open_stream(table)
     later = open_stream(table)
     await until(lambda: engine.tokens_of(later.id))
-    table.close(later, "deleted")
 
 
-async def test_an_adapter_that_is_unloaded_ends_its_own_streams_only(
-    engine: FakeEngine, table: StreamTable
-) -> None:
+async def test_unloading_an_adapter_ends_streams(engine: FakeEngine, table: StreamTable) -> None:
     streams = {name: open_stream(table, adapter=name) for name in (None, "a", "b")}
     manager = SimpleNamespace(flashmoa_table=table)
 
@@ -135,12 +123,10 @@ async def test_an_adapter_that_is_unloaded_ends_its_own_streams_only(
     unloaded = SimpleNamespace(lora_name="a")
     assert await unload_adapter(unload, manager, unloaded) == "a"
     assert {name for name, stream in streams.items() if stream.closed} == {"a"}
-    streams["a"] = open_stream(table, adapter="a")
-    for stream in streams.values():
-        table.close(stream, "deleted")
+    open_stream(table, adapter="a")
 
 
-async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(
+async def test_a_stream_that_cannot_open_stays_valid(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.refusal = EngineFailed("SGLang has aborted the prefill: no such adapter.")
@@ -156,11 +142,9 @@ async def test_a_stream_that_cannot_be_opened_fails_and_stays_valid(
     other = open_stream(table)
     await until(lambda: engine.tokens_of(other.id))
     assert engine.tokens_of(stream.id) == before
-    for one in (stream, other):
-        table.close(one, "deleted")
 
 
-async def test_a_stream_that_ends_before_it_is_refused_is_no_warning(
+async def test_a_refusal_after_the_end_is_no_warning(
     engine: FakeEngine, table: StreamTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.opens.clear()
@@ -174,13 +158,13 @@ async def test_a_stream_that_ends_before_it_is_refused_is_no_warning(
     assert stream.failure is None and caplog.records == []
 
 
-async def test_a_bug_is_logged_once_and_later_streams_work(
+async def test_a_bug_is_logged_once(
     engine: FakeEngine,
     table: StreamTable,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flashmoa_sglang.http.streams._PAUSE_AFTER_ERROR", 0.01)
+    monkeypatch.setattr("flashmoa_sglang.http.streams._CHECK_SECONDS", 0.01)
     engine.mistake = ZeroDivisionError("a mistake of ours")
     first = open_stream(table)
     await until(lambda: first.failure)
@@ -194,11 +178,9 @@ async def test_a_bug_is_logged_once_and_later_streams_work(
     second = open_stream(table)
     await until(lambda: engine.tokens_of(second.id) == [*range(100)])
     assert engine.tokens_of(first.id) == []
-    for stream in (first, again, second):
-        table.close(stream, "deleted")
 
 
-async def test_the_tables_tasks_end_with_the_last_stream(table: StreamTable) -> None:
+async def test_tasks_end_with_the_last_stream(table: StreamTable) -> None:
     before = asyncio.all_tasks()
     for _ in range(3):
         stream = open_stream(table)
@@ -233,15 +215,13 @@ class Manager(SimpleNamespace):
         ({}, "base", None),
     ],
 )
-def test_an_adapter_is_named_with_the_model_or_by_lora_path(
+def test_an_adapter_is_named_in_either_field(
     fields: dict[str, str], served: str, adapter: str | None
 ) -> None:
     assert bodies.Prompt(text="x", **fields).terms(served).lora_path == adapter
 
 
-async def test_the_arguments_are_those_that_sglang_resolved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_arguments_are_resolved_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang 0.5.12 has none of these.
     pytest.importorskip("sglang.srt.arg_groups.overrides")
     monkeypatch.setattr(RELEASE, "resolve_arguments", Release().resolve_arguments)
@@ -255,7 +235,7 @@ async def test_the_arguments_are_those_that_sglang_resolved(
 @pytest.mark.parametrize(
     "raised", [None, EngineFailed("SGLang stops"), EngineBusy("SGLang cannot take this: full")]
 )
-async def test_a_stream_is_open_once_its_scheduler_says_so(raised: Exception | None) -> None:
+async def test_a_scheduler_confirms_an_open_stream(raised: Exception | None) -> None:
     engine = Engine(Manager())
     marks: list[RequestMark] = []
 
@@ -276,31 +256,24 @@ async def test_a_stream_is_open_once_its_scheduler_says_so(raised: Exception | N
 @pytest.mark.parametrize(
     ("reserved", "scheduler", "most"), [(0, None, 999), (7, None, 992), (0, 95, 94), (0, 5000, 999)]
 )
-async def test_the_longest_prompt_is_the_longest_that_sglang_accepts(
-    reserved: int, scheduler: int | None, most: int
-) -> None:
+async def test_longest_prompt_is_sglangs(reserved: int, scheduler: int | None, most: int) -> None:
     manager = Manager(num_reserved_tokens=reserved, max_req_input_len=scheduler)
     assert Engine(manager).max_prompt_tokens == most
 
 
-def named_rank(table: StreamTable, *values: str) -> int | None:
-    headers = [(b"x-data-parallel-rank", value.encode("latin-1")) for value in values]
-    return table.named_rank(Request({"type": "http", "headers": headers}))
-
-
-async def test_request_names_a_rank_or_none(engine: FakeEngine, table: StreamTable) -> None:
-    engine.data_parallel_ranks = 3
-    assert table.named_rank(None) is named_rank(table) is None
-    assert [named_rank(table, str(rank)) for rank in range(3)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("value", ["2", "-1", "", "one", "1.0", "\u00b2", " 1", "9" * 5000])
-async def test_rank_that_does_not_exist_is_refused(
-    engine: FakeEngine, table: StreamTable, value: str
-) -> None:
+@pytest.mark.parametrize(
+    "value", ["0", "1", "2", "-1", "", "one", "1.0", "\u00b2", " 1", "9" * 5000]
+)
+async def test_a_named_rank_must_exist(engine: FakeEngine, table: StreamTable, value: str) -> None:
     engine.data_parallel_ranks = 2
+    assert table.named_rank(None) is table.named_rank(SimpleNamespace(headers={})) is None
+    header = (b"x-data-parallel-rank", value.encode("latin-1"))
+    request = Request({"type": "http", "headers": [header]})
+    if value in ("0", "1"):
+        assert table.named_rank(request) == int(value)
+        return
     with pytest.raises(ValueError, match="whole number below 2, the number of data-parallel ranks"):
-        named_rank(table, value)
+        table.named_rank(request)
 
 
 # Appends: the stream, how many tokens, whether more come, and how far other tasks go on after it.
@@ -312,53 +285,42 @@ APPENDS = st.lists(
 )
 
 
-@asynccontextmanager
-async def open_streams(
-    engine: FakeEngine, sizes: Sequence[int]
-) -> AsyncGenerator[tuple[StreamTable, list[PromptStream]]]:
-    table = StreamTable(engine)  # type: ignore[arg-type]
-    streams = [open_stream(table, tokens=size) for size in sizes]
-    try:
-        yield table, streams
-    finally:
-        for stream in streams:
-            table.close(stream, "deleted")
-
-
 async def handed_over(engine: FakeEngine, streams: Sequence[PromptStream]) -> None:
     """Wait until the schedulers have been told all about these streams."""
-    with anyio.fail_after(5):
-        while any(  # noqa: ASYNC110 - there is no event for it
-            stream.known_tokens() > len(engine.tokens_of(stream.id))
-            or (stream.ended_at is not None and not stream.end_sent)
+    await until(
+        lambda: all(
+            stream.known_tokens() <= len(engine.tokens_of(stream.id))
+            and (stream.ended_at is None or stream.end_sent)
             for stream in streams
-        ):
-            await anyio.sleep(0.001)
+        )
+    )
 
 
 @given(appends=APPENDS)
 @settings(max_examples=40)
-def test_each_token_is_handed_over_once_in_its_order_and_then_the_end(
+def test_each_token_is_sent_once(
     appends: list[tuple[int, int, bool, int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # So that the handover is in between more often.
-        patch.setattr(handover, "_GATHERED", 0)
+        patch.setattr(handover, "_GATHER_SECONDS", 0)
         asyncio.run(append_all(appends))
 
 
 async def append_all(appends: list[tuple[int, int, bool, int]]) -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, (0, 5, 20)) as (table, streams):
-        for position, (number, tokens, goes_on, others) in enumerate(appends):
-            stream = streams[number]
-            if stream.ended_at is None:
-                piece = [1000 * position + n for n in range(tokens)]
-                await table.append(stream, stream.next_seq, piece, end=not goes_on)
-            for _ in range(others):
-                await anyio.lowlevel.checkpoint()
-        await handed_over(engine, streams)
+    engine: Any = FakeEngine()
+    table = StreamTable(engine)
+    streams = [open_stream(table, tokens=size) for size in (0, 5, 20)]
+    for position, (number, tokens, goes_on, others) in enumerate(appends):
+        stream = streams[number]
+        if stream.ended_at is None:
+            piece = [1000 * position + n for n in range(tokens)]
+            await table.append(stream, stream.next_seq, piece, end=not goes_on)
+        for _ in range(others):
+            await anyio.lowlevel.checkpoint()
+    await handed_over(engine, streams)
     for stream in streams:
+        table.close(stream, "deleted")
         assert engine.tokens_of(stream.id) == [*stream.ids]
         ends = [n for n, message in enumerate(engine.handed) if stream.id in message.ended]
         assert len(ends) == (stream.ended_at is not None)
@@ -388,14 +350,10 @@ def dict_of(tokens: Sequence[tuple[str, bytes, bool]]) -> dict[str, bool]:
         (("one ", False, 0), ("one ", False), False),
     ],
 )
-async def test_the_last_append_may_be_repeated_but_not_changed(
+async def test_the_last_append_may_be_repeated(
     table: StreamTable, first: tuple[Any, ...], again: tuple[Any, ...], is_same: bool
 ) -> None:
-    buffer: TokenBuffer | None = None
-    if isinstance(first[0], str):
-        tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
-        buffer = TokenBuffer(tokenizer, add_special_tokens=False)
-    table.open(stream := PromptStream(60.0, buffer))
+    stream = text_stream(table) if isinstance(first[0], str) else open_stream(table, tokens=0)
     await table.append(stream, 0, *first)
     state = stream.state()
     if is_same:
@@ -405,30 +363,20 @@ async def test_the_last_append_may_be_repeated_but_not_changed(
             await table.append(stream, 0, *again)
         assert refused.value.details == {"expected_seq": 1}
     assert stream.state() == state
-    table.close(stream, "deleted")
 
 
-async def test_tokens_that_more_text_has_changed_are_handed_over_again() -> None:
-    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
-    engine = FakeEngine()
-    table = StreamTable(engine)  # type: ignore[arg-type]
-    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
-    table.open(stream)
+async def test_changed_tokens_are_sent_again(engine: FakeEngine, table: StreamTable) -> None:
+    stream = text_stream(table)
     for number in range(8):
         await table.append(stream, number, "1234567890123", end=number == 7)
         await handed_over(engine, [stream])
     assert any(message.kept for message in engine.handed)
-    assert engine.tokens_of(stream.id) == tokenizer.encode("1234567890123" * 8)
+    assert engine.tokens_of(stream.id) == encode("1234567890123" * 8)
     assert table.streamed.ahead < table.streamed.total == len(engine.tokens_of(stream.id))
-    table.close(stream, "deleted")
 
 
-async def test_a_piece_that_takes_text_back_changes_nothing_if_it_is_refused() -> None:
-    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
-    engine = FakeEngine()
-    table = StreamTable(engine)  # type: ignore[arg-type]
-    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
-    table.open(stream)
+async def test_refused_replacements_do_nothing(engine: FakeEngine, table: StreamTable) -> None:
+    stream = text_stream(table)
     await table.append(stream, 0, "1234567890" * 9, end=False)
     known, engine.max_prompt_tokens = list(stream.known()), 20
     with pytest.raises(PromptTooLarge):
@@ -438,19 +386,15 @@ async def test_a_piece_that_takes_text_back_changes_nothing_if_it_is_refused() -
     assert list(stream.known()) == known and stream.next_seq == 1
     await table.append(stream, 1, "", end=True, start=3)
     await handed_over(engine, [stream])
-    assert engine.tokens_of(stream.id) == tokenizer.encode("123")
-    table.close(stream, "deleted")
+    assert engine.tokens_of(stream.id) == encode("123")
 
 
-async def test_a_stream_that_follows_a_call_waits_for_its_append_and_its_request() -> None:
-    tokenizer = CanonicalTokenizer(grouping_digits_from_the_right())
-    engine, followers = FakeEngine(), list[Follower]()
-    table = StreamTable(engine)  # type: ignore[arg-type]
+async def test_following_waits_for_the_request(engine: FakeEngine, table: StreamTable) -> None:
+    followers = list[Follower]()
     table.calls = SimpleNamespace(  # type: ignore[assignment]
         follow=followers.append, unfollow=Follower.stop
     )
-    stream = PromptStream(60.0, TokenBuffer(tokenizer, add_special_tokens=False))
-    table.open(stream)
+    stream = text_stream(table)
 
     def text() -> str:
         assert stream.buffer is not None
@@ -489,103 +433,80 @@ async def test_a_stream_that_follows_a_call_waits_for_its_append_and_its_request
     follower.note("five")
     await anyio.wait_all_tasks_blocked()
     assert text() == "one four" and stream.follower is None
-    table.close(stream, "deleted")
 
 
-async def test_streams_that_are_opened_together_share_a_message() -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, [10] * 5) as (_, streams):
-        await handed_over(engine, streams)
-    assert len(engine.handed) == 1
-
-
-async def test_a_stream_grows_from_its_first_append_on() -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, [10]) as (table, streams):
-        await handed_over(engine, streams)
-        await table.append(streams[0], 0, [1], end=False)
-        await handed_over(engine, streams)
+async def test_a_stream_grows_with_its_appends(engine: FakeEngine, table: StreamTable) -> None:
+    streams = [open_stream(table, tokens=10) for _ in range(5)]
+    await handed_over(engine, streams)
+    assert len(engine.handed) == 1  # They share a message.
+    await table.append(streams[0], 0, [1], end=False)
+    await handed_over(engine, streams)
     assert [dict_of(one.tokens)[streams[0].id] for one in engine.handed] == [False, True]
 
 
-async def test_no_end_is_handed_over_of_a_stream_whose_request_comes_at_once() -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, [10, 10]) as (table, (used, other)):
-        await table.append(used, 0, [1], end=True)
-        await table.append(other, 0, [1], end=True)
-        table.claim(used)
-        await handed_over(engine, [other])
-        assert not used.end_sent
-        assert [id_ for message in engine.handed for id_ in message.ended] == [other.id]
-        # The request was refused, so the stream goes on.
-        table.unclaim(used)
-        await handed_over(engine, [used])
-        assert engine.tokens_of(used.id) == [*used.ids]
-        assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
+async def test_no_end_is_sent_before_a_request(engine: FakeEngine, table: StreamTable) -> None:
+    used, other = [open_stream(table, tokens=10) for _ in range(2)]
+    await table.append(used, 0, [1], end=True)
+    await table.append(other, 0, [1], end=True)
+    table.claim(used)
+    await handed_over(engine, [other])
+    assert not used.end_sent
+    assert [id_ for message in engine.handed for id_ in message.ended] == [other.id]
+    # The request was refused, so the stream goes on.
+    table.unclaim(used)
+    await handed_over(engine, [used])
+    assert engine.tokens_of(used.id) == [*used.ids]
+    assert [id_ for message in engine.handed for id_ in message.unclaimed] == [used.id]
 
 
-async def test_a_prompt_that_is_held_is_handed_over_with_its_end(
+async def test_a_pinned_prompt_is_sent_with_its_end(
     engine: FakeEngine, table: StreamTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table._handover, "_end_grace", 60.0)
     asked = SimpleNamespace(priority=None, extra_key=None, lora_path=None)
-    assert table.hold(asked, {}, range(100), 60.0)
+    table.open(table.pinned(asked, {}, range(100), 60.0))
     await until(lambda: engine.handed)
     (stream,) = engine.opened
     assert engine.tokens_of(stream) == [*range(100)] and engine.handed[0].ended == (stream,)
 
 
-async def test_a_stream_is_handed_over_though_one_that_has_ended_was_never_opened() -> None:
+async def test_unopened_streams_delay_no_others(engine: FakeEngine, table: StreamTable) -> None:
     """A scheduler in a long forward answers nothing, and the rank beside it may be idle."""
-    engine = FakeEngine()
     engine.opens.clear()
-    async with open_streams(engine, [10]) as (table, (first,)):
-        await handed_over(engine, [first])
-        table.close(first, "deleted")
-        with anyio.fail_after(5):
-            while engine.cancelled != [first.id]:  # noqa: ASYNC110 - there is no event for it
-                await anyio.sleep(0.001)
-        second = open_stream(table, tokens=10)
-        await handed_over(engine, [second])
-        assert engine.tokens_of(second.id) == [*second.ids]
-        table.close(second, "deleted")
+    first = open_stream(table, tokens=10)
+    await handed_over(engine, [first])
+    table.close(first, "deleted")
+    await until(lambda: engine.cancelled == [first.id])
+    second = open_stream(table, tokens=10)
+    await handed_over(engine, [second])
+    assert engine.tokens_of(second.id) == [*second.ids]
 
 
-async def test_progress_is_noted_in_the_streams_states() -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, [100, 50]) as (_, (first, second)):
-        await handed_over(engine, [first, second])
-        assert first.state()["prefilling"]
-        increments = ((first.id, 64, 64, 0.5), ("unknown", 9, 9, 0.1), (second.id, 40, 0, 0.0))
-        engine.reports_progress(StreamProgress(increments))
-        engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25),)))
-        # What other requests have computed is no increment.
-        assert (second.prefilled, second.computed, second.increments) == (40, 0, 0)
-        assert (first.prefilled, first.computed, first.increments) == (100, 94, 2)
-        assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
-        assert first.spans[0].end - first.spans[0].start == pytest.approx(0.5)
-        assert not first.state()["prefilling"]
-        # Its KV is evicted, and computed once more.
-        engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0),)))
-        assert first.state()["prefilling"] and (first.prefilled, first.computed) == (0, 0)
-        engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5),)))
-        assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
-
-
-async def test_streams_wait_for_room_until_the_scheduler_says_otherwise() -> None:
-    engine = FakeEngine()
-    async with open_streams(engine, [100, 100]) as (_, (first, second)):
-        engine.reports_progress(StreamProgress((), ((first.id, True),)))
-        engine.reports_progress(StreamProgress(((second.id, 9, 9, 0.1),)))
-        assert first.state()["waits_for_room"] and not second.state()["waits_for_room"]
-        engine.reports_progress(StreamProgress((), ((first.id, False),)))
-        assert not first.state()["waits_for_room"]
+async def test_progress_is_noted_in_states(engine: FakeEngine, table: StreamTable) -> None:
+    first, second = open_stream(table), open_stream(table, tokens=50)
+    await handed_over(engine, [first, second])
+    assert first.state()["prefilling"]
+    increments = ((first.id, 64, 64, 0.5), ("unknown", 9, 9, 0.1), (second.id, 40, 0, 0.0))
+    engine.reports_progress(StreamProgress(increments, ((second.id, True),)))
+    assert second.state()["waits_for_room"] and not first.state()["waits_for_room"]
+    engine.reports_progress(StreamProgress(((first.id, 100, 30, 0.25),)))
+    assert second.state()["waits_for_room"]
+    # What other requests have computed is no increment.
+    assert (second.prefilled, second.computed, second.increments) == (40, 0, 0)
+    assert (first.prefilled, first.computed, first.increments) == (100, 94, 2)
+    assert [span.tokens for span in first.spans] == [64, 30] and not second.spans
+    assert first.spans[0].end - first.spans[0].start == pytest.approx(0.5)
+    assert not first.state()["prefilling"]
+    # Its KV is evicted, and computed once more.
+    engine.reports_progress(StreamProgress(((first.id, 0, 0, 0.0),), ((second.id, False),)))
+    assert first.state()["prefilling"] and (first.prefilled, first.computed) == (0, 0)
+    assert not second.state()["waits_for_room"]
+    engine.reports_progress(StreamProgress(((first.id, 100, 100, 0.5),)))
+    assert (first.prefilled, first.computed, first.increments) == (100, 100, 3)
 
 
 @given(moments=st.lists(st.floats(0, 5), max_size=50), streams=st.integers(0, 300))
-def test_appends_are_neither_immediate_nor_too_far_apart(
-    moments: list[float], streams: int
-) -> None:
+def test_appends_are_neither_immediate_nor_late(moments: list[float], streams: int) -> None:
     pace, slower = Pace(), Pace(slowdown=4)
     for now in sorted(moments):
         seconds = pace.next(now, streams)
@@ -597,7 +518,7 @@ def test_appends_are_neither_immediate_nor_too_far_apart(
     ("streams", "around"),
     [(1, 0.04), (5, 0.04), (8, 0.04), (30, 0.15), (50, 0.25), (100, 0.5), (256, 1.28)],
 )
-def test_streams_that_begin_together_are_soon_spread(streams: int, around: float) -> None:
+def test_appends_of_many_streams_are_spread(streams: int, around: float) -> None:
     pace = Pace()
     turns = [0.0] * streams
     seen: list[float] = []
@@ -611,8 +532,6 @@ def test_streams_that_begin_together_are_soon_spread(streams: int, around: float
 
 
 GUIDE = "You plan journeys. " * 20
-
-
 IDS = array("q", range(100))
 
 
@@ -636,7 +555,7 @@ IDS = array("q", range(100))
         (2, [(0, GUIDE), (0, IDS)], GUIDE[:80], 0),
     ],
 )  # fmt: skip
-def test_a_stream_goes_to_the_rank_of_its_siblings_or_the_one_with_the_fewest(
+def test_a_stream_goes_to_the_rank_of_its_siblings(
     ranks: int, streams: list[tuple[int, Any]], beginning: Any, chosen: int
 ) -> None:
     assert choose_rank(ranks, streams, beginning) == chosen
@@ -646,7 +565,5 @@ def test_a_stream_goes_to_the_rank_of_its_siblings_or_the_one_with_the_fewest(
     st.lists(st.tuples(st.integers(0, 3), st.text("ab", max_size=200)), max_size=20),
     st.text("ab", max_size=200),
 )
-def test_the_choice_is_always_one_of_the_ranks(
-    streams: list[tuple[int, str]], beginning: str
-) -> None:
+def test_the_choice_is_always_a_rank(streams: list[tuple[int, str]], beginning: str) -> None:
     assert choose_rank(4, streams, beginning) in range(4)

@@ -1,4 +1,4 @@
-"""Prompts that are held while tools run: which answers leave one, and how answers are read."""
+"""Prompts that are pinned while tools run: which answers leave one, and how answers are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmoa_sglang.messages import RequestMark
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plugin.http.fake_engine import FakeEngine, generation
+from tests.unit.plugin.http.fake_engine import generation
 
 pytestmark = pytest.mark.anyio
 
@@ -31,14 +31,9 @@ FIELDS = {"priority": None, "stream": False, "sampling_params": OF_A_STREAM}
 
 
 @pytest.fixture
-def engine() -> Any:
-    return FakeEngine()
-
-
-@pytest.fixture
-def gaps(engine: Any) -> tool_gaps.ToolGaps:
+def gaps(engine: Any, table: StreamTable) -> tool_gaps.ToolGaps:
     renderer: Any = SimpleNamespace(knows_calls=False)
-    made = tool_gaps.ToolGaps(engine, StreamTable(engine), renderer)
+    made = tool_gaps.ToolGaps(engine, table, renderer)
     made._seconds = 60
     return made
 
@@ -65,7 +60,7 @@ async def outputs(*answers: Any) -> AsyncGenerator[Any]:
     ],
     ids=["of tokens, without a parser", "without tools", "of a session", "of two answers"],
 )
-async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_tool_gaps(
+async def test_an_unknown_next_prompt_is_not_pinned(
     gaps: tool_gaps.ToolGaps, engine: Any, chat_: Any, fields: Body
 ) -> None:
     rendering.served.set(chat_)
@@ -90,7 +85,7 @@ async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_too
 
 
 @pytest.mark.parametrize(
-    ("late", "held"),
+    ("late", "pinned"),
     [
         ({}, False),
         ({"extra_key": "other"}, True),
@@ -99,12 +94,12 @@ async def test_a_request_whose_next_prompt_is_not_known_is_served_as_without_too
     ],
     ids=["its own", "of another namespace", "another agent's", "none"],
 )
-async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
+async def test_no_prompt_is_pinned_too_late(
     gaps: tool_gaps.ToolGaps,
     engine: Any,
     monkeypatch: pytest.MonkeyPatch,
     late: Body | None,
-    held: bool,
+    pinned: bool,
 ) -> None:
     rendered = threading.Event()
 
@@ -127,10 +122,8 @@ async def test_no_prompt_is_held_whose_request_has_come_while_it_was_rendered(
         await task
     finally:
         rendered.set()
-    assert len(gaps._table) == held and not gaps._tasks
-    assert engine.released == ([] if held else ["one"])
-    for stream in list(gaps._table._open.values()):
-        gaps._table.close(stream, "deleted")
+    assert len(gaps._table) == pinned and not gaps._tasks
+    assert engine.released == ([] if pinned else ["one"])
 
 
 def chunk(finish: str | None = None, **delta: Any) -> str:
@@ -159,7 +152,7 @@ CALL = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "ar
 CALLED = (chunk(tool_calls=[CALL]), chunk("tool_calls"), "data: [DONE]\n\n")
 
 
-async def test_a_streamed_answer_with_calls_is_read_as_it_was_sent(
+async def test_a_streamed_answer_is_read_as_it_was_sent(
     gaps: tool_gaps.ToolGaps, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
@@ -199,9 +192,7 @@ async def test_an_answer_leaves_nothing(
     assert engine.released == ["one"] and not gaps._tasks
 
 
-async def test_room_is_not_kept_for_an_answer_in_the_background(
-    gaps: tool_gaps.ToolGaps, engine: Any
-) -> None:
+async def test_background_answers_keep_no_room(gaps: tool_gaps.ToolGaps, engine: Any) -> None:
     """Its client gets it later, by another request."""
     watched: list[AsyncGenerator[Any]] = []
 
@@ -287,7 +278,7 @@ def test_an_error_has_no_parts(api: ChatApi) -> None:
     assert api.read(SimpleNamespace(body=b'{"error": {"message": "no"}}')) == []
 
 
-def test_the_items_of_a_response_are_in_its_last_event() -> None:
+def test_a_response_has_its_items_in_the_last_event() -> None:
     sent, items = RESPONSES.events(), [{"type": "function_call", "arguments": "{}"}]
     for name, output in (("created", []), ("completed", items)):
         data = json.dumps({"type": f"response.{name}", "response": {"output": output}})

@@ -1,7 +1,7 @@
 """The answers of the scoring routes, in the forms of SGLang, Cohere and Jina.
 
-Of a form, ``item`` is the part of the answer that is about one item, ``whole`` what is about all
-items, in the order of the request, and ``rest`` what is about none, without the usage.
+Each form builds an answer from three parts: ``item`` about one item, ``whole`` about all items in
+the order of the request, and ``rest`` about the request itself. The usage is added to ``rest``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ScoreForm:
 
     Attributes:
         softmax: whether an item's scores add up to 1; otherwise they are probabilities.
-        with_tokens: whether the tokens of candidates are told, which the engine has made.
+        with_tokens: whether the answer has the tokens that the engine has made of candidates.
     """
 
     model: str
@@ -55,8 +55,8 @@ class RerankForm:
     """The answer of Cohere's and Jina's rerankers.
 
     Attributes:
-        top_n: how many of the best documents are answered; ``None``: all.
-        documents: the documents as they are answered; ``None``: they are not.
+        top_n: number of the best documents in the answer; ``None``: all.
+        documents: the documents in the form of the answer; ``None``: the answer has none.
     """
 
     model: str
@@ -78,7 +78,7 @@ class RerankForm:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyForm:
-    """The answer of SGLang's /v1/classify, and the ``mass``."""
+    """SGLang's answer of /v1/classify, and the ``mass``."""
 
     model: str
     labels: Sequence[str]
@@ -91,7 +91,7 @@ class ClassifyForm:
             "label": self.labels[best],
             "probs": shares,
             "num_classes": len(shares),
-            # How much of the model's probability the letters of all labels have together.
+            # The share of the model's probability that the letters of all labels have together.
             "mass": math.fsum(map(math.exp, prompt.logprobs)),
         }
 

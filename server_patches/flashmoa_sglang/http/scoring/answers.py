@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_sglang.http.client_requests import StreamRequest
-from flashmoa_sglang.http.scoring.forwards import ScoredPrompt, ScoringUsage
+from flashmoa_sglang.http.scoring.forwards import ScoredPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,17 @@ class ClassifyForm:
 Form = ScoreForm | RerankForm | ClassifyForm
 
 
-def usage_fields(usage: ScoringUsage, stream: StreamRequest | None = None) -> dict[str, Any]:
+def usage_fields(prompts: Sequence[ScoredPrompt], stream: StreamRequest | None) -> dict[str, Any]:
     """Return the usage in OpenAI's form, the number of prefills, and how a stream was used."""
-    details: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
+    usages = [prompt.usage for prompt in prompts]
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
     fields: dict[str, Any] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens,
         "completion_tokens": 0,
         "prompt_tokens_details": details,
-        "prefills": usage.prefills,
+        "prefills": sum(usage.prefills for usage in usages),
     }
     if stream is not None and stream.usage is not None:
         details["streamed_tokens"] = stream.usage["streamed_tokens"]

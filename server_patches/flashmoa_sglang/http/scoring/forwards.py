@@ -37,11 +37,6 @@ class ScoringUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, prefills: int, prompt_tokens: int, cached_tokens: int) -> None:
-        self.prefills += prefills
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-
 
 @dataclass(slots=True)
 class ScoredPrompt:
@@ -88,7 +83,9 @@ class ScoredPrompt:
         else:
             found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
             self._found |= {(token,): _to_float(found[token]) for token in prefill.single}
-        self.usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
+        self.usage.prefills += 1
+        self.usage.prompt_tokens += meta["prompt_tokens"]
+        self.usage.cached_tokens += meta["cached_tokens"]
         self.left -= 1
 
 
@@ -160,7 +157,6 @@ class ListScorer:
         shares: whether the engine computes a common prefix once if its requests come together.
         on_scores: gets each prompt when the prompt is scored.
         stream: the prompt stream of the only prompt. The prompt's first prefill uses it.
-        usage: the usage of the prompts that have been scored so far.
     """
 
     engine: Engine
@@ -168,9 +164,8 @@ class ListScorer:
     http_request: Any
     room: PrefillRoom
     shares: bool
-    on_scores: Callable[[ScoredPrompt], None]
+    on_scores: Callable[[ScoredPrompt], None] = lambda _: None
     stream: StreamRequest | None = None
-    usage: ScoringUsage = field(default_factory=ScoringUsage)
 
     async def run(self, prompts: Sequence[ScoredPrompt]) -> None:
         """Score all prompts.
@@ -233,8 +228,6 @@ class ListScorer:
                 with name_item(prompt.name, prompt.index):
                     prompt.keep(prefill, output["meta_info"])
                 if not prompt.left:
-                    usage = prompt.usage
-                    self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
                     self.on_scores(prompt)
 
     def _request(self, prefills: Sequence[_Prefill]) -> Any:

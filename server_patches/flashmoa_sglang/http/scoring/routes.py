@@ -137,23 +137,17 @@ class ScoringApi:
         prompt_stream: StreamRequest | None = None,
     ) -> Any:
         prompts = await while_connected(request, self._read(question))
-        found: dict[int, dict[str, Any]] = {}
-
-        def keep(prompt: ScoredPrompt) -> None:
-            found[prompt.index] = form.item(prompt)
-
         terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
         shares = await self._are_shared()
-        scorer = ListScorer(self._engine, terms, request, self._room, shares, keep, prompt_stream)
+        scorer = ListScorer(self._engine, terms, request, self._room, shares, stream=prompt_stream)
         if body.stream:
             events = stream(scorer, prompts, form)
             return StreamingResponse(events, media_type="text/event-stream")
         await while_connected(request, scorer.run(prompts))
-        items = [found[prompt.index] for prompt in prompts]
         return {
             **form.rest(),
-            **form.whole(items),
-            "usage": usage_fields(scorer.usage, prompt_stream),
+            **form.whole([form.item(prompt) for prompt in prompts]),
+            "usage": usage_fields(prompts, prompt_stream),
         }
 
     async def _read(self, question: questions.Question) -> list[ScoredPrompt]:
@@ -266,7 +260,7 @@ async def stream(
         while (scored := await results.get()) is not None:
             yield _event(form.item(scored))
         await work
-        yield _event({**form.rest(), "usage": usage_fields(scorer.usage, scorer.stream)})
+        yield _event({**form.rest(), "usage": usage_fields(prompts, scorer.stream)})
     except ApiError as error:
         yield _event(error.body())
     except Exception:

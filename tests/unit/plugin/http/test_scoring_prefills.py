@@ -268,9 +268,7 @@ async def test_only_the_first_prefill_uses_the_stream(
 
 @pytest.mark.parametrize("refuses", ["first", "later"])
 @pytest.mark.parametrize("shares", [True, False])
-async def test_a_refused_list_gives_its_stream_back(
-    shares: bool, refuses: str
-) -> None:
+async def test_a_refused_list_gives_its_stream_back(shares: bool, refuses: str) -> None:
     class FullEngine(CountingEngine):
         async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
             if refuses == "first" or not isinstance(request.rid, str):

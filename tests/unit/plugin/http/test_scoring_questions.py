@@ -143,9 +143,7 @@ def test_vision_rerankers_are_left_to_sglang(picture: str) -> None:
         ({"score_extraction_token": 7}, True),
     ],
 )
-def test_fields_of_sglangs_route_are_refused(
-    fields: dict[str, Any], refused: bool
-) -> None:
+def test_fields_of_sglangs_route_are_refused(fields: dict[str, Any], refused: bool) -> None:
     body = ScoreBody.model_validate(
         {"query": "q", "items": ["a"], "label_token_ids": [1, 2], **fields}
     )

@@ -195,16 +195,25 @@ async def test_a_list_that_fails_gives_its_room_back() -> None:
     assert engine.most_under_way == 48
 
 
+class FailingEngine(CountingEngine):
+    """Fails with an error, before the first prefill or only after it."""
+
+    def __init__(self, error: Exception, *, after_first: bool = False, hangs: bool = False) -> None:
+        super().__init__()
+        self.error, self.after_first, self.hangs = error, after_first, hangs
+
+    async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        if not self.after_first or not isinstance(request.rid, str):
+            raise self.error
+        if self.hangs:
+            await anyio.sleep_forever()
+        async for output in super().run(request, None):
+            yield output
+
+
 async def test_an_error_of_a_whole_list_names_no_item() -> None:
-    engine = CountingEngine()
-
-    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-        raise MalformedRequest("The adapter is not loaded.")
-        yield {}
-
-    engine.run = run  # type: ignore[method-assign]
     with pytest.raises(MalformedRequest, match=r"^The adapter") as raised:
-        await score(engine, 3, [[7]])
+        await score(FailingEngine(MalformedRequest("The adapter is not loaded.")), 3, [[7]])
     assert not raised.value.details
 
 
@@ -266,21 +275,13 @@ async def test_only_the_first_prefill_uses_the_stream(
     assert stream.log[:3] == ["used by [1, 2, 0]", "annotated", "closed"]
 
 
-@pytest.mark.parametrize("refuses", ["first", "later"])
+@pytest.mark.parametrize("after_first", [False, True])
 @pytest.mark.parametrize("shares", [True, False])
-async def test_a_refused_list_gives_its_stream_back(shares: bool, refuses: str) -> None:
-    class FullEngine(CountingEngine):
-        async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-            if refuses == "first" or not isinstance(request.rid, str):
-                raise EngineBusy("The queue is full.")
-            if shares:
-                await anyio.sleep_forever()
-            async for output in super().run(request, None):
-                yield output
-
-    stream = PromptStream()
+async def test_a_refused_list_gives_its_stream_back(shares: bool, after_first: bool) -> None:
+    stream, error = PromptStream(), EngineBusy("The queue is full.")
+    engine = FailingEngine(error, after_first=after_first, hangs=shares)
     with pytest.raises(EngineBusy):
-        await score(FullEngine(), 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
+        await score(engine, 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
     assert (stream.log[0], stream.log[-1]) == ("used by [1, 2, 0]", "given back")
 
 
@@ -304,18 +305,9 @@ async def test_a_prefill_that_sglang_aborts_is_named() -> None:
 
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
 async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
-    engine = CountingEngine(None)
-    room = PrefillRoom(None)
-    scorer = ListScorer(engine, Terms(), None, room, shares=True, on_scores=print)  # type: ignore[arg-type]
+    engine = CountingEngine() if fails is None else FailingEngine(fails)
+    scorer = ListScorer(engine, Terms(), None, PrefillRoom(None), shares=True)  # type: ignore[arg-type]
     form = ScoreForm("m", softmax=False, with_tokens=False)
-
-    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-        assert fails is not None
-        raise fails
-        yield {}
-
-    if fails is not None:
-        engine.run = run  # type: ignore[method-assign]
     events = [
         event.removeprefix("data: ").strip()
         async for event in stream(scorer, [ScoredPrompt(0, "items[0]", [1], [[7, 8]])], form)

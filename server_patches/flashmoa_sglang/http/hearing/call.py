@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashmoa_sglang.http.hearing.written_text import WrittenText
 
 Tell = Callable[[dict[str, Any]], None]
-# The fields of a channel's lines that have a text.
+# The fields with text in a channel's lines.
 TEXT_KINDS = ("content", "reasoning", "text")
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -24,12 +24,12 @@ class CallFailed(Exception):
 class HeardCall:
     """Turns what a request has written into lines for a channel.
 
-    SGLang's streaming code asks for the request's outputs as if it were a request of its own
-    (:meth:`outputs`), and makes events of them, which :meth:`run` reads.
+    SGLang's streaming code reads :meth:`outputs` as the outputs of a request of its own. It makes
+    events of them, and :meth:`run` reads the events.
 
     Args:
         call_id: the client's id of the call.
-        written: the text of tokens that schedulers tell; ``None`` if SGLang streams the outputs.
+        written: detokenises the tokens from schedulers; ``None`` if SGLang streams the outputs.
         in_pieces: whether each output that SGLang streams has only the new text.
     """
 
@@ -38,7 +38,7 @@ class HeardCall:
         self._written = written
         self._in_pieces = in_pieces
         self._text = ""
-        # What SGLang's streaming code reads of an answer that is not complete.
+        # SGLang's streaming code needs these fields of an answer that is not complete.
         self._meta: dict[str, Any] = {"id": call_id, "finish_reason": None, "prompt_tokens": 0}
         # The output with the whole answer.
         self._last: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class HeardCall:
         self._told = dict.fromkeys(TEXT_KINDS, 0)
 
     def note_tokens(self, ids: bytes, prompt_tokens: int) -> None:
-        """Note tokens that a scheduler has told; for their form see ``WrittenTokens``."""
+        """Note tokens from a scheduler, in the form of ``WrittenTokens``."""
         if self._written is None or self._has_ended:
             return
         self._written.add(ids, prompt_tokens)
@@ -70,7 +70,7 @@ class HeardCall:
         self._changed.set()
 
     async def outputs(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield outputs as SGLang's ``generate_request`` does. Outputs that wait become one.
+        """Yield outputs as SGLang's ``generate_request`` does. Outputs that wait are joined.
 
         Raises: CallFailed if the request ends without an answer.
         """
@@ -91,7 +91,7 @@ class HeardCall:
     async def run(self, events: AsyncGenerator[str] | None, tell: Tell) -> None:
         """Tell the call's lines until it has ended.
 
-        Args: events: what SGLang makes of :meth:`outputs`; ``None``: the plain text is told.
+        Args: events: SGLang's events of :meth:`outputs`; ``None``: the plain text is told.
         """
         end: dict[str, Any] = {"call": self.id, "end": None}
         try:

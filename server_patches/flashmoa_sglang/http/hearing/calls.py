@@ -41,11 +41,11 @@ class _InFlight:
 
     Attributes:
         request: SGLang's request.
-        chat: the chat that it answers, if it answers one.
-        followers: of the prompt streams that follow the call.
+        chat: the chat that the request answers, if any.
+        followers: the followers of the prompt streams that follow the call.
         lines: the call's lines so far, for followers and a channel that come later.
         is_heard: whether the call is heard.
-        has_channel: whether a channel has got the call's lines.
+        has_channel: whether a channel has had the call's lines.
     """
 
     heard: HeardCall
@@ -76,11 +76,10 @@ class HeardCalls:
         self._decode = decode
         self._handlers = handlers
         self._channels: dict[str, Channel] = {}
-        # By the id of SGLang's request.
+        # Calls and their tasks, by the id of SGLang's request. A task ends with its call.
         self._calls: dict[str, _InFlight] = {}
-        # Each ends with its call.
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Of calls that have not come, by their ids.
+        # The followers of calls that have not come yet, by the id of the call.
         self._awaited: dict[str, list[Follower]] = {}
         self._has_failed = False
         engine.handle(WrittenTokens, self._take)
@@ -133,7 +132,7 @@ class HeardCalls:
         channel = self._channels[channel_id] = Channel()
         for call in self._calls.values():
             if call.channel == channel_id:
-                # A stream follows the call, and nobody has listened.
+                # Without a channel, the call's lines were told to a stream only.
                 for line in () if call.has_channel else call.lines:
                     channel.tell(line)
                 call.has_channel = True
@@ -174,7 +173,7 @@ class HeardCalls:
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    # SGLang's outputs for beams and several answers are others.
+                    # SGLang's outputs for beams and several answers have another form.
                     if isinstance(output, dict) and "meta_info" in output:
                         heard.note_output(output)
                     yield output
@@ -196,7 +195,7 @@ class HeardCalls:
         try:
             await call.heard.run(self._events(call), partial(self._tell, call))
         except Exception as error:
-            # SGLang's parsers may raise anything. The answer itself is not concerned.
+            # SGLang's parsers may raise anything. The answer itself goes on.
             log = logger.debug if self._has_failed else logger.warning
             self._has_failed = True
             log("An answer is not heard to its end: %s: %s", type(error).__name__, error)
@@ -214,7 +213,7 @@ class HeardCalls:
             follower.note(text)
 
     def _events(self, call: _InFlight) -> AsyncGenerator[str] | None:
-        """Return the events that SGLang would stream of a chat; ``None`` if it is none."""
+        """Return SGLang's events of the call as a streamed chat; ``None`` if it is no chat."""
         if not hasattr(call.chat, "messages"):
             return None
         from sglang.srt.entrypoints.openai.protocol import StreamOptions
@@ -239,7 +238,7 @@ class HeardCalls:
                 call.heard.note_tokens(ids, prompt_tokens)
 
     def _tell_scheduler(self, message: HearAnswers, call: _InFlight) -> None:
-        """Begin or end hearing a whole answer; SGLang streams others anyway."""
+        """Begin or end hearing a whole answer. SGLang streams a streamed answer anyway."""
         if not call.request.stream:
             self._engine.send(message)
 
@@ -253,7 +252,7 @@ class HeardCalls:
 
 
 def heard_outputs(obj: Any) -> AsyncGenerator[dict[str, Any]] | None:
-    """Return the outputs that SGLang's streaming code is to read in the place of a request's."""
+    """Return the outputs for SGLang's streaming code in the place of a request's own outputs."""
     heard: HeardCall | None = getattr(obj, _HEARD, None)
     return heard.outputs() if heard is not None else None
 
@@ -266,7 +265,7 @@ def _streamed(obj: Any) -> Any:
 
 
 def _id_of(obj: Any, http_request: Any) -> str | None:
-    """Return the id that a call names in its header; ``None`` if it names none, or is a batch.
+    """Return the id in a call's header; ``None`` if there is no id, or the call is a batch.
 
     A front end that calls the engine in its own process, as Dynamo, makes the call's id the id of
     SGLang's request.
@@ -277,6 +276,6 @@ def _id_of(obj: Any, http_request: Any) -> str | None:
 
 
 def read_id(named: str | None) -> str | None:
-    """Return the id of a call as a client names it; ``None`` if it is none."""
+    """Return the id of a call in its usual form; ``None`` if the text is no id."""
     call_id = (named or "").replace("-", "").lower()
     return call_id if _CALL_ID.fullmatch(call_id) else None

@@ -1,4 +1,4 @@
-"""``Channel``: what a client hears of its calls, as lines of JSON."""
+"""``Channel``: tells a client the text of its calls, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from flashmoa_sglang.http.hearing.call import TEXT_KINDS
-
-# Text that is written within this time is told in one line.
-_GATHERED_SECONDS = 0.025
-# An empty line after this time without news tells that the channel is open.
-_ALIVE_SECONDS = 5.0
-# Characters that may wait for a client that does not read.
-_MAX_WAITING = 4 << 20
 
 
 def add_line(lines: list[dict[str, Any]], line: dict[str, Any]) -> int:
@@ -35,19 +28,24 @@ def add_line(lines: list[dict[str, Any]], line: dict[str, Any]) -> int:
 class Channel:
     """One client's channel.
 
-    Each line is an object. ``call`` is the call's id. Besides, the line has one of:
+    Each line is an object. It has the call's id, ``call``, and one more field:
 
-    - ``content`` or ``reasoning``: the next text. ``at`` is the number of characters of this kind
-      that were told before, so that a client that was away notices that it lacks some.
+    - ``content`` or ``reasoning``: the next text. ``at`` is the number of earlier characters of its
+      kind, so that a client that was away notices that it lacks some.
     - ``text``: the next text of a call that is no chat, as behind a front end that renders chats.
     - ``tool``: the name of a tool that the answer begins to call.
     - ``end``: OpenAI's ``finish_reason``, with ``usage``; ``null`` if the request has failed.
 
     The first line is ``{"listening": true}``.
+
+    Args:
+        max_waiting: number of characters that may wait for a client that does not read.
+        idle_seconds: after this time without news, an empty line tells that the channel is open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_waiting: int = 4 << 20, idle_seconds: float = 5.0) -> None:
         self.is_closed = False
+        self._max_waiting, self._idle_seconds = max_waiting, idle_seconds
         self._lines: list[dict[str, Any]] = []
         self._waiting = 0
         self._changed = asyncio.Event()
@@ -57,12 +55,12 @@ class Channel:
         if self.is_closed:
             return
         self._waiting += add_line(self._lines, line)
-        if self._waiting > _MAX_WAITING:
+        if self._waiting > self._max_waiting:
             self.close()
         self._changed.set()
 
     def close(self) -> None:
-        """End the channel: another one takes its place, or its client does not read."""
+        """End the channel, because another channel takes its place, or its client does not read."""
         self.is_closed = True
         self._lines.clear()
         self._changed.set()
@@ -72,11 +70,11 @@ class Channel:
         yield b'{"listening":true}\n'
         while not self.is_closed:
             try:
-                await asyncio.wait_for(self._changed.wait(), _ALIVE_SECONDS)
+                await asyncio.wait_for(self._changed.wait(), self._idle_seconds)
             except TimeoutError:
                 yield b"\n"
                 continue
-            await asyncio.sleep(_GATHERED_SECONDS)
+            await asyncio.sleep(0.025)  # Texts that come within this time share a line.
             lines, self._lines, self._waiting = self._lines, [], 0
             self._changed.clear()
             # Escapes can also stand for half of a surrogate pair, which a text may have.

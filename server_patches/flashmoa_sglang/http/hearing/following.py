@@ -1,4 +1,4 @@
-"""``Follower``: lets a prompt stream grow by the text of a call, without the client."""
+"""``Follower``: appends the text of a call to a prompt stream, without the client."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FollowedCalls(Protocol):
 class Follower:
     """Adds a call's text to a prompt stream as the engine writes it.
 
-    Text waits while the stream is busy with an append, or while the stream's request has come: the
-    request may be refused, and the stream goes on then.
+    Text waits while the stream is busy with an append, and after the stream's request has come. If
+    the request is refused, the stream goes on.
 
     Args:
         stream: the ``PromptStream``, whose module imports this one.
@@ -30,7 +30,7 @@ class Follower:
         add: adds text to a stream that is not busy.
 
     Attributes:
-        written: number of characters that the stream has of the call.
+        written: number of the call's characters in the stream.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Follower:
             await self._add(self._stream, text)
             self.written += len(text)
         except PromptTooLarge:
-            self.stop()  # Later text would not follow what the stream has.
+            self.stop()  # Later text would leave a gap in the stream.
         except StreamGone:
             # The stream has ended, or its request has come, which may still be refused.
             if not self._is_stopped:

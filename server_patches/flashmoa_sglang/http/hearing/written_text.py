@@ -13,7 +13,7 @@ class WrittenText:
     """Detokenises an answer while it is being written, as SGLang's detokenizer does.
 
     Tokens after the last complete character are decoded together with the tokens before them,
-    because a tokenizer may decode a token in another way at the beginning of a text.
+    because a tokenizer may decode a token differently at the beginning of a text.
 
     Args: decode: returns the text of token ids.
 
@@ -26,7 +26,7 @@ class WrittenText:
         self.text = ""
         self.tokens = 0
         self._decode = decode
-        # The context, which is decoded again, and then the tokens that have no text yet.
+        # The tokens before the new tokens, which are decoded again, and the tokens without a text.
         self._ids = array("q")
         self._context = 0
 

@@ -1,7 +1,7 @@
 """The answers of the scoring routes, in the forms of SGLang, Cohere and Jina.
 
-Of a form, ``item`` is the part of the answer that is about one item, ``whole`` what is about all
-items, in the order of the request, and ``rest`` what is about none, without the usage.
+Each form builds an answer from three parts: ``item`` about one item, ``whole`` about all items in
+the order of the request, and ``rest`` about the request itself. The usage is added to ``rest``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoa_sglang.http.client_requests import StreamRequest
-from flashmoa_sglang.http.scoring.forwards import ScoredPrompt, ScoringUsage
+from flashmoa_sglang.http.scoring.forwards import ScoredPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ScoreForm:
 
     Attributes:
         softmax: whether an item's scores add up to 1; otherwise they are probabilities.
-        with_tokens: whether the tokens of candidates are told, which the engine has made.
+        with_tokens: whether the answer has the tokens that the engine has made of candidates.
     """
 
     model: str
@@ -55,8 +55,8 @@ class RerankForm:
     """The answer of Cohere's and Jina's rerankers.
 
     Attributes:
-        top_n: how many of the best documents are answered; ``None``: all.
-        documents: the documents as they are answered; ``None``: they are not.
+        top_n: number of the best documents in the answer; ``None``: all.
+        documents: the documents in the form of the answer; ``None``: the answer has none.
     """
 
     model: str
@@ -78,7 +78,7 @@ class RerankForm:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyForm:
-    """The answer of SGLang's /v1/classify, and the ``mass``."""
+    """SGLang's answer of /v1/classify, and the ``mass``."""
 
     model: str
     labels: Sequence[str]
@@ -91,7 +91,7 @@ class ClassifyForm:
             "label": self.labels[best],
             "probs": shares,
             "num_classes": len(shares),
-            # How much of the model's probability the letters of all labels have together.
+            # The share of the model's probability that the letters of all labels have together.
             "mass": math.fsum(map(math.exp, prompt.logprobs)),
         }
 
@@ -106,15 +106,17 @@ class ClassifyForm:
 Form = ScoreForm | RerankForm | ClassifyForm
 
 
-def usage_fields(usage: ScoringUsage, stream: StreamRequest | None = None) -> dict[str, Any]:
+def usage_fields(prompts: Sequence[ScoredPrompt], stream: StreamRequest | None) -> dict[str, Any]:
     """Return the usage in OpenAI's form, the number of prefills, and how a stream was used."""
-    details: dict[str, Any] = {"cached_tokens": usage.cached_tokens}
+    usages = [prompt.usage for prompt in prompts]
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
+    details: dict[str, Any] = {"cached_tokens": sum(usage.cached_tokens for usage in usages)}
     fields: dict[str, Any] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens,
         "completion_tokens": 0,
         "prompt_tokens_details": details,
-        "prefills": usage.prefills,
+        "prefills": sum(usage.prefills for usage in usages),
     }
     if stream is not None and stream.usage is not None:
         details["streamed_tokens"] = stream.usage["streamed_tokens"]

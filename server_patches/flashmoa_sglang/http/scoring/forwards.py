@@ -1,8 +1,8 @@
 """Computes the log-probabilities of answers after prompts, each by a prefill of its own.
 
-The prefills of a list are handed over in batches, so that the engine computes what they share once.
-A batch is one message to the scheduler, which can fill a forward with it. The first forward begins
-as soon as the first batch is there, and the scheduler gets the others while it runs.
+The prefills of a list are sent in batches, so that the engine computes a common beginning once. A
+batch is one message to the scheduler, which can fill a forward with it. The first forward begins
+with the first batch, and the scheduler gets the other batches while this forward runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from flashmoa_sglang.messages import RequestMark, unsent
 if TYPE_CHECKING:
     from flashmoa_sglang.http.engine import Engine
 
-# Enough to fill a forward with short prompts. The others of a long list stay in this process, so
-# that other clients' requests need not queue behind all of them.
-_PREFILLS_AT_ONCE = 256
-# With fewer, a GPU's forward would not be full; with more, it would begin later.
-_PREFILLS_IN_BATCH = 16
+# Enough to fill a forward with short prompts. A long list's other prefills stay in this process, so
+# that other clients' requests do not queue behind the whole list.
+_MAX_PREFILLS_IN_FLIGHT = 256
 
 
 @dataclass(slots=True)
@@ -39,17 +37,14 @@ class ScoringUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, prefills: int, prompt_tokens: int, cached_tokens: int) -> None:
-        self.prefills += prefills
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-
 
 @dataclass(slots=True)
 class ScoredPrompt:
-    """A prompt, the tokens of the candidates that may follow it, and what its prefills have found.
+    """A prompt, the tokens of the candidates that may follow it, and the results of its prefills.
 
-    ``name``: the item's name in messages, ``documents[3]``. ``left``: prefills without a result.
+    Attributes:
+        name: the item's name in messages, such as ``documents[3]``.
+        left: number of prefills without a result.
     """
 
     index: int
@@ -66,7 +61,7 @@ class ScoredPrompt:
         return [self._found[tuple(tokens)] for tokens in self.candidates]
 
     def prefills(self) -> list[_Prefill]:
-        """Return one prefill for all candidates of one token, and one for each longer one."""
+        """Return one prefill for all single tokens, and one for each longer candidate."""
         single = [tokens[0] for tokens in self.candidates if len(tokens) == 1]
         longer = [_Prefill(self, tokens) for tokens in self.candidates if len(tokens) > 1]
         prefills = [_Prefill(self, [], single), *longer] if single else longer
@@ -88,7 +83,9 @@ class ScoredPrompt:
         else:
             found = {token: value for value, token, *_ in meta["output_token_ids_logprobs"][0]}
             self._found |= {(token,): _to_float(found[token]) for token in prefill.single}
-        self.usage.add(1, meta["prompt_tokens"], meta["cached_tokens"])
+        self.usage.prefills += 1
+        self.usage.prompt_tokens += meta["prompt_tokens"]
+        self.usage.cached_tokens += meta["cached_tokens"]
         self.left -= 1
 
 
@@ -98,9 +95,9 @@ class _Prefill:
 
     Attributes:
         single: tokens whose log-probabilities after the prompt are wanted; empty with a candidate.
-            SGLang 0.5.12 cannot have prefills with and without such tokens in one forward, but with
-            an empty list of them.
-        stream: the prompt stream that it uses, if any.
+            In one forward, SGLang 0.5.12 takes prefills without such tokens only if their list is
+            empty, and not if it is missing.
+        stream: the prompt stream that the prefill uses, if any.
     """
 
     prompt: ScoredPrompt
@@ -120,21 +117,23 @@ def name_item(name: str, index: int) -> Generator[None]:
 
 
 class PrefillRoom:
-    """Bounds how many prefills of all lists are under way. Lists take turns, batch by batch.
+    """Bounds how many prefills of all lists are in flight. Lists take turns, batch by batch.
 
-    Args: queue: the most requests that may wait in the engine (``--max-queued-requests``), if that
-        is bounded. Lists fill half of it, since a full queue refuses their own prefills, too.
+    Args: queue: the most requests that may wait in the engine (``--max-queued-requests``), if there
+        is a limit. Lists fill half of the queue, since a full queue refuses their own prefills.
     """
 
     def __init__(self, queue: int | None) -> None:
-        at_once = _PREFILLS_AT_ONCE if queue is None else min(_PREFILLS_AT_ONCE, queue // 2)
-        at_once = max(1, at_once)
-        self.batch_size = min(_PREFILLS_IN_BATCH, at_once)
+        limit = _MAX_PREFILLS_IN_FLIGHT
+        if queue is not None:
+            limit = max(1, min(limit, queue // 2))
+        # Smaller batches would not fill a GPU's forward; with larger batches it would begin later.
+        self.batch_size = min(16, limit)
         self._turn = asyncio.Lock()
-        self._room = asyncio.Semaphore(at_once)
+        self._room = asyncio.Semaphore(limit)
 
     async def enter(self, prefills: int) -> None:
-        """Wait for one's turn, and until there is room for so many prefills."""
+        """Wait for one's turn, and until there is room for a number of prefills."""
         async with self._turn:
             for entered in range(prefills):
                 try:
@@ -144,7 +143,7 @@ class PrefillRoom:
                     raise
 
     def leave(self, prefills: int) -> None:
-        """Give the room of so many prefills back."""
+        """Give the room of a number of prefills back."""
         for _ in range(prefills):
             self._room.release()
 
@@ -154,11 +153,10 @@ class ListScorer:
     """Scores the prompts of one request.
 
     Attributes:
-        room: for the prefills of this and all other lists.
-        shares: whether the engine computes a prefix once that requests share which come at once.
-        on_scores: called with the scores of each prompt as soon as they are there.
-        stream: the prompt stream of the only prompt, which the first of its prefills uses.
-        usage: of the prompts that have been scored so far.
+        room: the room for the prefills of this list and all other lists.
+        shares: whether the engine computes a common prefix once if its requests come together.
+        on_scores: gets each prompt when the prompt is scored.
+        stream: the prompt stream of the only prompt. The prompt's first prefill uses it.
     """
 
     engine: Engine
@@ -166,9 +164,8 @@ class ListScorer:
     http_request: Any
     room: PrefillRoom
     shares: bool
-    on_scores: Callable[[ScoredPrompt], None]
+    on_scores: Callable[[ScoredPrompt], None] = lambda _: None
     stream: StreamRequest | None = None
-    usage: ScoringUsage = field(default_factory=ScoringUsage)
 
     async def run(self, prompts: Sequence[ScoredPrompt]) -> None:
         """Score all prompts.
@@ -180,7 +177,7 @@ class ListScorer:
             await self._compute_items(items)
             return
         items[0][0] = replace(items[0][0], stream=self.stream)
-        # If any prefill is refused, so is the whole request, which then leaves the stream.
+        # If a prefill is refused, the whole request is refused, and leaves the stream.
         async with using_stream(self.stream, self.http_request):
             await self._compute_items(items)
 
@@ -188,7 +185,7 @@ class ListScorer:
         if self.shares:
             await self._compute([*chain(*items)])
             return
-        # What others share must be in the radix cache before they are computed.
+        # A common prefix must be in the radix cache before later prefills can use it.
         await self._compute([prefills[0] for prefills in items[:1]])
         await self._compute([prefills[0] for prefills in items[1:]])
         await self._compute([*chain(*(prefills[1:] for prefills in items))])
@@ -209,10 +206,10 @@ class ListScorer:
 
     def _batches(self, prefills: Sequence[_Prefill]) -> Iterator[Sequence[_Prefill]]:
         # Only a request that is no batch can use a prompt stream.
-        alone = 1 if prefills and prefills[0].stream is not None else 0
-        if alone:
-            yield prefills[:alone]
-        for start in range(alone, len(prefills), self.room.batch_size):
+        if prefills and prefills[0].stream is not None:
+            yield prefills[:1]
+            prefills = prefills[1:]
+        for start in range(0, len(prefills), self.room.batch_size):
             yield prefills[start : start + self.room.batch_size]
 
     async def _compute_batch(self, prefills: Sequence[_Prefill]) -> None:
@@ -221,7 +218,7 @@ class ListScorer:
             stream.use(request, multimodal=False)
         async with aclosing(self.engine.run(request, self.http_request)) as outputs:
             async for output in outputs:
-                # SGLang streams an output of a prefill that was retracted, too, which runs again.
+                # SGLang also streams an output if it retracts a prefill, which runs again later.
                 if output["meta_info"]["finish_reason"] is None:
                     continue
                 if stream is not None:
@@ -231,8 +228,6 @@ class ListScorer:
                 with name_item(prompt.name, prompt.index):
                     prompt.keep(prefill, output["meta_info"])
                 if not prompt.left:
-                    usage = prompt.usage
-                    self.usage.add(usage.prefills, usage.prompt_tokens, usage.cached_tokens)
                     self.on_scores(prompt)
 
     def _request(self, prefills: Sequence[_Prefill]) -> Any:

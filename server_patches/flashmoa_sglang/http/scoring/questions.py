@@ -1,16 +1,17 @@
 """Turns queries, documents and labels into prompts whose next tokens are the answer.
 
-Whatever the prompts of a list have in common comes first in them, because the engine computes a
-common beginning once. Bodies are those of SGLang, Cohere and Jina, and have what they lack. Other
-fields are ignored, as these services do, since clients send fields that mean nothing here.
+The prompts of a list begin with everything that they have in common, because the engine computes a
+common beginning once. Bodies have the fields of SGLang, Cohere and Jina, and some more. Any other
+field is ignored, as these services do, since clients send fields that mean nothing here.
 """
 
 from __future__ import annotations
 
 import string
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, StrictInt, StrictStr
@@ -28,19 +29,15 @@ RELEVANT_QUESTION = "Is the document relevant? Answer Yes or No."
 LABEL = "Which of these labels fits the text best?"
 LABEL_QUESTION = "Answer with the letter of one label."
 _LETTERS = string.ascii_uppercase
-# By these words SGLang, too, recognises templates of rerankers such as Qwen3-Reranker.
+# SGLang, too, recognises chat templates of rerankers by these words, as Qwen3-Reranker's.
 _RERANKER = ("answer can only be", '"yes"', '"no"')
-# And by these, templates of rerankers that see, which read no messages.
+# Chat templates of vision rerankers have these words, and read no messages.
 _SEES = ("<|vision_start|>", "<|image_pad|>")
 # A model that thinks first would not answer with its next token.
 _NO_THOUGHTS = {"enable_thinking": False}
-# How many of the prompt's last tokens are tokenised together with a candidate. As a rule only the
-# last word matters, and the first number suffices. The second is tried if the tokenizer does not
-# make these last tokens of their text.
-_TAIL_LENGTHS = (16, 256)
-# Number of tokens before a candidate that must be those that the tokenizer makes of the tail.
-_MATCHING_TOKENS = 4
-_CACHE_SIZE, _MOST_CACHED_CHARACTERS = 4096, 256
+# Number of the prompt's last tokens that are tokenised together with a candidate. As a rule only
+# the last word matters. Decoded and tokenised again, the last quarter must be the same tokens.
+_TAIL_TOKENS = 16
 # Fields of /v1/score that only SGLang's own route handles, in some releases.
 _OF_SGLANG = (
     "query_embed_overrides",
@@ -53,11 +50,7 @@ _OF_SGLANG = (
 
 
 class ListBody(Target):
-    """A request with a list of items.
-
-    ``stream``: whether each result is sent as soon as it is there. ``chat_template_kwargs``:
-    arguments of the chat template.
-    """
+    """A request with a list of items. With ``stream``, each result is an event of its own."""
 
     stream: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -67,8 +60,8 @@ class ScoreBody(ListBody, extra="allow"):
     """Asks how likely candidates follow each prompt: the query, or the messages, with an item.
 
     The candidates are ``label_token_ids``, as in SGLang's route, or ``candidates`` of any length.
-    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt; several
-    prompts use none.
+    ``prompt_stream_id`` names the prompt stream that has the beginning of the only prompt. Several
+    prompts use no stream.
     """
 
     query: StrictStr | Tokens | None = None
@@ -85,7 +78,7 @@ class ScoreBody(ListBody, extra="allow"):
         return self.label_token_ids or []
 
     def check(self) -> None:
-        """Raise MalformedRequest for fields that do not go together, or are SGLang's alone."""
+        """Raise MalformedRequest for fields that exclude each other, or only SGLang's route has."""
         for names in (("query", "messages"), ("label_token_ids", "candidates")):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
@@ -108,8 +101,8 @@ class ScoreBody(ListBody, extra="allow"):
 class RerankBody(ListBody):
     """Asks how relevant documents are to a query, in the form of Cohere, Jina and SGLang.
 
-    A document is a text, or an object with a ``text``, and so is the query. ``top_k`` is what
-    Voyage and SGLang's router call ``top_n``; 0, which vLLM's clients send, asks for all.
+    The query and each document are a text, or an object with a ``text``. Voyage and SGLang's router
+    call ``top_n`` ``top_k``. vLLM's clients ask for all documents with 0.
     """
 
     query: StrictStr | dict[str, Any]
@@ -122,7 +115,7 @@ class RerankBody(ListBody):
 
     @property
     def best(self) -> int | None:
-        """How many of the best documents are answered; ``None``: all."""
+        """Number of the best documents in the answer; ``None``: all."""
         return self.top_n or self.top_k or None
 
 
@@ -140,11 +133,11 @@ class ClassifyBody(ListBody):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The prompts of a list, and the answers that are scored after each of them.
+    """The prompts of a list, and the answers that are scored after each prompt.
 
     Attributes:
-        field: the field of the body that has the list, for messages.
-        may_repeat: whether answers may be the same tokens.
+        field: the name of the list in the body, for messages.
+        may_repeat: whether several answers may have the same tokens.
     """
 
     field: str
@@ -154,7 +147,7 @@ class Question:
 
 
 def score_question(body: ScoreBody) -> Question:
-    """Return the prompts of a /v1/score request: each item with what all of them share."""
+    """Return the prompts of a /v1/score request: the query or messages, with each item."""
     items = [body.items] if isinstance(body.items, str) else body.items
     candidates: list[Candidate] = list(body.candidates or ())
     candidates += [[token] for token in body.labels]
@@ -192,12 +185,15 @@ def _append(messages: list[dict[str, Any]], item: str | list[int]) -> list[dict[
 
 
 def document_texts(body: RerankBody) -> list[str]:
-    """Return the text of each document. Raises: MalformedRequest if one has none."""
+    """Return the text of each document.
+
+    Raises: MalformedRequest if a document has no text.
+    """
     return [_text(one, f"documents[{index}]") for index, one in enumerate(body.documents)]
 
 
 def answered_documents(body: RerankBody) -> list[dict[str, Any]] | None:
-    """Return the documents in the form of an answer; ``None`` if it has none."""
+    """Return the documents in the form of an answer; ``None`` if the answer has no documents."""
     if not body.return_documents:
         return None
     return [one if isinstance(one, dict) else {"text": one} for one in body.documents]
@@ -243,7 +239,7 @@ def rerank_question(body: RerankBody, documents: Sequence[str], template: str) -
 
 
 def classify_question(body: ClassifyBody, template: str) -> Question:
-    """Return a prompt for each text, in which the labels have letters, and the letters.
+    """Return a prompt for each text, with a letter for each label, and the letters.
 
     Raises: MalformedRequest if there are more labels than letters, or fewer than two, or the same
         label twice.
@@ -283,7 +279,7 @@ def _ask(
 
 
 class CandidateTokenizer:
-    """Tokenises candidates after the ends of prompts, on which alone their tokens depend.
+    """Tokenises candidates after prompts. A candidate's tokens depend on the prompt's end alone.
 
     Args:
         tokenizer: returns the tokenizer, or refuses a candidate of text if there is none.
@@ -291,48 +287,45 @@ class CandidateTokenizer:
 
     def __init__(self, tokenizer: Callable[[], CanonicalTokenizer]) -> None:
         self._tokenizer = tokenizer
-        self._cache: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+        self._after_short_tail = lru_cache(maxsize=4096)(self._after_tail)
 
     def tokenize(self, prompt: Sequence[int], candidate: Candidate) -> list[int]:
         """Return a candidate's tokens.
 
-        Raises: CandidateRefused if it has none, or cannot follow the prompt.
+        Raises: CandidateRefused if it has no tokens, or cannot follow the prompt.
         """
-        tokens = candidate if isinstance(candidate, list) else self._cached(prompt, candidate)
+        tokens = candidate if isinstance(candidate, list) else self._after(prompt, candidate)
         if not tokens:
             raise CandidateRefused(f"The candidate {shown(candidate)} has no tokens; leave it out.")
         return tokens
 
-    def _cached(self, prompt: Sequence[int], text: str) -> list[int]:
-        if len(text) > _MOST_CACHED_CHARACTERS:
-            return self._after(prompt, text)
-        key = (tuple(prompt[-_TAIL_LENGTHS[0] :]), text)
-        if (tokens := self._cache.get(key)) is None:
-            tokens = self._cache[key] = self._after(prompt, text)
-            if len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
-        return tokens
-
     def _after(self, prompt: Sequence[int], text: str) -> list[int]:
         """Try longer and longer ends, until the tokenizer makes the end's tokens of its text."""
-        tokenizer = self._tokenizer()
-        for length in (*_TAIL_LENGTHS, len(prompt)):
-            tail = list(prompt[-length:])
-            tail_text = tokenizer.decode(tail)
-            before = tokenizer.encode(tail_text)
-            # The tail's first tokens may differ, since the text before them is missing.
-            matching = max(1, min(_MATCHING_TOKENS, len(tail) - 2))
-            if before[-matching:] == tail[-matching:]:
-                return self._cut(text, before, tokenizer.encode(tail_text + text))
+        for length in (_TAIL_TOKENS, _TAIL_TOKENS**2, len(prompt)):
+            is_short = length == _TAIL_TOKENS and len(text) <= 256
+            after = self._after_short_tail if is_short else self._after_tail
+            if (tokens := after(tuple(prompt[-length:]), text)) is not None:
+                return tokens
             if length >= len(prompt):
                 break
         raise CandidateRefused(
-            f"The prompt's last tokens {list(prompt[-_MATCHING_TOKENS:])} are not those that the "
+            f"The prompt's last tokens {list(prompt[-_TAIL_TOKENS // 4 :])} are not those that the "
             "tokenizer makes of their text; give candidates as token ids."
         )
 
+    def _after_tail(self, tail: tuple[int, ...], text: str) -> list[int] | None:
+        """Return the tokens of a text; ``None`` if the tail is not the tokens of its text."""
+        tokenizer = self._tokenizer()
+        tail_text = tokenizer.decode(tail)
+        before = tokenizer.encode(tail_text)
+        # The tail's first tokens may differ, since the text before them is missing.
+        matching = max(1, min(_TAIL_TOKENS // 4, len(tail) - 2))
+        if tuple(before[-matching:]) != tail[-matching:]:
+            return None
+        return self._cut(text, before, tokenizer.encode(tail_text + text))
+
     def _cut(self, text: str, before: list[int], whole: list[int]) -> list[int]:
-        """Return the tokens of ``whole`` after those of the prompt's end, ``before``."""
+        """Return the tokens of ``whole`` that follow ``before``, the tokens of the prompt's end."""
         if whole[: len(before)] == before:
             return whole[len(before) :]
         pairs = enumerate(zip(before, whole, strict=False))

@@ -1,8 +1,8 @@
 """``ScoringApi``: answers /v1/score, /rerank, /v1/rerank, /v2/rerank and /v1/classify.
 
-SGLang has the first, third and fifth of these routes itself. On a model that generates text, its
-rerank and classify routes do nothing useful, or answer in a form of its own; on other models the
-plugin adds no routes.
+SGLang has /v1/score, /v1/rerank and /v1/classify itself. On a model that generates text, its rerank
+and classify routes do nothing useful, or answer in a form of its own. On other models the plugin
+adds no routes.
 """
 
 from __future__ import annotations
@@ -56,18 +56,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Lists of thousands of candidates must not hold up other requests.
-_CANDIDATES_BETWEEN_PAUSES = 64
-# Number of characters for each wanted token of which a long document is tokenised. A text that has
-# fewer tokens for its length is tokenised whole.
-_CUT_CHARACTERS = 8
 
 
 class ScoringApi:
     """Answers the scoring routes.
 
     Args:
-        table: of the prompt streams, whose limits hold for the size of a request, too.
+        table: the prompt streams. Their limits bound the size of a request, too.
         named_rank: returns the data-parallel rank that a request names, if any.
     """
 
@@ -86,7 +81,7 @@ class ScoringApi:
         self._named_rank = named_rank
         self._candidates = questions.CandidateTokenizer(reader.require_tokenizer)
         self._room = PrefillRoom(engine.max_queued_requests)
-        # Whether prompts with one prefix can be sent at once; None until schedulers were asked.
+        # Whether the engine computes a common prefix once; None until all schedulers have answered.
         self._shares: bool | None = None
 
     async def score(self, request: Request) -> Any:
@@ -142,23 +137,17 @@ class ScoringApi:
         prompt_stream: StreamRequest | None = None,
     ) -> Any:
         prompts = await while_connected(request, self._read(question))
-        found: dict[int, dict[str, Any]] = {}
-
-        def keep(prompt: ScoredPrompt) -> None:
-            found[prompt.index] = form.item(prompt)
-
         terms = replace(body.terms(self._engine.model["name"]), dp_rank=self._named_rank(request))
         shares = await self._are_shared()
-        scorer = ListScorer(self._engine, terms, request, self._room, shares, keep, prompt_stream)
+        scorer = ListScorer(self._engine, terms, request, self._room, shares, stream=prompt_stream)
         if body.stream:
             events = stream(scorer, prompts, form)
             return StreamingResponse(events, media_type="text/event-stream")
         await while_connected(request, scorer.run(prompts))
-        items = [found[prompt.index] for prompt in prompts]
         return {
             **form.rest(),
-            **form.whole(items),
-            "usage": usage_fields(scorer.usage, prompt_stream),
+            **form.whole([form.item(prompt) for prompt in prompts]),
+            "usage": usage_fields(prompts, prompt_stream),
         }
 
     async def _read(self, question: questions.Question) -> list[ScoredPrompt]:
@@ -185,8 +174,8 @@ class ScoringApi:
             read = partial(self._candidates.tokenize, ids, answer)
             own = await tokenize_aside(len(answer), read)
             tokens.append(self._reader.check_ids(own, "candidates"))
-            if number % _CANDIDATES_BETWEEN_PAUSES == 0:
-                await asyncio.sleep(0)
+            if number % 64 == 0:
+                await asyncio.sleep(0)  # Thousands of candidates must not delay other requests.
         if not question.may_repeat:
             questions.refuse_duplicates(question.answers, tokens)
         longest = max(map(len, tokens))
@@ -196,9 +185,9 @@ class ScoringApi:
     async def _tokenize(
         self, prompts: Sequence[bodies.Prompt], names: Sequence[str]
     ) -> list[array[int]]:
-        """Return the tokens of prompts. What they begin with in common is tokenised once.
+        """Return the tokens of prompts. Their common beginning is tokenised once.
 
-        Lists may have millions of tokens, each of which takes a ninth of the memory in an array.
+        A list of millions of token ids takes nine times the memory of an array.
         """
         ids: list[array[int]] = []
         if not prompts or prompts[0].input_ids is not None:
@@ -214,7 +203,7 @@ class ScoringApi:
                 buffer, text = await self._reader.new_buffer(prompt)
             buffers.append(buffer)
             texts.append(text)
-            await asyncio.sleep(0)  # Long lists must not hold up other requests.
+            await asyncio.sleep(0)  # Long lists must not delay other requests.
         first, room = buffers[0], self._engine.max_prompt_tokens
         shared = texts[0][: common_length(min(texts), max(texts))]
         await tokenize_aside(len(shared), partial(first.append, shared, room))
@@ -227,15 +216,15 @@ class ScoringApi:
         return ids
 
     async def _cut(self, texts: Sequence[str], tokens: int) -> list[str]:
-        """Return the beginnings of texts that have at most so many tokens."""
+        """Return the beginning of each text, with at most a number of tokens."""
         tokenizer = self._reader.require_tokenizer()
         cut: list[str] = []
         for index, text in enumerate(texts):
-            # The rest is tokenised only if these characters have too few tokens. The last ones may
-            # be others than in the whole text.
-            head = text[: tokens * _CUT_CHARACTERS]
+            # Most texts have a token for every eight characters. The head's last eight tokens may
+            # differ in the whole text.
+            head = text[: tokens * 8]
             ids = await tokenize_aside(len(head), partial(tokenizer.encode, head))
-            if len(head) < len(text) and len(ids) < tokens + _CUT_CHARACTERS:
+            if len(head) < len(text) and len(ids) < tokens + 8:
                 with name_item(f"documents[{index}]", index):
                     self._reader.check_characters(text)
                 read = partial(tokenizer.encode_from, text, 0, tokens)
@@ -262,7 +251,7 @@ class ScoringApi:
 async def stream(
     scorer: ListScorer, prompts: Sequence[ScoredPrompt], form: Form
 ) -> AsyncGenerator[str]:
-    """Yield an event for each result as soon as it is there, and one with the rest at the end."""
+    """Yield an event for each result when it comes, and one with the rest at the end."""
     results: asyncio.Queue[ScoredPrompt | None] = asyncio.Queue()
     scorer.on_scores = results.put_nowait
     work = asyncio.create_task(scorer.run(prompts))
@@ -271,7 +260,7 @@ async def stream(
         while (scored := await results.get()) is not None:
             yield _event(form.item(scored))
         await work
-        yield _event({**form.rest(), "usage": usage_fields(scorer.usage, scorer.stream)})
+        yield _event({**form.rest(), "usage": usage_fields(prompts, scorer.stream)})
     except ApiError as error:
         yield _event(error.body())
     except Exception:
@@ -320,8 +309,8 @@ def check_size(
     """Raise MalformedRequest if a list is too long, or its prompts together would be.
 
     Args:
-        field: the field of the body that has the list, for messages.
-        shared: what each entry's prompt has besides the entry, as texts or in JSON's types.
+        field: the name of the list in the body, for messages.
+        shared: the other parts of each entry's prompt, as texts or in JSON's types.
         answers: number of answers that are scored after each prompt.
     """
     count = len(entries)

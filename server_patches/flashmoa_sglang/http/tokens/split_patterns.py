@@ -1,22 +1,22 @@
 """``SplitPattern``: where the matches of a tokenizer's regular expression can begin and end.
 
-An engine looks for a match from left to right, and of several alternatives it takes the first that
-leads to one. The expression is read into a small program that keeps this order. All states that the
-program can reach in any text are listed once, so that a question about two neighbouring characters
-has an exact answer: can a match contain both, and can the second one change a match before it?
+An engine looks for a match from left to right. If several alternatives lead to a match, the first
+wins. The expression is read into a small program that keeps this order. All states that the program
+can reach in any text are listed once. So a question about two neighbouring characters has an exact
+answer: can a match contain both, and can the second one change a match before it?
 
-Only the classes of the expression tell characters apart. The engine itself says which class has
-which character.
+Only the classes of the expression tell characters apart. The engine itself says which characters
+each class has.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy
@@ -32,26 +32,28 @@ from flashmoa_sglang.http.tokens.expressions import (
     Repetition,
 )
 
-# Compiles an expression for one character, and returns what tells which characters of a text match.
+# Compiles the expression of a class. The result tells which characters of a text the class has.
 Engine = Callable[[str], Callable[[str], Any]]
+# A set of classes: bit N stands for ``Reader.classes[N]``.
+Mask = int
+# The instructions that a program may go on with, in the engine's order.
+_State = tuple[int, ...]
 
-# Larger expressions are refused.
-_MAX_STATES, _MAX_OPEN_LOOKS = 4000, 4
+# Most instructions of a program, and most states.
+_MAX_PROGRAM_SIZE = 4000
 
 
 class Meeting(NamedTuple):
     """What an expression's matches do where two characters meet.
 
     Attributes:
-        are_apart: whether no match contains both, and matches before the second character are the
-            same as if the text ended there.
-        left: whether the first character is in a match in any text; ``None``: in some.
-        right: the same of the second one.
+        are_apart: whether no match contains both characters, and the matches before the second
+            character are the same as if the text ended there.
+        are_matched: whether a match contains one of the characters in any text.
     """
 
     are_apart: bool
-    left: bool | None
-    right: bool | None
+    are_matched: bool
 
 
 class SplitPattern:
@@ -59,148 +61,107 @@ class SplitPattern:
 
     Args:
         text: the expression.
-        engine: compiles expressions like the tokenizer does.
-        interval_may_be_possessive: whether ``{1,3}+`` is possessive to the engine.
-
-    Attributes:
-        looks_back: whether a match may depend on the character before it.
+        engine: compiles the expressions of classes as the tokenizer does.
 
     Raises: NotUnderstood
     """
 
-    unknown = Meeting(False, None, None)
-
-    def __init__(self, text: str, engine: Engine, interval_may_be_possessive: bool = False) -> None:
-        reader = Reader(text, interval_may_be_possessive)
+    def __init__(self, text: str, engine: Engine) -> None:
+        reader = Reader(text)
         node = reader.read()
-        self.looks_back = reader.looks_back
+        self.is_one_character = isinstance(node, Character)
         self._program = _Program(node)
+        if len(reader.classes) > 62:
+            raise NotUnderstood("the expression has too many classes for the bits of an integer")
         self._classes = [engine(each) for each in reader.classes]
-        usual = _characters(text)
-        self._masks: Any = numpy.unique(self._masks_of(usual))
-        if len(self._masks) >= _UNKNOWN:
-            raise NotUnderstood("the expression has too many classes")
-        # The number of each character's mask, counted from 1; 0: not looked up yet.
-        self._numbers = bytearray(sys.maxunicode + 1)
-        self._look_up(usual)
-        if _MATCH in self._program.threads((0,), [True] * len(self._program.looks)):
+        # The masks that characters are known to have.
+        self.masks: frozenset[Mask] = frozenset(self.masks_of(_characters(text)))
+        if self._program.threads((0,), [True] * len(self._program.looks))[1]:
             raise NotUnderstood(f"the expression {text!r} matches an empty text")
         self._after = self._explore()
-        self._meetings: dict[tuple[int, int], Meeting] = {}
-        self.is_one_character = isinstance(node, Character)
+        self._mask = lru_cache(maxsize=1 << 16)(self._find_mask)
+        self._meet = cache(self._find_meeting)
 
     def meeting(self, left: str, right: str) -> Meeting:
         """Return what matches do between two characters."""
-        numbers = self._mask(left), self._mask(right)
-        if _UNKNOWN in numbers:
-            return self.unknown
-        if numbers not in self._meetings:
-            self._meetings[numbers] = self._meet(*(int(self._masks[one - 1]) for one in numbers))
-        return self._meetings[numbers]
+        left_mask, right_mask = self._mask(left), self._mask(right)
+        if left_mask is None or right_mask is None:
+            return Meeting(False, False)
+        return self._meet(left_mask, right_mask)
 
-    def may_contain(self, character: str) -> bool:
-        """Return whether a match may contain a character."""
-        number = self._mask(character)
-        return number == _UNKNOWN or bool(self._masks[number - 1])
-
-    def _mask(self, character: str) -> int:
-        """Return the number of the set of classes that have a character."""
-        code = ord(character)
-        if not self._numbers[code]:
-            start = code & ~0xFF
-            block = range(start, start + 0x100)
-            self._look_up("".join(chr(each) for each in block if not 0xD800 <= each < 0xE000))
-        return self._numbers[code] or _UNKNOWN
-
-    def _look_up(self, characters: str) -> None:
-        """Note the number of each character's mask."""
-        masks = self._masks_of(characters)
-        found = numpy.minimum(numpy.searchsorted(self._masks, masks), len(self._masks) - 1)
-        numbers: Any = numpy.where(self._masks[found] == masks, found + 1, _UNKNOWN)
-        codes = numpy.frombuffer(characters.encode("utf-32-le"), numpy.uint32)
-        numpy.frombuffer(self._numbers, numpy.uint8)[codes] = numbers
-        self._numbers[0] = _UNKNOWN  # Engines mark matches with this character.
-
-    def _masks_of(self, characters: str) -> Any:
-        """Return the classes of each character, as bits."""
+    def masks_of(self, characters: str) -> set[Mask]:
+        """Return the different masks of some characters."""
         masks: Any = numpy.zeros(len(characters), numpy.int64)
         for number, matches in enumerate(self._classes):
             masks |= matches(characters).astype(numpy.int64) << number
-        return masks
+        return set(map(int, numpy.unique(masks)))
 
-    def _explore(self) -> dict[int, set[_State]]:
-        """Return the states that a program can have after a character, by the character's mask."""
-        after: dict[int, set[_State]] = defaultdict(set)
+    def _find_mask(self, character: str) -> Mask | None:
+        """Return a character's mask; ``None`` if no usual character has it."""
+        if character == "\0":
+            return None  # Engines mark matches with this character.
+        (mask,) = self.masks_of(character)
+        return mask if mask in self.masks else None
+
+    def _explore(self) -> dict[Mask, set[_State]]:
+        """Return the states that the program can have after a character, by the mask."""
+        after: dict[Mask, set[_State]] = defaultdict(set)
         start: _State = (0,)
         seen: set[_State] = {start}
         new: list[_State] = [start]
         while new:
             state = new.pop()
-            for mask in map(int, self._masks):
-                for following in self._steps(state, mask):
+            for mask in self.masks:
+                for following in self._program.steps(state, mask):
                     after[mask].add(following)
                     if following not in seen:
                         seen.add(following)
                         new.append(following)
-            if len(seen) > _MAX_STATES:
+            if len(seen) > _MAX_PROGRAM_SIZE:
                 raise NotUnderstood("the expression is too large")
         return after
 
-    def _steps(self, state: _State, mask: int) -> Iterator[_State]:
-        """Yield the states that may follow a state on a character."""
+    def _find_meeting(self, left: Mask, right: Mask) -> Meeting:
         program = self._program
-        for truths in _choices([look.truth(mask) for look in program.looks]):
-            threads = program.threads(state, truths)
-            following = tuple(pc + 1 for pc in threads if program.takes(pc, mask))
-            if following:
-                yield following
-
-    def _meet(self, left: int, right: int) -> Meeting:
-        program = self._program
-        are_apart = program.looks_are_settled(left, right) and all(
-            program.is_settled(state, left, right) for state in self._after[left]
+        are_apart = not program.read_ahead & left and all(
+            program.is_settled(state, right) for state in self._after[left]
         )
-        return Meeting(are_apart, self._is_matched(left, [right]), self._is_matched(right))
+        are_matched = self._is_match(left, [right]) or self._is_match(right, [*self.masks, None])
+        return Meeting(are_apart, are_matched)
 
-    def _is_matched(self, mask: int, following: Sequence[int | None] = ()) -> bool | None:
-        """Return whether a character by itself is a match, whatever of ``following`` follows."""
-        if not mask:
-            return False
+    def _is_match(self, mask: Mask, following: Sequence[Mask | None]) -> bool:
+        """Return whether one character is a match, whatever of ``following`` comes next."""
         program = self._program
-        for choice in _choices([look.truth(mask) for look in program.looks]):
-            threads = program.threads((0,), choice)
-            state = tuple(pc + 1 for pc in threads if program.takes(pc, mask))
-            for after in following or [*map(int, self._masks), None]:
-                for truths in _choices([look.truth(after) for look in program.looks]):
-                    if _MATCH not in program.threads(state, truths):
-                        return None
-        return True
-
-
-_State = tuple[int, ...]
-# Stands for a match among the instructions.
-_MATCH = -1
-# Stands for the number of a set of classes that no usual character has.
-_UNKNOWN = 255
+        return bool(mask) and all(
+            program.threads(state, truths)[1]
+            for state in program.steps((0,), mask, may_end=True)
+            for after in following
+            for truths in program.truths(after)
+        )
 
 
 class _Program:
     """An expression as instructions, each a kind with its argument.
 
     Attributes:
-        looks: the conditions among them.
+        looks: the conditions among the instructions.
+        read_ahead: the classes of characters that decide about a condition further to the left.
     """
 
     def __init__(self, node: Node) -> None:
-        self.looks: list[_Condition] = []
+        self.looks: list[Look] = []
         self._code: list[tuple[str, Any]] = []
         self._emit(node)
         self._code.append(("match", None))
-        if sum(look.is_open for look in self.looks) > _MAX_OPEN_LOOKS:
+        long = [look for look in self.looks if not isinstance(look.node, Character)]
+        if len(long) > 4:
             raise NotUnderstood("the expression has too many conditions")
+        self.read_ahead = reduce(or_, map(_classes_in, long), 0)
 
     def _emit(self, node: Node) -> None:
         code = self._code
+        if len(code) > _MAX_PROGRAM_SIZE:
+            raise NotUnderstood("the expression is too large")
         match node:
             case Character(number):
                 code.append(("character", number))
@@ -209,15 +170,15 @@ class _Program:
                     self._emit(each)
             case Alternatives(nodes):
                 self._emit_alternatives(nodes)
-            case Repetition(each, least, most, is_lazy):
+            case Repetition(each, least, most):
                 for _ in range(least):
                     self._emit(each)
                 start = len(code)
                 for _ in range(1 if most is None else most - least):
-                    self._emit_option(each, is_lazy, None if most is not None else start)
+                    self._emit_option(each, None if most is not None else start)
             case Look():
                 code.append(("look", len(self.looks)))
-                self.looks.append(_Condition(node))
+                self.looks.append(node)
 
     def _emit_alternatives(self, nodes: Sequence[Node]) -> None:
         code, jumps = self._code, list[int]()
@@ -232,27 +193,36 @@ class _Program:
         for jump in jumps:
             code[jump] = ("split", (len(code),))
 
-    def _emit_option(self, node: Node, is_lazy: bool, again: int | None) -> None:
+    def _emit_option(self, node: Node, again: int | None) -> None:
         """Emit a part that may be left out, and repeated from ``again`` on."""
         code, split = self._code, len(self._code)
         code.append(("split", ()))
         self._emit(node)
         if again is not None:
             code.append(("split", (again,)))
-        ways = (split + 1, len(code))
-        code[split] = ("split", ways[::-1] if is_lazy else ways)
+        code[split] = ("split", (split + 1, len(code)))
 
-    def takes(self, pc: int, mask: int) -> bool:
-        """Return whether an instruction takes a character."""
-        kind, number = self._code[max(pc, 0)]
-        return pc >= 0 and kind == "character" and bool(mask >> number & 1)
+    def truths(self, following: Mask | None) -> Iterator[tuple[bool, ...]]:
+        """Yield which conditions may hold together before a character, or before the text's end."""
+        return itertools.product(*(_truths(look, following) for look in self.looks))
 
-    def threads(self, state: _State, truths: Sequence[bool]) -> Iterator[int]:
-        """Yield the instructions that wait for a character, in the engine's order.
+    def steps(self, state: _State, mask: Mask, *, may_end: bool = False) -> Iterator[_State]:
+        """Yield the states that may follow a state on a character.
 
-        They end at a match, which excludes later ones.
+        Args: may_end: whether to yield the state without an instruction, too.
         """
-        seen, stack = set[int](), [*reversed(state)]
+        for truths in self.truths(mask):
+            waiting, _ = self.threads(state, truths)
+            following = tuple(pc + 1 for pc in waiting if self._takes(pc, mask))
+            if following or may_end:
+                yield following
+
+    def threads(self, state: _State, truths: Sequence[bool]) -> tuple[list[int], bool]:
+        """Return the instructions that wait for a character, in the engine's order.
+
+        Return also whether there is a match, which excludes later instructions.
+        """
+        waiting, seen, stack = list[int](), set[int](), [*reversed(state)]
         while stack:
             pc = stack.pop()
             if pc in seen:
@@ -265,83 +235,46 @@ class _Program:
                 if truths[value]:
                     stack.append(pc + 1)
             elif kind == "match":
-                yield _MATCH
-                return
+                return waiting, True
             else:
-                yield pc
+                waiting.append(pc)
+        return waiting, False
 
-    def is_settled(self, state: _State, left: int, right: int) -> bool:
-        """Return whether a match that reaches between two characters ends there at the latest.
+    def is_settled(self, state: _State, right: Mask) -> bool:
+        """Return whether a match that has come to a character ends before it at the latest.
 
-        Its end is then the same as if the text ended between the two.
+        The match then ends where it would end if the text ended before the character.
         """
-        for choice in itertools.product(*(look.truths_between(left, right) for look in self.looks)):
-            at_end = self.threads(state, [truth for truth, _ in choice])
-            threads = [*self.threads(state, [truth for _, truth in choice])]
-            if (_MATCH in at_end) != (_MATCH in threads):
+        for at_end, before_right in itertools.product(self.truths(None), self.truths(right)):
+            waiting, matches = self.threads(state, before_right)
+            if self.threads(state, at_end)[1] != matches:
                 return False
-            if any(self.takes(pc, right) for pc in threads):
+            if any(self._takes(pc, right) for pc in waiting):
                 return False
         return True
 
-    def looks_are_settled(self, left: int, right: int) -> bool:
-        """Return whether conditions before the two characters hold or not as if the text ended."""
-        bodies = [look.body for look in self.looks if look.body is not None]
-        return all(
-            body.looks_are_settled(left, right)
-            and all(
-                body.is_settled((pc + 1,), left, right)
-                for pc in range(len(body._code))
-                if body.takes(pc, left)
-            )
-            for body in bodies
-        )
+    def _takes(self, pc: int, mask: Mask) -> bool:
+        return bool(mask >> self._code[pc][1] & 1)
 
 
-class _Condition:
-    """A condition at a place of a program.
-
-    Attributes:
-        body: the program for the text that must follow, if that is longer than a character.
-        is_open: whether the condition depends on more than the next character.
-    """
-
-    def __init__(self, look: Look) -> None:
-        self._look = look
-        is_long = look.kind == "ahead" and not isinstance(look.node, Character)
-        self.body = _Program(look.node) if is_long and look.node is not None else None
-        self.is_open = is_long or look.kind in ("back", "edge", "line")
-
-    def truth(self, following: int | None) -> bool | None:
-        """Return whether it holds before a character, or at the end; ``None``: in some texts."""
-        look = self._look
-        if look.kind == "end":
-            return following is None
-        if look.kind == "line":
-            return None if following is not None else True
-        if look.kind != "ahead" or not isinstance(look.node, Character):
-            return None
+def _truths(look: Look, following: Mask | None) -> Sequence[bool]:
+    """Return the values that a condition may have before a character, or before the text's end."""
+    if isinstance(look.node, Character):
         has = following is not None and bool(following >> look.node.number & 1)
-        return has != look.is_negated
-
-    def truths_between(self, left: int, right: int) -> list[tuple[bool, bool]]:
-        """Return whether it may hold between two characters: if the text ends there, and if not."""
-        is_same = self._look.kind == "back" or (
-            not right >> self._look.node.number & 1
-            if isinstance(self._look.node, Character)
-            else self.body is not None and self.body.is_settled((0,), left, right)
-        )
-        ends, goes_on = (
-            [truth] if truth is not None else [True, False]
-            for truth in (self.truth(None), self.truth(right))
-        )
-        pairs = itertools.product(ends, goes_on)
-        return [(one, other) for one, other in pairs if one == other or not is_same]
+        return [has != look.is_negated]
+    return [True] if look.node is None and following is None else [True, False]
 
 
-def _choices(truths: Sequence[bool | None]) -> Iterator[tuple[bool, ...]]:
-    """Yield the values, with each combination of values in place of ``None``."""
-    return itertools.product(*([True, False] if each is None else [each] for each in truths))
+def _classes_in(node: Node | None) -> Mask:
+    match node:
+        case Character(number):
+            return 1 << number
+        case Chain(nodes) | Alternatives(nodes):
+            return reduce(or_, map(_classes_in, nodes), 0)
+        case Repetition(inner) | Look(inner):
+            return _classes_in(inner)
+        case None:
+            return 0
 
 
 @cache
@@ -356,11 +289,8 @@ def _usual_characters() -> str:
 
 def _characters(expression: str) -> str:
     """Return characters with all combinations of the classes of an expression."""
-    near = {ord(each) + step for each in expression for step in (-1, 0, 1)}
-    near |= {
-        int(code, 16) + step
-        for code in re.findall(r"\\(?:x|u)([0-9a-fA-F]{2,4})", expression)
-        for step in (-1, 0, 1)
-    }
+    codes = [*map(ord, expression)]
+    codes += [int(code, 16) for code in re.findall(r"\\(?:x|u)([0-9a-fA-F]{2,4})", expression)]
+    near = {code + step for code in codes for step in (-1, 0, 1)}
     valid = (code for code in near if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000)
     return _usual_characters() + "".join(map(chr, valid))

@@ -1,7 +1,7 @@
-"""Finds boundaries: places in a text at which a tokenizer always splits, whatever text follows.
+"""Finds boundaries: places in a text where a tokenizer always splits, whatever text follows.
 
-Whether a place is one follows from the parts of the tokenizer (``tokenizer_parts.py``) and from the
-characters around it. There is no boundary where this is not certain.
+Whether a place is a boundary follows from the parts of the tokenizer (``tokenizer_parts.py``) and
+from the characters around the place. A place is no boundary where this is not certain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
@@ -19,14 +19,10 @@ from flashmoa_sglang.http.tokens.expressions import NotUnderstood
 from flashmoa_sglang.http.tokens.split_patterns import SplitPattern
 from flashmoa_sglang.http.tokens.tokenizer_parts import (
     AddedTokens,
-    Combining,
     Ends,
     Part,
-    Split,
-    Unknown,
-    in_order,
-    read_affixes,
     read_parts,
+    split_at,
     starts_afresh,
 )
 
@@ -34,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Number of characters after a boundary that must be known.
 RIGHT_CONTEXT = 2
-# There is no boundary beside more characters that combine than this.
-_MAX_COMBINED = 16
-# Number of places at the end of a text that are tried. A long text has boundaries in all its parts.
-_MAX_PLACES = 1024
-_MAX_REMEMBERED = 1 << 15
+# No boundary is beside a character with more marks than this.
+_MAX_MARKS = 16
+# Number of characters up to which a tokenizer's own code is tried.
+_LONGEST_TRIED = 20_000
 # The names of usual boundaries, each with texts before and after a boundary.
 KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "word": (("n", " n"), ("ы", " ы"), (".", " n")),
@@ -52,41 +47,26 @@ KINDS: dict[str, tuple[tuple[str, str], ...]] = {
     "number after a symbol": (("-", "1 "), ("(", "10")),
 }
 # Texts that show whether a tokenizer's own code changes text before its parts do.
-_SAMPLES = (
+SAMPLES = (
     "  The Café, e\u0301\u00a0I'LL  1234 ＮＡＭＥ\t\n\n 中文，한국어 and… so ON\r\n<tag>  ",
     "\n x",
     " ",
 )
-# Characters of the longest text for which a tokenizer's own code is tried.
-_LONGEST_TRIED = 20_000
 
 
 class Boundaries:
     """The boundaries of a tokenizer.
 
-    Args:
-        parts: the parts of the tokenizer; none if it was refused.
-        are_separate: whether two neighbouring characters never combine.
+    Args: parts: the parts of the tokenizer; none if it was refused.
 
     Attributes:
         longest: the number of characters of the longest text that has boundaries.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        are_separate: Callable[[str, str], bool],
-        longest: int = sys.maxsize,
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], longest: int = sys.maxsize) -> None:
         self._parts = parts
         self.longest = longest
-        self._are_separate = are_separate
-        self._known: dict[Ends, bool] = {}
-        combining = [number for number, part in enumerate(parts) if isinstance(part, Combining)]
-        self._see_after = parts[: combining[-1] + 1] if combining else ()
-        usual = (each for each in "a0文" if self._is_kept(each))
-        self._usual_after = next(usual, "") if combining else ""
-        self._short_after = lru_cache(_MAX_REMEMBERED)(self._shorten_after)
+        self._always_splits = lru_cache(maxsize=1 << 15)(self._find_split)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -104,78 +84,46 @@ class Boundaries:
         """Return the last boundary of ``text[:end]`` after ``start``, or else ``start``."""
         if not self._parts:
             return start
-        last = min(end, len(text) - 1, self.longest)
-        places = range(last, max(start, end - _MAX_PLACES), -1)
+        last = min(end, len(text) - RIGHT_CONTEXT, self.longest)
+        # A long text has boundaries in all its parts, so that its end is enough.
+        places = range(last, max(start, end - 1024), -1)
         return next((place for place in places if self.holds_at(text, place)), start)
 
     def anchor(self, text: str, place: int) -> str:
         """Return the text before a boundary that has the same boundary by itself."""
-        start, first = place - 1, max(0, place - _MAX_COMBINED)
-        while start > first and not self._are_separate(text[start - 1], text[start]):
+        start, first = place - 1, max(0, place - _MAX_MARKS)
+        while start > first and not starts_afresh(text[start]):
             start -= 1
         return text[start:place]
 
     def holds_at(self, text: str, place: int) -> bool:
-        ends = self._ends(text, place)
-        if ends is None:
+        """Return whether a place is a boundary."""
+        if not 0 < place <= len(text) - RIGHT_CONTEXT or not starts_afresh(text[place]):
             return False
-        holds = self._known.get(ends)
-        if holds is None:
-            if len(self._known) > _MAX_REMEMBERED:
-                self._known.clear()
-            holds = self._known[ends] = _splits(self._parts, ends)
-        return holds
-
-    def _ends(self, text: str, place: int) -> Ends | None:
-        """Return the characters around a place; ``None`` if there are too few or too many."""
-        are_separate = self._are_separate
-        if not 0 < place < len(text) - 1 or not are_separate(text[place - 1], text[place]):
-            return None
-        end, last = place + 1, min(len(text), place + _MAX_COMBINED)
-        while end < last and not are_separate(text[end - 1], text[end]):
+        end, last = place + 1, min(len(text), place + _MAX_MARKS)
+        while end < last and not starts_afresh(text[end]):
             end += 1
         left = self.anchor(text, place)
-        if end == last or len(left) == _MAX_COMBINED:
-            return None
-        return Ends(left, text[place:end], self._short_after(text[end]))
-
-    def _is_kept(self, character: str) -> bool:
-        return all(part.keeps(character) for part in self._see_after)
-
-    def _shorten_after(self, character: str) -> str:
-        """Return the same character for all characters that no part changes."""
-        return self._usual_after if self._is_kept(character) else character
-
-
-def _splits(parts: Sequence[Part], ends: Ends) -> bool:
-    for number, part in enumerate(parts):
-        verdict = part(ends)
-        if isinstance(verdict, bool):
-            return verdict
-        *others, ends = verdict
-        if not all(_splits(parts[number + 1 :], other) for other in others):
+        if end == last or not starts_afresh(left[0]):
             return False
-    return False
+        return self._always_splits(Ends(left, text[place:end]))
+
+    def _find_split(self, ends: Ends) -> bool:
+        for part in self._parts:
+            verdict = part(ends)
+            if isinstance(verdict, bool):
+                return verdict
+            ends = verdict
+        return False
 
 
-class Known(NamedTuple):
-    """Facts that follow from the parts of a tokenizer.
-
-    Attributes:
-        affixes: the special tokens that it adds before and after a text; ``None`` if unknown.
-    """
-
-    boundaries: Boundaries
-    affixes: tuple[list[int], list[int]] | None
-
-
-def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Known:
-    """Return the facts of a tokenizer; if it is refused, log why."""
+def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Boundaries:
+    """Return the boundaries of a tokenizer; if it is refused, log why and return none."""
     try:
-        known, encode_with_parts = read(tokenizer)
-        longest = known.boundaries.longest
+        boundaries, encode_with_parts = read(tokenizer)
+        longest = boundaries.longest
         long = [each * longest for each in "文 "] if longest <= _LONGEST_TRIED else []
-        for sample in (*_SAMPLES, *long):
+        for sample in (*SAMPLES, *long):
             if not _are_same(encode(sample), encode_with_parts(sample)):
                 raise NotUnderstood(f"{type(tokenizer).__name__} changes text in its own way")
     except Exception as error:
@@ -185,8 +133,8 @@ def read_tokenizer(tokenizer: Any, encode: Callable[[str], Sequence[int]]) -> Kn
             type(error).__name__,
             error,
         )
-        return Known(Boundaries((), starts_afresh), None)
-    return known
+        return Boundaries(())
+    return boundaries
 
 
 def _are_same(tokens: Sequence[int], others: Sequence[int]) -> bool:
@@ -198,26 +146,22 @@ def _are_same(tokens: Sequence[int], others: Sequence[int]) -> bool:
     return len(tokens) == len(others) and len(differences) <= 1
 
 
-def read(tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
-    """Return the facts of a tokenizer, and a function that encodes with its parts alone.
+def read(tokenizer: Any) -> tuple[Boundaries, Callable[[str], Sequence[int]]]:
+    """Return a tokenizer's boundaries, and a function that encodes with its parts alone.
 
     Raises: NotUnderstood
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        if getattr(backend.model, "alpha", None):
-            raise NotUnderstood("a random model")
-        spec = json.loads(backend.to_str())
-        known = Known(Boundaries(*read_parts(spec)), read_affixes(spec))
-        return known, lambda text: backend.encode(text, add_special_tokens=False).ids
-    encoding = _find_encoding(tokenizer, depth=4)
-    if encoding is None:
-        raise NotUnderstood(type(tokenizer).__name__)
-    return _read_tiktoken(encoding, tokenizer)
+    if backend is None:
+        return _read_tiktoken(tokenizer)
+    if getattr(backend.model, "alpha", None):
+        raise NotUnderstood("a random model")
+    boundaries = Boundaries(read_parts(json.loads(backend.to_str())))
+    return boundaries, lambda text: backend.encode(text, add_special_tokens=False).ids
 
 
 def _find_encoding(wrapper: Any, depth: int) -> Any:
-    """Return the tokenizer of tiktoken that another tokenizer, or a part of it, wraps."""
+    """Return tiktoken's tokenizer inside another tokenizer, at most some attributes deep."""
     tiktoken: Any = sys.modules.get("tiktoken")
     if tiktoken is None or isinstance(wrapper, tiktoken.Encoding):
         return wrapper if tiktoken is not None else None
@@ -225,29 +169,31 @@ def _find_encoding(wrapper: Any, depth: int) -> Any:
     return next(filter(None, (_find_encoding(each, depth - 1) for each in attributes)), None)
 
 
-def _read_tiktoken(encoding: Any, tokenizer: Any) -> tuple[Known, Callable[[str], Sequence[int]]]:
-    """Return the same for a tokenizer that wraps one of tiktoken's, which panics at long texts.
+def _read_tiktoken(tokenizer: Any) -> tuple[Boundaries, Callable[[str], Sequence[int]]]:
+    """Read a tokenizer that wraps tiktoken's, which panics at long texts.
 
-    Models come with wrappers that cut long texts. SGLang's own does not.
+    Models come with wrappers that cut long texts. SGLang's own wrapper does not.
     """
+    encoding = _find_encoding(tokenizer, depth=4)
+    if encoding is None:
+        raise NotUnderstood(type(tokenizer).__name__)
     options = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
     tokens = {text: {**options} for text in encoding.special_tokens_set}
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         tokens[str(token)] = {name: getattr(token, name) for name in options}
-    pattern = SplitPattern(encoding._pat_str, _tiktoken_engine, True)
-    added = AddedTokens([*tokens.values()], [*tokens])
-    parts = in_order([added, Split(pattern, "Isolated"), Unknown()])
+    added = AddedTokens([*tokens.values()], [*tokens], marks_beginnings=False)
+    split = split_at(SplitPattern(encoding._pat_str, _tiktoken_engine), "Isolated")
 
     def encode(text: str) -> Sequence[int]:
         return encoding.encode(text, allowed_special="all", disallowed_special=())
 
     is_known = type(tokenizer).__module__.startswith(("sglang.", "transformers."))
     longest = sys.maxsize if is_known else _LONGEST_TRIED
-    return Known(Boundaries(parts, starts_afresh, longest), None), encode
+    return Boundaries([added, split], longest), encode
 
 
 def _tiktoken_engine(expression: str) -> Callable[[str], Any]:
-    """Compile an expression for one character, as tiktoken does."""
+    """Compile the expression of a class, as tiktoken does."""
     import tiktoken
 
     ranks = {bytes([byte]): byte for byte in range(256)}

@@ -1,10 +1,11 @@
 """``TokenBuffer``: the canonical tokens of a text that is still growing.
 
-The tokens of a prompt must equal those of its whole text. Tokens are certain up to the last
-*boundary*: a place at which the tokenizer always splits, whatever text follows
-(``token_boundaries.py``). Text that has no boundary for long, such as Thai or a long number, is
-tokenised *ahead* of it: a window of its last tokens is tokenised again with the new text, and must
-give the same tokens. The rare token that changes all the same is taken back, with those after it.
+The tokens of a prompt must equal the tokens of its whole text. Tokens are certain up to the last
+*boundary*: a place where the tokenizer always splits, whatever text follows
+(``token_boundaries.py``). Thai or a long number may have no boundary for long. Such text is
+tokenised *ahead*: the buffer tokenises a window of its last tokens again, together with the new
+text, and the window must give the same tokens. If later text still changes a token, the buffer
+takes back this token and all tokens after it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from flashmoa_sglang.http.tokens.token_boundaries import RIGHT_CONTEXT, read_tokenizer
+from flashmoa_sglang.http.tokens.token_boundaries import RIGHT_CONTEXT, SAMPLES, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,16 @@ class TokenizedPrefix(NamedTuple):
 
 # Texts of more characters take longer than other requests should wait.
 LONG_TEXT = 1 << 14
-# Text after the last boundary is tokenised ahead once there is this much of it, in characters.
-_LONG = 32
-# The last of these characters stay back: the tokens at a text's end often change with the next.
-_UNSETTLED = 16
-# A window begins this many tokens before the new ones. They must come out again, but for the first
-# few, since a tokenizer may treat the start of a text specially.
-_WINDOW, _STARTING = 16, 4
+# Number of characters at a text's end whose tokens often change with the next text. They are not
+# tokenised ahead. Text after a boundary is tokenised ahead once it has twice as many characters.
+_UNSETTLED_CHARACTERS = 16
+# A window begins this many tokens before the new tokens. The last three quarters of the window must
+# come out again; a tokenizer may treat the start of a text specially.
+_WINDOW_TOKENS = 16
 
 
 class EncodedHead(NamedTuple):
-    """Text before that of a :class:`TokenBuffer`, which SGLang encodes separately."""
+    """Text in front of a :class:`TokenBuffer`'s text, which SGLang encodes separately."""
 
     text: str
     add_special_tokens: bool
@@ -55,28 +55,37 @@ class EncodedHead(NamedTuple):
 
 
 class CanonicalTokenizer:
-    """The served tokenizer, the special tokens that it adds, and the boundaries at which it splits.
+    """The served tokenizer, the special tokens that it adds, and its boundaries.
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow.
 
     Raises:
-        Exception: of any class, if the tokenizer does not encode as Hugging Face's do.
+        Exception: of any class, if the tokenizer does not encode as Hugging Face's tokenizers do.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._encode = tokenizer.encode
         self.encode("")
-        self.boundaries, affixes = read_tokenizer(tokenizer, self.encode)
-        self.prefix, self.suffix = affixes or self._find_affixes()
+        self.boundaries = read_tokenizer(tokenizer, self.encode)
+        self.prefix, self.suffix = self._find_affixes()
         self.bos = getattr(tokenizer, "bos_token_id", None)
         self._has_failed = False
 
     def _find_affixes(self) -> tuple[list[int], list[int]]:
-        plain, with_special = self.encode("a"), self.encode("a", add_special_tokens=True)
-        start = _find_sublist(with_special, plain)
-        return with_special[:start], with_special[start + len(plain) :]
+        """Return the special tokens that the tokenizer adds before and after each text."""
+        found = [self._affixes_of(text) for text in ("a", *SAMPLES) if self.encode(text)]
+        if not found or any(affixes != found[0] for affixes in found):
+            raise ValueError("it adds no fixed special tokens to each text, or has no tokens")
+        return found[0]
+
+    def _affixes_of(self, text: str) -> tuple[list[int], list[int]]:
+        plain, whole = self.encode(text), self.encode(text, add_special_tokens=True)
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        raise ValueError(f"with special tokens, {text!r} has other tokens of its own")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._encode(text, add_special_tokens=add_special_tokens)
@@ -86,8 +95,8 @@ class CanonicalTokenizer:
     ) -> list[tuple[int, int]] | None:
         """Tokenise ``text[start:end]`` by itself, or as in ``encode_between`` if ``anchored``.
 
-        Return each token with the place in ``text`` at which it ends, or -1 if that is inside a
-        character; ``None`` if the tokenizer does not tell places.
+        Return each token with the place in ``text`` where the token ends, or -1 if it ends inside a
+        character. Return ``None`` if the tokenizer does not tell places.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             return None
@@ -119,8 +128,8 @@ class CanonicalTokenizer:
         """Return the tokens of ``text[start:end]`` in ``text``; ``start`` is 0 or a boundary."""
         if start == 0:
             return self.encode(text[:end])
-        # Some tokenizers treat the start of a text specially. The characters before are enough
-        # context, because a boundary splits after them whatever text is before them.
+        # Some tokenizers treat the start of a text specially. The anchor is enough context, because
+        # the tokenizer splits after the anchor whatever text is before it.
         anchor = self.boundaries.anchor(text, start)
         return self.encode(anchor + text[start:end])[len(self.encode(anchor)) :]
 
@@ -177,18 +186,18 @@ def make_canonical(tokenizer: Any) -> CanonicalTokenizer | None:
 
 
 class TokenBuffer:
-    """A growing text, and its tokens as far as they are known.
+    """A growing text, and its known tokens.
 
     Args:
         tokenizer: the tokenizer, which all buffers of a server share.
-        add_special_tokens: whether the tokenizer's special tokens are added to the text, as for a
-            plain ``text`` prompt, or not, as for a rendered chat.
-        head: text that is encoded separately and comes before: the rendered chat, if the buffer is
-            for an answer that the model continues.
+        add_special_tokens: whether the tokenizer adds its special tokens to the text, as to a plain
+            ``text`` prompt. A rendered chat already has its special tokens.
+        head: separately encoded text before the buffer's text. If the model continues an answer,
+            the head is the rendered chat, and the buffer has the answer.
 
     Attributes:
-        tokens: the tokens of the head and of the text. Those after :attr:`certain_tokens` are
-            likely, and may be taken back.
+        tokens: the tokens of the head and of the text. The first :attr:`certain_tokens` tokens are
+            final. Later tokens are likely, and the buffer may take them back.
     """
 
     def __init__(
@@ -210,10 +219,10 @@ class TokenBuffer:
         self._prefixes = [TokenizedPrefix(0, len(self.tokens))]
         # There is no boundary between the last prefix and this place.
         self._searched = 0
-        # Where tokens end that are ahead of the last prefix, and the length of the text at which
-        # more of them are looked for.
+        # The ends of the tokens that are ahead of the last prefix.
         self._ahead: list[TokenizedPrefix] = []
-        self._look_at = _LONG
+        # Once the text has this length, more tokens are looked for ahead.
+        self._look_at = 2 * _UNSETTLED_CHARACTERS
 
     @property
     def whole_text(self) -> str:
@@ -222,15 +231,15 @@ class TokenBuffer:
 
     @property
     def certain_tokens(self) -> int:
-        """How many of ``tokens`` no later text can change."""
+        """Number of the first ``tokens`` that no later text can change."""
         return self._prefixes[-1].tokens
 
     def append(self, text: str, most: int | None = None) -> int:
-        """Add text, and to ``tokens`` those that it settles.
+        """Add text, and the tokens that are known now.
 
         Args: most: the text is not tokenised to its end if there are more tokens than this.
 
-        Return how many tokens are still the same as before; later ones were taken back.
+        Return how many tokens are still the same as before. Later tokens were taken back.
         """
         kept, start = len(self.tokens), len(self.text)
         self.text += text
@@ -265,7 +274,7 @@ class TokenBuffer:
         # Some languages have no boundaries for long, and are not searched again and again.
         search_from = max(start, self._searched)
         boundary = self._tokenizer.boundaries.last(self.text, search_from, end)
-        # Whether the last characters are at one depends on what follows them.
+        # Later text decides whether the last characters are at a boundary.
         self._searched = end - RIGHT_CONTEXT
         if boundary > search_from:
             new = array("q", self._tokenizer.encode_between(self.text, start, boundary))
@@ -273,10 +282,13 @@ class TokenBuffer:
             self._take_back(self.certain_tokens)
             self.tokens.extend(new)
             self._prefixes.append(TokenizedPrefix(boundary, len(self.tokens)))
-            self._look_at = boundary + _LONG
+            self._look_after(self._prefixes[-1])
         if end >= self._look_at:
             kept = min(kept, self._tokenize_ahead(end))
         return kept
+
+    def _look_after(self, prefix: TokenizedPrefix) -> None:
+        self._look_at = prefix.chars + 2 * _UNSETTLED_CHARACTERS
 
     def _tokenize_ahead(self, end: int) -> int:
         """Add tokens of ``text[:end]`` after the last boundary that are likely to stay.
@@ -284,9 +296,9 @@ class TokenBuffer:
         Return how many tokens are still the same as before.
         """
         last = self._ahead[-1] if self._ahead else self._prefixes[-1]
-        places = [self._prefixes[-1], *self._ahead[-2 * _WINDOW :]]
-        at = bisect_right(places, last.tokens - _WINDOW, key=lambda place: place.tokens)
-        # Digits that are tokenised in threes come out again only from every third place on.
+        places = [self._prefixes[-1], *self._ahead[-2 * _WINDOW_TOKENS :]]
+        at = bisect_right(places, last.tokens - _WINDOW_TOKENS, key=lambda place: place.tokens)
+        # If a tokenizer groups digits by three, only every third place begins such a window.
         windows = places[max(at - 3, 0) : max(at, 1)]
         for window in reversed(windows):
             encoded = self._tokenizer.encode_window(
@@ -300,15 +312,15 @@ class TokenBuffer:
                 break
         else:
             # More text may settle what these windows cannot.
-            self._look_at = end + max(_LONG, end - last.chars)
+            self._look_at = end + max(2 * _UNSETTLED_CHARACTERS, end - last.chars)
             self._take_back(windows[0].tokens)
             return windows[0].tokens
-        count, settled = len(self.tokens), end - _UNSETTLED
+        count, settled = len(self.tokens), end - _UNSETTLED_CHARACTERS
         new = [
             number for number in range(repeated, len(encoded)) if 0 <= encoded[number][1] <= settled
         ]
-        # A token that does not end is not looked at for each few characters.
-        self._look_at = end + (_UNSETTLED if new else end - last.chars)
+        # A token that does not end is looked at again only after the text has doubled.
+        self._look_at = end + (_UNSETTLED_CHARACTERS if new else end - last.chars)
         if new:
             self.tokens.extend(token for token, _ in encoded[repeated : new[-1] + 1])
             first = last.tokens + 1 - repeated
@@ -318,14 +330,14 @@ class TokenBuffer:
     def _repeated(
         self, encoded: list[tuple[int, int]], window: TokenizedPrefix, last: TokenizedPrefix
     ) -> int | None:
-        """Return how many tokens of a window are there already; ``None`` if it has others."""
+        """Return how many tokens of a window the buffer has; ``None`` if the tokens differ."""
         if window == last:
             return 0
         places = [number for number, (_, end) in enumerate(encoded) if end == last.chars]
         if not places:
             return None
         repeated = places[0] + 1
-        compared = max(0, min(repeated, last.tokens - window.tokens) - _STARTING)
+        compared = max(0, min(repeated, last.tokens - window.tokens) - _WINDOW_TOKENS // 4)
         again = [token for token, _ in encoded[max(0, repeated - compared) : repeated]]
         is_same = again == list(self.tokens[last.tokens - len(again) : last.tokens])
         return repeated if is_same else None
@@ -352,13 +364,13 @@ class TokenBuffer:
         return len(self.text), len(self._prefixes)
 
     def restore(self, state: tuple[int, int]) -> None:
-        """Undo every append since ``state`` was taken, and take back what is not certain."""
+        """Undo every append since ``state`` was taken, and take back uncertain tokens."""
         chars, prefixes = state
         self.text = self.text[:chars]
         del self._prefixes[prefixes:]
         self._take_back(self.certain_tokens)
         self._searched = min(self._searched, len(self.text) - RIGHT_CONTEXT)
-        self._look_at = self._prefixes[-1].chars + _LONG
+        self._look_after(self._prefixes[-1])
 
     def all_tokens(self, more: str = "", most: int | None = None) -> list[int]:
         """Return the tokens of the text as if it ended here, or after some more text.
@@ -370,7 +382,7 @@ class TokenBuffer:
         return self._lead + tokens[skipped:]
 
     def encode_piece(self, text: str, add_special_tokens: bool, first: bool) -> list[int]:
-        """Return the tokens of a prompt, or of a piece of one.
+        """Return the tokens of a piece of a prompt.
 
         Args: first: whether this is the first piece, or the only one.
         """
@@ -383,8 +395,8 @@ class TokenBuffer:
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Return a text's tokens, tokenising only the part that this buffer has not tokenised yet.
 
-        If ``text`` departs from the buffered text, tokens up to the last boundary before that place
-        are reused.
+        If ``text`` departs from the buffered text, the tokens up to the last boundary before the
+        departure are reused.
 
         Args: most: if there are more tokens than this, only the first of them are returned.
         """
@@ -441,13 +453,3 @@ def _vocabulary_of(tokenizer: Any) -> dict[str, int]:
         token.decode(errors="replace") if isinstance(token, bytes) else token: index
         for token, index in tokenizer.get_vocab().items()
     }
-
-
-def _find_sublist(haystack: list[int], needle: list[int]) -> int:
-    for start in range(len(haystack) - len(needle) + 1):
-        if haystack[start : start + len(needle)] == needle:
-            return start
-    raise ValueError(
-        f"'a' with special tokens is {haystack}, which does not contain {needle}, the tokens "
-        "without them"
-    )

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashmoa_sglang.http.hearing import channel as channels
 from flashmoa_sglang.http.hearing.call import HeardCall
 from flashmoa_sglang.http.hearing.channel import Channel
 from flashmoa_sglang.http.hearing.written_text import WrittenText
@@ -78,7 +77,7 @@ def test_only_new_tokens_of_heard_requests_are_told() -> None:
     assert told(answers.news([request("a", 9), request("b", 2)], 4.0)) == {"b": ([1], 0)}
 
 
-def test_messages_have_an_interval_that_a_slowed_down_device_lengthens() -> None:
+def test_a_slowed_down_device_lengthens_the_interval() -> None:
     for slowdown in (1.0, 4.0):
         answers = WrittenAnswers(slowdown)
         answers.hear(HearAnswers(begun=("a",)))
@@ -87,7 +86,7 @@ def test_messages_have_an_interval_that_a_slowed_down_device_lengthens() -> None
         assert told(answers.news([request("a", 3)], 10.0 + slowdown * 0.03)) == {"a": ([1, 2], 0)}
 
 
-def test_the_end_of_an_answer_and_what_may_become_a_stop_string_are_not_told() -> None:
+def test_an_end_and_possible_stop_strings_are_not_told() -> None:
     answers = WrittenAnswers()
     answers.hear(HearAnswers(begun=("a", "b")))
     reqs = [request("a", 4, is_finished=True), request("b", 4, may_stop=True)]
@@ -117,18 +116,14 @@ async def test_texts_that_wait_are_joined_and_keep_their_order() -> None:
     assert [line async for line in lines] == []
 
 
-async def test_a_channel_without_news_says_that_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "_ALIVE_SECONDS", 0.001)
-    lines = Channel().lines()
+async def test_a_channel_without_news_says_that_it_is_open() -> None:
+    lines = Channel(idle_seconds=0.001).lines()
     await anext(lines)
     assert await anext(lines) == b"\n"
 
 
-async def test_a_client_that_does_not_read_loses_its_channel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(channels, "_MAX_WAITING", 10)
-    channel = Channel()
+async def test_a_client_that_does_not_read_loses_its_channel() -> None:
+    channel = Channel(max_waiting=10)
     channel.tell({"call": "a", "content": "0123456789", "at": 0})
     assert not channel.is_closed
     channel.tell({"call": "a", "tool": "look"})
@@ -156,7 +151,7 @@ async def hear(call: HeardCall, notes: Sequence[Line]) -> list[Line]:
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_streamed_outputs_are_told_whether_they_are_pieces_or_not(in_pieces: bool) -> None:
+async def test_streamed_outputs_are_told_in_both_forms(in_pieces: bool) -> None:
     call = HeardCall("c", None, in_pieces=in_pieces)
     notes = [
         output("A"),

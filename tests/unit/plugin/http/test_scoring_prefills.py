@@ -138,7 +138,7 @@ async def test_a_list_fills_neither_the_engine_nor_its_queue(
     assert sum(len(batch.input_ids) for batch in engine.batches) == items * candidates
 
 
-async def test_lists_at_once_fill_the_engine_no_more_than_one_and_take_turns() -> None:
+async def test_lists_at_once_share_the_room_and_take_turns() -> None:
     engine, room = CountingEngine(100), PrefillRoom(100)
     ends: list[int] = []
 
@@ -161,7 +161,7 @@ async def test_many_short_lists_fill_the_engine() -> None:
     assert engine.most_under_way == 50
 
 
-async def test_a_list_whose_client_leaves_while_it_waits_takes_no_room() -> None:
+async def test_a_list_whose_client_leaves_takes_no_room() -> None:
     engine, room = CountingEngine(100), PrefillRoom(100)
     async with asyncio.TaskGroup() as group:
         for seconds in range(40):
@@ -175,7 +175,7 @@ async def test_a_list_whose_client_leaves_while_it_waits_takes_no_room() -> None
     assert engine.most_under_way == 48
 
 
-async def test_outputs_of_prefills_that_are_interrupted_do_not_count() -> None:
+async def test_interrupted_prefills_do_not_count() -> None:
     engine = CountingEngine()
     engine.retracts = {0, 2, 8}
     found = await score(engine, 3, [[5], [7], [6, 8]])
@@ -195,20 +195,29 @@ async def test_a_list_that_fails_gives_its_room_back() -> None:
     assert engine.most_under_way == 48
 
 
-async def test_what_is_wrong_with_a_whole_list_names_no_item() -> None:
-    engine = CountingEngine()
+class FailingEngine(CountingEngine):
+    """Fails with an error, before the first prefill or only after it."""
 
-    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-        raise MalformedRequest("The adapter is not loaded.")
-        yield {}
+    def __init__(self, error: Exception, *, after_first: bool = False, hangs: bool = False) -> None:
+        super().__init__()
+        self.error, self.after_first, self.hangs = error, after_first, hangs
 
-    engine.run = run  # type: ignore[method-assign]
+    async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
+        if not self.after_first or not isinstance(request.rid, str):
+            raise self.error
+        if self.hangs:
+            await anyio.sleep_forever()
+        async for output in super().run(request, None):
+            yield output
+
+
+async def test_an_error_of_a_whole_list_names_no_item() -> None:
     with pytest.raises(MalformedRequest, match=r"^The adapter") as raised:
-        await score(engine, 3, [[7]])
+        await score(FailingEngine(MalformedRequest("The adapter is not loaded.")), 3, [[7]])
     assert not raised.value.details
 
 
-async def test_candidates_of_one_token_have_one_prefill_and_each_longer_one_its_own() -> None:
+async def test_candidates_of_one_token_share_a_prefill() -> None:
     engine = CountingEngine()
     found = await score(engine, 3, [[7], [8, 9, 9], [6]])
     (batch,) = engine.batches
@@ -222,7 +231,7 @@ async def test_candidates_of_one_token_have_one_prefill_and_each_longer_one_its_
     assert [scores.usage.prompt_tokens for scores in found] == [9] * 3
 
 
-async def test_on_an_engine_that_does_not_share_what_is_shared_is_computed_before() -> None:
+async def test_a_common_prefix_is_computed_before_its_use() -> None:
     engine = CountingEngine()
     await score(engine, 3, [[7], [8, 9]], shares=False)
     assert [batch.input_ids for batch in engine.batches] == [
@@ -253,7 +262,7 @@ class PromptStream:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-async def test_the_first_prefill_uses_the_prompt_stream_in_a_request_of_its_own(
+async def test_only_the_first_prefill_uses_the_stream(
     shares: bool,
 ) -> None:
     engine, stream = CountingEngine(), PromptStream()
@@ -266,23 +275,13 @@ async def test_the_first_prefill_uses_the_prompt_stream_in_a_request_of_its_own(
     assert stream.log[:3] == ["used by [1, 2, 0]", "annotated", "closed"]
 
 
-@pytest.mark.parametrize("refuses", ["first", "later"])
+@pytest.mark.parametrize("after_first", [False, True])
 @pytest.mark.parametrize("shares", [True, False])
-async def test_a_list_that_is_refused_leaves_its_prompt_stream_to_the_next(
-    shares: bool, refuses: str
-) -> None:
-    class FullEngine(CountingEngine):
-        async def run(self, request: Any, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-            if refuses == "first" or not isinstance(request.rid, str):
-                raise EngineBusy("The queue is full.")
-            if shares:
-                await anyio.sleep_forever()
-            async for output in super().run(request, None):
-                yield output
-
-    stream = PromptStream()
+async def test_a_refused_list_gives_its_stream_back(shares: bool, after_first: bool) -> None:
+    stream, error = PromptStream(), EngineBusy("The queue is full.")
+    engine = FailingEngine(error, after_first=after_first, hangs=shares)
     with pytest.raises(EngineBusy):
-        await score(FullEngine(), 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
+        await score(engine, 1, [[7], [8, 9]], shares=shares, prompt_stream=stream)
     assert (stream.log[0], stream.log[-1]) == ("used by [1, 2, 0]", "given back")
 
 
@@ -306,18 +305,9 @@ async def test_a_prefill_that_sglang_aborts_is_named() -> None:
 
 @pytest.mark.parametrize("fails", [None, RuntimeError("broken"), MalformedRequest("refused")])
 async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None) -> None:
-    engine = CountingEngine(None)
-    room = PrefillRoom(None)
-    scorer = ListScorer(engine, Terms(), None, room, shares=True, on_scores=print)  # type: ignore[arg-type]
+    engine = CountingEngine() if fails is None else FailingEngine(fails)
+    scorer = ListScorer(engine, Terms(), None, PrefillRoom(None), shares=True)  # type: ignore[arg-type]
     form = ScoreForm("m", softmax=False, with_tokens=False)
-
-    async def run(_request: object, _http_request: object) -> AsyncGenerator[dict[str, Any]]:
-        assert fails is not None
-        raise fails
-        yield {}
-
-    if fails is not None:
-        engine.run = run  # type: ignore[method-assign]
     events = [
         event.removeprefix("data: ").strip()
         async for event in stream(scorer, [ScoredPrompt(0, "items[0]", [1], [[7, 8]])], form)
@@ -332,7 +322,7 @@ async def test_the_end_of_a_stream_tells_what_has_failed(fails: Exception | None
         assert ("broken" in end["error"]["message"]) is False
 
 
-async def test_work_ends_when_the_client_of_a_whole_answer_leaves() -> None:
+async def test_work_ends_when_its_client_leaves() -> None:
     left, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:

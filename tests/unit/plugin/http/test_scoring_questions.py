@@ -34,7 +34,7 @@ RERANKER = 'The answer can only be "yes" or "no". {{ messages[0].content }}'
 BODY: dict[str, Any] = {"query": "q", "documents": ["one", "two"]}
 
 
-def test_template_of_a_reranker_gets_query_and_document_as_messages() -> None:
+def test_a_rerankers_template_gets_two_messages() -> None:
     body = RerankBody(**BODY, instruct="Find trips.")
     question = rerank_question(body, document_texts(body), RERANKER)
     assert question.answers == ["yes", "no"]
@@ -43,7 +43,7 @@ def test_template_of_a_reranker_gets_query_and_document_as_messages() -> None:
     assert question.prompts[1].chat_template_kwargs == {"instruct": "Find trips."}
 
 
-def test_models_that_can_think_are_told_not_to_unless_the_client_says_so() -> None:
+def test_models_think_only_if_the_client_says_so() -> None:
     for kwargs, expected in [(None, False), ({"enable_thinking": True}, True)]:
         body = RerankBody(**BODY, chat_template_kwargs=kwargs)
         question = rerank_question(body, document_texts(body), "{{ messages }}")
@@ -68,7 +68,7 @@ def test_query_may_be_an_object_with_a_text() -> None:
             rerank_question(RerankBody(**{**BODY, "query": query}), ["one"], "")
 
 
-def test_what_prompts_share_comes_before_what_they_do_not() -> None:
+def test_prompts_begin_with_their_common_part() -> None:
     body = RerankBody(**BODY)
     first, second = (
         prompt.text for prompt in rerank_question(body, document_texts(body), "").prompts
@@ -78,7 +78,7 @@ def test_what_prompts_share_comes_before_what_they_do_not() -> None:
     assert first[: first.index("one")] == second[: second.index("two")]
 
 
-def test_query_alone_is_a_prompt_and_items_may_come_first() -> None:
+def test_a_query_is_a_prompt_and_items_may_be_first() -> None:
     alone = ScoreBody(query="One", candidates=[" two"])
     assert [prompt.text for prompt in score_question(alone).prompts] == ["One"]
     ids = ScoreBody(query=[1, 2], items=[[3], [4]], label_token_ids=[5], item_first=True)
@@ -127,7 +127,7 @@ def test_candidates_that_are_the_same_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("picture", ["<|vision_start|>{{ query }}", "<|image_pad|>"])
-def test_templates_of_rerankers_that_see_are_left_to_sglang(picture: str) -> None:
+def test_vision_rerankers_are_left_to_sglang(picture: str) -> None:
     with pytest.raises(MalformedRequest, match="--flashmoa-scoring off"):
         rerank_question(RerankBody(**BODY), ["one"], RERANKER + picture)
     assert rerank_question(RerankBody(**BODY), ["one"], "{{ messages }}" + picture).prompts
@@ -143,9 +143,7 @@ def test_templates_of_rerankers_that_see_are_left_to_sglang(picture: str) -> Non
         ({"score_extraction_token": 7}, True),
     ],
 )
-def test_fields_that_only_sglangs_route_has_are_refused(
-    fields: dict[str, Any], refused: bool
-) -> None:
+def test_fields_of_sglangs_route_are_refused(fields: dict[str, Any], refused: bool) -> None:
     body = ScoreBody.model_validate(
         {"query": "q", "items": ["a"], "label_token_ids": [1, 2], **fields}
     )
@@ -175,7 +173,7 @@ def test_fields_that_only_sglangs_route_has_are_refused(
         ),
     ],
 )
-def test_lists_that_would_take_too_much_memory_are_refused(
+def test_lists_that_take_too_much_memory_are_refused(
     entries: int, shared: list[object], answers: int, problem: str
 ) -> None:
     limits = Limits(scored_items=10, scores=100, repeated_characters=1000)
@@ -227,7 +225,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path) -> CountingTokenizer:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(prompt=texts, candidate=candidates)
-def test_candidate_is_tokenised_as_after_its_prompt_or_refused(
+def test_candidates_are_tokenised_as_after_the_prompt(
     tokenizer: CountingTokenizer, prompt: str, candidate: str
 ) -> None:
     before = tokenizer.tokenizer.encode(prompt)

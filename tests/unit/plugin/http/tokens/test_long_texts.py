@@ -111,7 +111,7 @@ def text_of(characters: int, script: str = "english") -> str:
 ENOUGH = 1.1 * len(text_of(4 * ROOM)) + 2 * LONG_TEXT
 
 
-async def test_a_prompt_that_is_too_long_is_tokenised_until_that_is_certain(
+async def test_a_long_prompt_is_tokenised_to_its_limit(
     reader: PromptReader, counter: Counter
 ) -> None:
     prompt = bodies.Prompt(text=text_of(CHARACTERS_PER_TOKEN * ROOM))
@@ -121,7 +121,7 @@ async def test_a_prompt_that_is_too_long_is_tokenised_until_that_is_certain(
 
 
 @pytest.mark.parametrize("script", ["english", "thai", "digits"])
-async def test_a_piece_that_is_too_long_is_tokenised_until_that_is_known(
+async def test_a_long_piece_is_tokenised_to_its_limit(
     table: StreamTable, shared_tokenizer: CanonicalTokenizer, counter: Counter, script: str
 ) -> None:
     stream = new_stream(shared_tokenizer)
@@ -138,7 +138,7 @@ async def test_a_piece_that_is_too_long_is_tokenised_until_that_is_known(
     assert list(stream.ids) == shared_tokenizer.encode("Once upon a time, there was a king.")
 
 
-async def test_the_beginning_of_a_prompt_that_is_too_long_is_not_tokenised_to_its_end(
+async def test_a_long_beginning_is_tokenised_to_its_limit(
     reader: PromptReader, engine: Any, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chat that the model continues is two texts. The first is encoded by itself."""
@@ -165,7 +165,7 @@ async def test_an_allowed_text_is_tokenised_once(
     assert list(stream.ids) == whole == shared_tokenizer.encode(text)
 
 
-async def test_lists_of_texts_are_tokenised_once_and_no_further_than_is_certain(
+async def test_lists_are_tokenised_once_and_to_the_limit(
     engine: Any, api: ScoringApi, counter: Counter
 ) -> None:
     shared, items = text_of(2 * ROOM), [" One two. ", " Three four. "]
@@ -212,7 +212,7 @@ WORKS: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("work", WORKS)
-async def test_other_requests_go_on_while_a_long_text_is_tokenised(
+async def test_requests_go_on_while_a_text_is_tokenised(
     reader: PromptReader,
     table: StreamTable,
     api: ScoringApi,
@@ -232,7 +232,7 @@ async def test_other_requests_go_on_while_a_long_text_is_tokenised(
     await task
 
 
-async def test_pieces_that_come_while_one_is_tokenised_keep_their_order(
+async def test_pieces_keep_their_order_while_one_waits(
     table: StreamTable, shared_tokenizer: CanonicalTokenizer, counter: Counter
 ) -> None:
     stream, text = new_stream(shared_tokenizer), text_of(3 * LONG_TEXT)
@@ -252,7 +252,7 @@ async def test_pieces_that_come_while_one_is_tokenised_keep_their_order(
 
 
 @pytest.mark.parametrize("ending", ["closed", "claimed", "cancelled"])
-async def test_a_stream_that_is_used_while_a_piece_is_tokenised_stays_as_it_was(
+async def test_a_stream_used_while_a_piece_waits_is_the_same(
     table: StreamTable, shared_tokenizer: CanonicalTokenizer, counter: Counter, ending: str
 ) -> None:
     stream = new_stream(shared_tokenizer)

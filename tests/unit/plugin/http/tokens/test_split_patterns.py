@@ -23,15 +23,10 @@ one_character = st.sampled_from(CLASSES)
 repeated = st.builds(
     "{}{}".format,
     one_character,
-    st.sampled_from(["*", "+", "?", "*?", "+?", "??", "{1,3}", "{2}", "{2,}", "++", "*+", "?+"]),
-)
-conditions = st.one_of(
-    st.builds("(?<={})".format, one_character),
-    st.builds("(?<!{})".format, one_character),
-    st.sampled_from([r"\b", r"\B", "$", "^", r"\z", r"\A"]),
+    st.sampled_from(["*", "+", "?", "{1,3}", "{2}", "{2,}", "++", "*+", "?+"]),
 )
 parts = st.recursive(
-    st.one_of(one_character, one_character, repeated, conditions),
+    st.one_of(one_character, one_character, repeated, st.just("$")),
     lambda inner: st.one_of(
         st.builds("{}{}".format, inner, inner),
         st.builds("(?:{}|{})".format, inner, inner),
@@ -70,9 +65,8 @@ def check(pattern: SplitPattern, expression: str, text: str) -> None:
         assert [each for each in shifted if each[0] >= place] == [
             each for each in matches if each[0] >= place
         ]
-        for index, is_matched in ((place - 1, meeting.left), (place, meeting.right)):
-            if is_matched is not None:
-                assert is_matched == any(start <= index < end for start, end in matches)
+        if meeting.are_matched:
+            assert any(start <= place <= end for start, end in matches)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
@@ -111,9 +105,12 @@ REAL = [
 @pytest.mark.parametrize("expression", REAL)
 def test_the_classes_of_every_character_are_known(expression: str) -> None:
     pattern = SplitPattern(expression, library_engine)
-    for character in map(chr, range(1, sys.maxunicode + 1)):
-        if unicodedata.category(character) not in ("Cn", "Co", "Cs"):
-            assert pattern.meeting(character, character) is not pattern.unknown, character
+    every = [
+        character
+        for character in map(chr, range(1, sys.maxunicode + 1))
+        if unicodedata.category(character) not in ("Cn", "Co", "Cs")
+    ]
+    assert pattern.masks_of("".join(every)) <= pattern.masks
 
 
 @pytest.mark.parametrize(
@@ -124,10 +121,13 @@ def test_the_classes_of_every_character_are_known(expression: str) -> None:
         ("a)", "at 1"),
         (r"(a)\1", "at 5"),
         ("(?>ab)c", "at 1"),
-        ("(?<=ab)c", "at 7"),
+        ("(?<=a)c", "at 1"),
+        ("^a", "at 0"),
+        (r"\ba", "at 2"),
+        ("a+?", "at 3"),
         ("(?:ab)++", "at 8"),
         ("a{1,3}+", "at 7"),
-        ("a{1,99}", "at 7"),
+        ("a{1,99999}", "too large"),
         ("a**", "at 3"),
         ("*a", "at 0"),
         ("[]a]", "at 1"),

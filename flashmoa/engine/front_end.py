@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from flashmoa import errors
 from flashmoa.engine.plain import Models
@@ -75,12 +75,8 @@ class _WorkerId(BaseModel):
     decode_worker_id: int | None = None
 
 
-class _Extension(BaseModel):
-    worker_id: _WorkerId
-
-
 class _Placed(BaseModel):
-    nvext: _Extension
+    worker: _WorkerId = Field(validation_alias=AliasPath("nvext", "worker_id"))
 
 
 class _LeftOut(NamedTuple):
@@ -166,9 +162,10 @@ class FrontEnd(Generic[E]):
             return None
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "nvext": _ASK_ONLY}
         placed: _Placed = await self._ask("POST", "/v1/completions", _Placed, body)
-        ids = placed.nvext.worker_id
         # With separate prefill workers, the prefill worker computes the prompt's KV.
-        chosen = ids.decode_worker_id if ids.prefill_worker_id is None else ids.prefill_worker_id
+        chosen = placed.worker.prefill_worker_id
+        if chosen is None:
+            chosen = placed.worker.decode_worker_id
         if chosen in self._left_out and self._left_out[chosen].is_dropped:
             # The request will go to the worker that has its KV, wherever the stream is opened.
             return self._engine(choice([*workers.values()]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import Any, cast
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import BaseModel
 
 from flashmoa import errors
 from flashmoa.engine import wire
@@ -69,7 +69,7 @@ class PlainServer:
         with suppress(errors.PluginMissing, errors.BadAnswer):
             tokens = await self._tokenize({"messages": list(messages), **fields})
             body = {"tokens": tokens, "skip_special_tokens": False}
-            text = (await self._ask("/detokenize", _Detokenized, body)).text
+            text = (await self._ask("/detokenize", wire.RenderedText, body)).text
             # Some servers ignore the messages, and some tokenizers change white space. Then the
             # text has other tokens than the request.
             if tokens and await self._tokenize_text(text) == tokens:
@@ -156,11 +156,6 @@ class PlainServer:
 
     async def _ask(self, path: str, answer: type[Answer], body: Mapping[str, Any]) -> Answer:
         return await self._call("POST", path, answer, body)
-
-
-class _Detokenized(BaseModel):
-    # SGLang's name, and vLLM's.
-    text: str = Field(validation_alias=AliasChoices("text", "prompt"))
 
 
 class _Generated(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 _NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 # Fields that SGLang, vLLM and others pass to chat templates, or to their own chat encoders.
@@ -306,9 +306,9 @@ class DeletedStream(_EngineAnswer):
 
 
 class RenderedText(_EngineAnswer):
-    """The answer of ``POST /render`` and of ``POST /detokenize``."""
+    """The answer of ``POST /render`` and of ``POST /detokenize``. vLLM calls it a prompt."""
 
-    text: str
+    text: str = Field(validation_alias=AliasChoices("text", "prompt"))
 
 
 class PromptTokens(_EngineAnswer):

@@ -57,7 +57,7 @@ def batch(*events: list[object]) -> bytes:
     page=st.sampled_from([1, 2, 3, 4, 8]),
     seed=st.integers(0, 1000),
 )
-def test_reported_pages_become_the_hashes_of_prompts(
+def test_reported_pages_become_hashes_of_prompts(
     prompts: list[list[int]], page: int, seed: int
 ) -> None:
     """Compare with an engine whose cache is a set of page prefixes, evicted from their ends."""
@@ -105,9 +105,7 @@ def dispatcher(policy: PrefixAware) -> Dispatcher:
     return Dispatcher(policy)
 
 
-def test_events_of_sglang_0_5_21_and_later_name_their_fields(
-    policy: PrefixAware, dispatcher: Dispatcher
-) -> None:
+def test_newer_events_name_their_fields(policy: PrefixAware, dispatcher: Dispatcher) -> None:
     names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
     event = dict(zip(names, STORED, strict=False))
     removed = {"type": "BlockRemoved", "block_hashes": [2]}
@@ -123,7 +121,7 @@ def test_events_of_sglang_0_5_21_and_later_name_their_fields(
         assert policy.matched_tokens("a", prompt) == matched, sequence
 
 
-def test_events_change_an_engines_table_and_what_is_unreadable_or_missing_empties_it(
+def test_events_change_a_table_and_gaps_empty_it(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
     salted, tokens = token_blocks([1] * 32, salt="x"), list(range(33))
@@ -190,7 +188,7 @@ async def publishing() -> AsyncGenerator[tuple[Publisher, str]]:
         context.term()
 
 
-async def test_blocks_are_forgotten_if_events_are_followed_no_longer(
+async def test_blocks_are_forgotten_when_following_ends(
     policy: PrefixAware, dispatcher: Dispatcher
 ) -> None:
     async with publishing() as (publisher, source), anyio.create_task_group() as group:
@@ -205,7 +203,7 @@ async def test_blocks_are_forgotten_if_events_are_followed_no_longer(
                 await anyio.sleep(0.005)
 
 
-def test_a_message_of_many_events_is_one_reason_to_place_waiting_requests(
+def test_a_message_causes_one_round_of_routing(
     dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[None] = []
@@ -215,7 +213,7 @@ def test_a_message_of_many_events_is_one_reason_to_place_waiting_requests(
     assert len(rounds) == 1
 
 
-async def test_events_are_followed_as_the_engine_advertises_them_when_it_rejoins() -> None:
+async def test_a_rejoined_engines_events_are_followed() -> None:
     engine, refused = FakeEngine(needs_key=False), ("GET", "/health/ready")
     async with (
         publishing() as (publisher, before),

@@ -44,9 +44,7 @@ def measured(overhead: float, per_token: float = 0.001) -> StepCosts:
 
 
 @given(length=st.integers(1, 3000), overhead=st.sampled_from([0.0, 0.01, 0.2, 3.0]))
-def test_a_text_of_expected_length_takes_logarithmically_many_steps(
-    length: int, overhead: float
-) -> None:
+def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float) -> None:
     costs = measured(overhead)
     steps = run_text(costs, length, length)
     assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
@@ -55,7 +53,7 @@ def test_a_text_of_expected_length_takes_logarithmically_many_steps(
 
 
 @given(length=st.integers(1, 3000), expected=st.none() | st.integers(1, 3000))
-def test_steps_are_few_however_wrong_the_expectation_is(length: int, expected: int | None) -> None:
+def test_wrong_expectations_take_few_steps(length: int, expected: int | None) -> None:
     costs = StepCosts(Clock())
     steps = run_text(costs, length, expected)
     sizes = [b - a for a, b in pairwise([0, *steps])]
@@ -67,15 +65,8 @@ def test_steps_are_few_however_wrong_the_expectation_is(length: int, expected: i
         assert left < max(LEAST_TOKENS, length / 3) + 1
 
 
-def test_text_of_unknown_length_is_sent_each_time_it_has_grown_by_half() -> None:
-    steps = run_text(StepCosts(Clock()), 1000, None)
-    assert steps[0] == LEAST_TOKENS
-    # 64 tokens are the least, up to which a half of the text is less.
-    assert [round(b / a, 1) for a, b in pairwise(steps[1:])] == [1.5] * 5
-
-
 @pytest.mark.parametrize(("overhead", "least"), [(0.0, 64), (0.05, 64), (0.2, 200), (3.0, 3000)])
-def test_a_step_computes_at_least_what_its_overhead_is_worth(overhead: float, least: int) -> None:
+def test_a_step_is_worth_its_overhead(overhead: float, least: int) -> None:
     assert measured(overhead).least_tokens == pytest.approx(least, rel=0.01)
 
 
@@ -96,7 +87,7 @@ def test_measurements_expire() -> None:
     assert costs.pays(LEAST_TOKENS, 0)
 
 
-def test_a_server_that_does_not_report_what_was_cached_gets_larger_steps() -> None:
+def test_servers_without_cache_report_get_larger_steps() -> None:
     costs = StepCosts(Clock())
     assert costs.add(1000, None, 0.1, before=500)
     assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
@@ -107,9 +98,7 @@ def test_a_server_that_does_not_report_what_was_cached_gets_larger_steps() -> No
 
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
-def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
-    cached: int, is_found: bool
-) -> None:
+def test_nothing_pays_after_the_cache_lost_a_prompt(cached: int, is_found: bool) -> None:
     clock = Clock()
     costs = StepCosts(clock)
     assert costs.add(2000, cached, 0.1, before=1000) == is_found
@@ -119,7 +108,7 @@ def test_nothing_pays_for_a_minute_after_the_cache_lost_a_prompt(
     assert costs.pays(100_000, 0)
 
 
-def test_a_step_fills_at_least_a_block_of_the_cache() -> None:
+def test_a_step_fills_at_least_a_cache_block() -> None:
     clock = Clock()
     costs = StepCosts(clock)
     # Blocks of 128 tokens: of 1,010 tokens, seven blocks were kept.
@@ -129,7 +118,7 @@ def test_a_step_fills_at_least_a_block_of_the_cache() -> None:
     assert costs.least_tokens == LEAST_TOKENS
 
 
-def test_steps_that_found_everything_cached_say_nothing_about_costs() -> None:
+def test_fully_cached_steps_are_not_measured() -> None:
     costs = StepCosts(Clock())
     costs.add(1000, 1000, 5.0, before=0)
     assert costs.least_tokens == LEAST_TOKENS

@@ -212,8 +212,6 @@ class Server:
     """Runs a server's process, and ends every process that it has started.
 
     Args:
-        command: starts the server.
-        url: the server's URL.
         drain_seconds: time for running requests once the server is asked to stop.
         sidecar: starts a process that brings the server requests, once the server is ready. The
             sidecar is asked to end first and tells its clients so, but has to pass on answers until

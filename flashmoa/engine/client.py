@@ -301,10 +301,8 @@ class EngineClient:
     async def follow_call(self, stream_id: str, seq: int, call_id: str) -> StreamState:
         """Let the engine append the text of its own call while it writes the text.
 
-        This counts as piece number ``seq``, and the next piece must have a ``start``.
-
-        Args:
-            call_id: the id of the call; see :mod:`flashmoa.link.hearing`.
+        This counts as piece number ``seq``, and the next piece must have a ``start``. For the ids
+        of calls see :mod:`flashmoa.link.hearing`.
         """
         body = {"seq": seq, "call": call_id}
         return await self._ask_stream("POST", stream_id, "/append", body)
@@ -345,10 +343,7 @@ class EngineClient:
     ) -> tuple[EngineClient, T]:
         """Ask this server or, if it lacks the plugin, an engine behind it.
 
-        Args:
-            place: finds an engine behind this server, if there is one.
-
-        Returns: the client of the engine that answered, and the answer.
+        ``place`` finds the engine. Return the client that got the answer, and the answer.
         """
         engine = await place() if self._front_end.is_known else None
         try:
@@ -449,12 +444,9 @@ class EngineClient:
 
     @asynccontextmanager
     async def hear(self, channel: str) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-        """Listen to the calls of a channel; see :class:`~flashmoa.link.hearing.CallChannel`.
+        """Yield the lines of a channel of calls as they arrive; see docs/engine-api.md.
 
-        Args:
-            channel: the channel's id, 16 hexadecimal digits.
-
-        Yields: the channel's lines as they arrive; docs/engine-api.md describes them.
+        ``channel`` is the channel's id, 16 hexadecimal digits.
 
         Raises: EngineError if the engine refuses the channel, or breaks it off.
         """
@@ -492,8 +484,7 @@ class EngineClient:
     ) -> Answer:
         """Send a request to any route, and return its answer as a value of the type ``answer``.
 
-        Args:
-            body: the fields of the request's body; fields that are ``None`` are not sent.
+        Fields of the body that are ``None`` are not sent.
 
         Raises: EngineError if no answer comes, or an error, or an answer of another form.
         """

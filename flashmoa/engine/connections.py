@@ -87,9 +87,7 @@ class EachLoop(httpx.AsyncBaseTransport):
     each loop's connections live in an async generator: ``asyncio.run``, for instance, closes all
     async generators of its loop at the end.
 
-    Args:
-        verify: how certificates are checked; see :class:`httpx.AsyncClient`.
-        proxy: the URL of the proxy to the engine, or ``None``.
+    ``verify`` is as in :class:`httpx.AsyncClient`, and ``proxy`` is the URL of a proxy.
     """
 
     def __init__(self, verify: ssl.SSLContext | bool, proxy: str | None) -> None:

@@ -27,8 +27,9 @@ from flashmoa.engine.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-# Lifetime of a list of workers. A server that is no front end is asked again after the second time.
+# A list of workers is used for this time.
 _FRESH_SECONDS = 2.0
+# A server that is no front end is asked again after this time.
 _NONE_SECONDS = 60.0
 _INFERENCE_ENGINES = {"sglang", "vllm"}  # Engines name themselves as the owners of their models.
 # This annotation makes Dynamo answer where it would send a request, without sending it.
@@ -93,7 +94,7 @@ class FrontEnd(Generic[E]):
     """The engines behind a server, if the server is a front end of Dynamo.
 
     A front end lists the ports of its workers' request planes. ``flashmoa serve --dynamo`` gives
-    an engine's HTTP server the port before.
+    the HTTP server the preceding port.
 
     Args:
         ask: sends a request to the front end: ``ask(method, path, answer_type, body)``.
@@ -149,11 +150,7 @@ class FrontEnd(Generic[E]):
         return [self._engine(url) for url in (await self._find()).values()]
 
     async def place(self, prompt: str, model: str) -> E | None:
-        """Return the engine that would now get the request with this prompt.
-
-        Args:
-            prompt: the beginning of the prompt that is known.
-            model: the name of the served model.
+        """Return the engine that would now get the request whose prompt begins so.
 
         Raises: EngineError if the front end does not tell.
         """

@@ -54,10 +54,9 @@ class PlainServer:
         self._reports_cached = False
 
     async def render(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> str:
-        """Return the prompt of a chat request as the server's chat template renders it.
+        """Return the prompt of a chat as the server's chat template renders it.
 
-        Args:
-            fields: the other fields of the request that its prompt depends on.
+        ``fields`` are the request's other fields that shape the prompt.
 
         Raises:
             MalformedRequest: if the messages do not consist of text.
@@ -83,9 +82,6 @@ class PlainServer:
         self, prompt: str, namespace: Mapping[str, str]
     ) -> tuple[PromptUsage, float | None]:
         """Prefill the beginning of a prompt that :meth:`render` has returned.
-
-        Args:
-            namespace: the namespace of the KV.
 
         Returns: the server's usage report, with zeros if it reports none; and the seconds that the
             prefill took, ``None`` if other prefills ran meanwhile.
@@ -228,9 +224,6 @@ class StepCosts:
     The overhead is the median, over the steps of the last minute, of a step's time less its tokens'
     time at the fastest rate of these steps. It is zero after a single step. A step counts only if
     this client had no other step on the server meanwhile.
-
-    Args:
-        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -293,11 +286,7 @@ def tokens_to_come(written: float, expected: float | None) -> float:
     """Return the expected number of tokens still to come of a text that is being written.
 
     A text of unknown length, or longer than expected, is taken to grow by another third. So steps
-    are sent each time it has grown by half.
-
-    Args:
-        written: number of its tokens so far.
-        expected: its expected length in tokens, if known.
+    are sent each time it has grown by half. ``expected`` is the expected length in tokens.
     """
     if expected is not None and expected > written:
         return expected - written

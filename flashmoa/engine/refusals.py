@@ -102,10 +102,7 @@ def make_refusal(response: httpx.Response, url: str) -> errors.EngineError:
 def make_abort_refusal(reason: dict[str, Any]) -> errors.RequestRefused:
     """Return the exception for a request that SGLang accepted and aborted before it ran.
 
-    SGLang does that if its queue is full, or if it shuts down.
-
-    Args:
-        reason: the request's ``finish_reason``.
+    SGLang does that if its queue is full, or if it shuts down. ``reason`` is the finish reason.
     """
     status = int(reason.get("status_code") or 503)
     return _by_status(status)(str(reason.get("message") or reason["type"]), status, "aborted")

@@ -15,8 +15,8 @@ from flashmoa import errors
 # An engine's HTTP process renders a prompt in milliseconds, even while the engine is busy. For most
 # links, an answer that takes longer than this comes too late.
 SOON_SECONDS = 2.0
-# The HTTP process answers one request at a time. The last ones of more would take long although
-# nothing is wrong with the engine.
+# The HTTP process answers one request at a time. With more requests, the last ones would take long
+# although nothing is wrong with the engine.
 MOST_AT_ONCE = 8
 # An engine that did not answer in time is asked again after this time.
 RETRY_SECONDS = 10.0

@@ -34,13 +34,9 @@ DYNAMO_HEADER = "X-Dynamo-Request-Id"
 def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the namespace of a request's KV: its cache salt, extra key and LoRA adapter, if any.
 
-    A prompt stream serves only requests of its own namespace. The adapter may be part of the
-    model's name, ``base:adapter``; the engine knows which part.
-
-    Args:
-        body: the body of a chat completion or a generation.
-
-    Returns: the fields to add to the body of the request that opens a prompt stream.
+    A prompt stream serves only requests of its own namespace, so the request that opens the stream
+    needs these fields, too. The adapter may be part of the model's name, ``base:adapter``; the
+    engine knows which part.
     """
     values = {name: body.get(name) for name in _NAMESPACE_FIELDS}
     fields = {name: value for name, value in values.items() if isinstance(value, str) and value}
@@ -54,11 +50,6 @@ def prompt_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     A prediction needs them all: ``await engine.render(messages, **prompt_fields(body))``. It is
     wrong from the first place where the prompt shows a missing field. The server interprets the
     fields: with ``tool_choice`` ``none``, for instance, it shows the model no tools.
-
-    Args:
-        body: the body of a chat completion, including the ``extra_body`` of Python clients.
-
-    Returns: the fields that are set.
     """
     fields = {name: body.get(name) for name in _PROMPT_FIELDS}
     return {name: value for name, value in fields.items() if value not in (None, [], {})}

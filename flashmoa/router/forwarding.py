@@ -290,9 +290,6 @@ def _make_probed_socket(address: tuple[Any, ...]) -> socket.socket:
     """Return a socket that notices within half a minute that its peer's host has vanished.
 
     While an answer takes long, probes notice it; while a request is unacknowledged, a limit does.
-
-    Args:
-        address: an item of ``getaddrinfo``, as aiohttp passes it.
     """
     seconds = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
     probed = socket.socket(*address[:3])

@@ -22,11 +22,7 @@ async def find_blocks(
     """Return the blocks of the prompt, or prompts, in a request's body.
 
     If ``engine`` tells the prompt's tokens in time, these are cut into blocks. Otherwise, the text
-    is, so that requests with the same beginning still match.
-
-    Args:
-        engine: the URL of the engine to ask, if any.
-        headers: the client's API key.
+    is, so that requests with the same beginning still match. ``headers`` has the client's API key.
     """
     salt: Any = body.get("cache_salt", body.get("extra_key"))
     salt = salt if isinstance(salt, str) else ""

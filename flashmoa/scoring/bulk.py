@@ -165,12 +165,9 @@ def _explain(error: ValidationError) -> str:
 def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> int:
     """Prepare ``out`` and ``errors`` for a run that continues where the last one stopped.
 
-    Remove incomplete last lines, and the errors of lines that will be scored again.
-
-    Args:
-        overwrite: delete ``out`` first, if ``source`` can be read.
-
-    Returns: the number of lines of ``source`` that are done.
+    Remove incomplete last lines, and the errors of lines that will be scored again. To
+    ``overwrite``, delete ``out`` first, if ``source`` can be read. Return the number of lines of
+    ``source`` that are done.
 
     Raises:
         NotResumable: if ``out`` has other content than the scores of ``source``.
@@ -377,13 +374,9 @@ async def work_in_order(
 ) -> None:
     """Work on several items at once, in bounded memory, and write the results in the items' order.
 
-    Args:
-        batches: yields the items, several at a time. One batch is in memory.
-        work: called with each item.
-        write: called with results as soon as all earlier results are written.
-        workers: number of items that are worked on at once.
-        ahead: the most items taken without written results. It limits the results in memory while
-            one item takes long.
+    ``batches`` yields several items at a time. ``write`` is called with results as soon as all
+    earlier results are written. At most ``ahead`` items are taken without written results, which
+    limits the results in memory while one item takes long.
 
     Raises: Exception if reading or working on an item failed. The other workers are stopped.
     """

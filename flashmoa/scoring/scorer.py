@@ -101,10 +101,7 @@ class Scorer:
         *,
         prompt_stream_id: str | None = None,
     ) -> Scores:
-        """Score one-token labels, from exactly one prefill.
-
-        Args:
-            labels: the candidates, or a mapping from names to candidates.
+        """Score one-token labels, or a mapping from labels to candidates, by exactly one prefill.
 
         Raises: CandidateRefused, naming the tokens, if a label has several.
         """

@@ -15,8 +15,6 @@ class PrefillUsage:
     """Counts a scoring call's prefills and their tokens.
 
     Attributes:
-        requests: number of prefills.
-        prompt_tokens: number of tokens in their prompts.
         cached_tokens: number of prompt tokens that were in the radix cache, or that a sibling
             request computed.
         streamed_tokens: number of cached tokens from the context's prompt stream.
@@ -91,7 +89,6 @@ class Selection:
     """Options that the model has judged one by one.
 
     Attributes:
-        options: the options, in the order given.
         probabilities: for each option, the probability of a yes if only yes and no count.
         chosen: the options whose probability is at least the threshold.
         answers: for each option, the scores of yes and no.

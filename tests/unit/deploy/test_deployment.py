@@ -56,9 +56,9 @@ class Deployed:
     Attributes:
         name: its service's or component's.
         arguments: of ``flashmoa serve`` or ``python -m dynamo.frontend``.
-        environment: what is set there, as far as the files say it.
+        environment: the variables that the files set there.
         grace_seconds: how long it may take to end.
-        ports: those that it is said to listen on.
+        ports: the ports where it listens, according to the files.
         probes: the paths that it is asked for, by the name of the probe.
     """
 

@@ -57,10 +57,10 @@ class Worker(EngineClient):
 
 
 class Dynamo:
-    """A front end with these instances, which places prompts on one of them.
+    """A front end with these instances, which places prompts on a chosen one.
 
     Attributes:
-        fails: an error for each path, which is raised for GET requests of it.
+        fails: the errors that requests raise, by path.
     """
 
     def __init__(self, *instances: dict[str, Any], owner: str = "nvidia") -> None:
@@ -342,7 +342,7 @@ async def test_a_stream_that_cannot_be_found_is_released() -> None:
         assert not link.is_unnamed
     (closed,) = [event for event in events if isinstance(event, LinkClosed)]
     assert closed.reason == "unfinished"
-    # The call's events name the stream, so that reports say why it had no use of it.
+    # The call's events name the stream, so that reports say why the call did not use it.
     assert link.used_id == closed.stream_id
 
 

@@ -60,7 +60,7 @@ def test_an_engine_runs_until_its_last_process_ends(tmp_path: Path) -> None:
 
 
 def test_an_engine_runs_until_its_last_thread_ends(tmp_path: Path) -> None:
-    """Count a process that is shown as a zombie while a thread of it may hold its sockets."""
+    """Count a process that is shown as a zombie while one thread may hold its sockets."""
     code = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start()"
     process = start(f"{code}; ctypes.CDLL(None).pthread_exit(None)")
     status = Path(f"/proc/{process.pid}/status")

@@ -48,7 +48,7 @@ def test_an_expected_length_takes_logarithmic_steps(length: int, overhead: float
     costs = measured(overhead)
     steps = run_text(costs, length, length)
     assert len(steps) <= max(0.0, math.log2(length / costs.least_tokens)) + 1
-    # What is left to the request would not have paid either.
+    # The remaining tokens would not have paid either.
     assert length - (steps[-1] if steps else 0) < 2 * costs.least_tokens
 
 
@@ -60,7 +60,7 @@ def test_wrong_expectations_take_few_steps(length: int, expected: int | None) ->
     assert all(size >= LEAST_TOKENS for size in sizes)
     assert len(steps) <= math.log2(3000) + math.log(max(length, 2), 1.5)
     if expected is None:
-        # Each step leaves at most a third of the text to those after it.
+        # Each step leaves at most a third of the text to later steps.
         left = length - (steps[-1] if steps else 0)
         assert left < max(LEAST_TOKENS, length / 3) + 1
 
@@ -92,7 +92,7 @@ def test_servers_without_cache_report_get_larger_steps() -> None:
     assert costs.add(1000, None, 0.1, before=500)
     assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
     assert costs.pays(LEAST_UNMEASURED_TOKENS, 0)
-    # It is measured as soon as it reports.
+    # It is measured from its first report on.
     costs.add(100, 0, 0.1, before=0)
     assert costs.pays(LEAST_TOKENS, 0)
 

@@ -1,4 +1,4 @@
-"""Test how the router watches engines, and which requests it sends to which of them."""
+"""Test how the router watches engines, and where it sends requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rig:
     Attributes:
         settings: each engine's ``/server_info`` by host; an engine without is not there.
         plugin: what their ``/flashmoa/info`` answers.
-        failures: what they answer instead at a path, or the error that is raised.
+        failures: their answers instead, or the errors that requests raise, by path.
         probes: how often they were asked whether they are ready.
     """
 
@@ -99,7 +99,7 @@ async def test_all_work_has_the_first_engines_measure(tmp_path: Path) -> None:
 async def test_an_engine_without_config_counts_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: object
 ) -> None:
-    # If the engine does not tell where its config is, that of the working folder is not it.
+    # Without a path from the engine, the config in the working folder must not be used.
     settings = config_at(tmp_path, SHAPE if config is ... else config)
     monkeypatch.chdir(tmp_path)
     rig = Rig(one={} if config is ... else settings)
@@ -212,7 +212,7 @@ async def test_a_stream_and_prompts_like_it_go_to_one_engine() -> None:
             ("/generate", {"text": "a" * 400}),
             ("/prompt_streams", {"text": "b" * 400}),
             ("/prompt_streams/s/append", {"text": "more"}),
-            # From now on the other engine has less in its cache, and gets what is new.
+            # From now on the other engine has less in its cache, and gets new prompts.
             ("/generate", {"text": "b" * 4000}),
             ("/generate", {"text": "c" * 400, "prompt_stream_id": "s"}),
             ("/generate", {"text": "c" * 500}),

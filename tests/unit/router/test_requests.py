@@ -81,7 +81,7 @@ async def test_a_draining_engines_refusals_go_elsewhere(path: str) -> None:
 
 
 async def test_requests_leave_a_vanished_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent to it gets no answer, as if a network dropped it."""
+    """Requests to it get no answer, as if a network dropped them."""
     engines = [FakeEngine(), FakeEngine()]
     gone: list[str] = []
     probes = 0

@@ -36,7 +36,7 @@ def key_of(agent: str, client: str = "", workflow: str = "w") -> tuple[str, str,
 
 
 def reading(*parts: str | dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the body of a chat with one message of these parts; a name in brackets is an agent."""
+    """Return the body of a chat whose message has these parts. A name in brackets is an agent."""
     content = [
         part
         if isinstance(part, dict)
@@ -104,7 +104,7 @@ def test_used_and_latest_answers_are_kept() -> None:
     assert cache.read(key_of("a")) is writing and cache.begin(key_of("x")) is waited_for
     again = cache.begin(key_of("x"))  # An agent that is asked again writes another answer.
     assert again is not waited_for and cache.read(key_of("x")) is again
-    for number in (0, 99):  # The last one has been forgotten for these two.
+    for number in (0, 99):  # The two answers of `x` have replaced the latest one, too.
         assert not cache.read(key_of(f"begun-{number}")).is_over
     assert len(cache._answers) == 2
 

@@ -36,6 +36,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def api_url(host: str, port: int, scheme: str = "http") -> str:
+def root_url(host: str, port: int, scheme: str = "http") -> str:
+    """Return the URL of a server at this address."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def api_url(host: str, port: int) -> str:
     """Return the URL of the OpenAI API of a server at this address."""
-    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    return f"{root_url(host, port)}/v1"

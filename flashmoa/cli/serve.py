@@ -26,7 +26,7 @@ from types import FrameType
 import httpx
 
 from flashmoa.cli.checks import compiler, excludes_plugin, in_clone, installed, runs_engines
-from flashmoa.cli.ports import api_url, bind, port_problem
+from flashmoa.cli.ports import bind, port_problem, root_url
 
 # The reasons why arguments of SGLang do not go with --dynamo.
 _NOT_WITH_DYNAMO = {
@@ -85,10 +85,10 @@ def _make_server(arguments: Sequence[str]) -> Server:
     if options.dynamo:
         _become_worker(options, of_sglang)
         # SGLang's gRPC server listens only at this host.
-        endpoint = api_url(host, options.port + 2).removesuffix("/v1")
+        endpoint = root_url(host, options.port + 2)
         sidecar = [sys.executable, "-m", "dynamo.sglang.sidecar", "--grpc-endpoint", endpoint]
     command = [sys.executable, "-m", "flashmoa_sglang.serve", *of_sglang]
-    url = api_url(host, options.port, scheme).removesuffix("/v1")
+    url = root_url(host, options.port, scheme)
     return Server(command, url, options.drain_seconds, sidecar)
 
 

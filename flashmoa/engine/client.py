@@ -45,8 +45,6 @@ T = TypeVar("T")
 # Converts the events of a streamed answer.
 ReadDeltas = Callable[[AsyncGenerator[dict[str, Any]]], AsyncGenerator[Delta]]
 
-_CHANNEL_HEADER = "X-FlashMoA-Channel"
-
 # Additional headers for the requests sent in this context. A client's own headers come first.
 request_headers: ContextVar[Mapping[str, str]] = ContextVar(
     "flashmoa_headers", default=MappingProxyType({})
@@ -450,7 +448,7 @@ class EngineClient:
 
         Raises: EngineError if the engine refuses the channel, or breaks it off.
         """
-        path, headers = "/flashmoa/calls", {_CHANNEL_HEADER: channel}
+        path, headers = "/flashmoa/calls", {wire.CHANNEL_HEADER: channel}
         # An engine sends a line every 5 s at least, if only an empty one.
         opened = self._open("GET", path, headers=headers, timeout=15.0)
         async with opened as response:

@@ -28,9 +28,9 @@ from flashmoa.engine.wire import EngineInfo
 logger = logging.getLogger(__name__)
 
 # A list of workers is used for this time.
-_FRESH_SECONDS = 2.0
+_LIST_LIFETIME_SECONDS = 2.0
 # A server that is no front end is asked again after this time.
-_NONE_SECONDS = 60.0
+_OTHER_SERVER_SECONDS = 60.0
 _INFERENCE_ENGINES = {"sglang", "vllm"}  # Engines name themselves as the owners of their models.
 # This annotation makes Dynamo answer where it would send a request, without sending it.
 _ASK_ONLY = {"annotations": ["query_instance_id:"], "extra_fields": ["worker_id"]}
@@ -210,10 +210,10 @@ class FrontEnd(Generic[E]):
     def _seconds_fresh(self) -> float:
         """Return the lifetime of the current list of workers."""
         if self.is_known or time.monotonic() < self._expected_until:
-            return _FRESH_SECONDS
+            return _LIST_LIFETIME_SECONDS
         if self._left_out:
             return RETRY_SECONDS
-        return 0.0 if self._is_starting else _NONE_SECONDS
+        return 0.0 if self._is_starting else _OTHER_SERVER_SECONDS
 
     async def _look(self) -> dict[int, str]:
         listed = await self._list()

@@ -23,9 +23,9 @@ from flashmoa.engine.wire import PromptUsage
 # The namespace fields that SGLang's /generate accepts. Its OpenAI routes accept all.
 _GENERATE_FIELDS = {"extra_key", "lora_path"}
 # A GPU computes this number of tokens hardly slower than one, so fewer are not worth a request.
-LEAST_TOKENS = 64
+MIN_STEP_TOKENS = 64
 # The same for a server that does not report cached tokens, so that costs are unknown.
-LEAST_UNMEASURED_TOKENS = 256
+MIN_UNMEASURED_STEP_TOKENS = 256
 # Older measurements say little about a server whose load changes.
 _REMEMBERED_SECONDS = 60.0
 
@@ -209,7 +209,8 @@ class StepCosts:
 
     The rule: a step is sent when the number of new tokens is at least
 
-    - ``LEAST_TOKENS``, or ``LEAST_UNMEASURED_TOKENS`` if the server does not report cached tokens;
+    - ``MIN_STEP_TOKENS``, or ``MIN_UNMEASURED_STEP_TOKENS`` if the server does not report cached
+      tokens;
     - the number of tokens that the server computes in the time of a step's overhead. So a step
       saves the prompt's own request at least the time that its overhead costs the server;
     - the most tokens of an earlier step that a step of the last minute did not find in the cache. A
@@ -256,11 +257,11 @@ class StepCosts:
     def least_tokens(self) -> float:
         """The least number of new tokens for a step to pay if no tokens are still to come."""
         if not self._is_reported:
-            return LEAST_UNMEASURED_TOKENS
+            return MIN_UNMEASURED_STEP_TOKENS
         since = self._clock() - _REMEMBERED_SECONDS
         recent = [step for step in self._steps if step.at >= since]
         missing = max((step.missing for step in recent), default=0)
-        return max(LEAST_TOKENS, missing, _overhead_tokens(recent))
+        return max(MIN_STEP_TOKENS, missing, _overhead_tokens(recent))
 
     def pays(self, new: float, to_come: float) -> bool:
         """Return whether a step pays now.

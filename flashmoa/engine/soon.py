@@ -17,7 +17,7 @@ from flashmoa import errors
 SOON_SECONDS = 2.0
 # The HTTP process answers one request at a time. With more requests, the last ones would take long
 # although nothing is wrong with the engine.
-MOST_AT_ONCE = 8
+MAX_IN_FLIGHT = 8
 # An engine that did not answer in time is asked again after this time.
 RETRY_SECONDS = 10.0
 
@@ -47,7 +47,7 @@ class SoonAnswers:
         Raises: EngineTimeout if the engine does not answer in time, or did not lately.
         """
         loop = asyncio.get_running_loop()
-        async with self._free.setdefault(loop, anyio.Semaphore(MOST_AT_ONCE)):
+        async with self._free.setdefault(loop, anyio.Semaphore(MAX_IN_FLIGHT)):
             if time.monotonic() < self._silent_until:
                 raise errors.EngineTimeout(
                     f"{self._url} did not answer in time a moment ago, so it is not asked to "

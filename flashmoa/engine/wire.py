@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-_NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
+# Requests share KV only if they have the same values of these fields.
+NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 # Fields that SGLang, vLLM and others pass to chat templates, or to their own chat encoders.
 _PROMPT_FIELDS = (
     "tools",
@@ -27,6 +28,8 @@ _PROMPT_FIELDS = (
 CALL_HEADER = "X-Request-Id-FlashMoA"
 STREAM_HEADER = f"{CALL_HEADER}-Stream"
 TOKENS_HEADER = f"{CALL_HEADER}-Tokens"
+# The id of a channel of calls.
+CHANNEL_HEADER = "X-FlashMoA-Channel"
 # A front end of Dynamo forwards the id of a call only in this header.
 DYNAMO_HEADER = "X-Dynamo-Request-Id"
 
@@ -38,7 +41,7 @@ def kv_namespace(body: Mapping[str, Any]) -> dict[str, str]:
     needs these fields, too. The adapter may be part of the model's name, ``base:adapter``; the
     engine knows which part.
     """
-    values = {name: body.get(name) for name in _NAMESPACE_FIELDS}
+    values = {name: body.get(name) for name in NAMESPACE_FIELDS}
     fields = {name: value for name, value in values.items() if isinstance(value, str) and value}
     model = body.get("model")
     return {**fields, "model": model} if isinstance(model, str) and ":" in model else fields

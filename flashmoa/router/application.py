@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from flashmoa.engine.wire import STREAM_HEADER
 from flashmoa.router.dispatcher import Dispatcher
 from flashmoa.router.engines import EnginePool, RoutedEngine, RouterOptions
 from flashmoa.router.forwarding import (
@@ -42,8 +43,6 @@ _TEXT_ROUTES = ("/render", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/deto
 _INFO_ROUTES = ("/v1/models", "/model_info", "/get_model_info", "/server_info")
 # The capability of engines that add the text of their calls to prompt streams.
 _FOLLOWS = "follow"
-# This header names a request's prompt stream, as ``prompt_stream_id`` in its body does.
-_STREAM_HEADER = "x-request-id-flashmoa-stream"
 _MAX_STREAMS = 100_000
 
 
@@ -95,7 +94,7 @@ class _Router:
         # KV events contain token ids. Engines tell a prompt's tokens too, but that takes
         # milliseconds, so they are asked only if KV events are followed.
         has_events = any(one.events for one in self._pool.engines.values())
-        stream = body.get("prompt_stream_id") or call.headers.get(_STREAM_HEADER)
+        stream = body.get("prompt_stream_id") or call.headers.get(STREAM_HEADER.lower())
         answer, engine = None, self._streams.get(str(stream))
         if engine is not None and engine.is_up:
             blocks = await find_blocks(body, self._connections, None, call.api_key)

@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from flashmoa._starlette import while_connected
+from flashmoa.engine.wire import CALL_HEADER, CHANNEL_HEADER
 from flashmoa.router.forwarding import (
     Connections,
     EngineLost,
@@ -22,8 +23,6 @@ from flashmoa.router.forwarding import (
 )
 
 CALLS = "/flashmoa/calls"
-CALL_HEADER = "x-request-id-flashmoa"
-_CHANNEL_HEADER = "x-flashmoa-channel"
 _CHANNEL_ID = re.compile(r"[0-9a-f]{16}")
 # A call's id begins with its channel's id.
 _CALL_ID = re.compile(r"([0-9a-f]{16})[0-9a-f]{16}")
@@ -50,10 +49,10 @@ class HeardChannels:
 
         The caller has checked the client's API key.
         """
-        channel_id = call.headers.get(_CHANNEL_HEADER, "")
+        channel_id = call.headers.get(CHANNEL_HEADER.lower(), "")
         if not _CHANNEL_ID.fullmatch(channel_id):
             message = (
-                "X-FlashMoA-Channel must have 16 hexadecimal digits in lower case, with which the "
+                f"{CHANNEL_HEADER} must have 16 hexadecimal digits in lower case, with which the "
                 "ids of the calls begin."
             )
             return make_error_response(400, message, "malformed")
@@ -71,7 +70,7 @@ class HeardChannels:
         Args:
             headers: the call's headers, in lower case.
         """
-        named = headers.get(CALL_HEADER, "").replace("-", "").lower()
+        named = headers.get(CALL_HEADER.lower(), "").replace("-", "").lower()
         found = _CALL_ID.fullmatch(named)
         calls = [(found[1], engine) for engine in engines] if found else []
         self._calls.update(calls)

@@ -177,11 +177,11 @@ def resume(source: Path, out: Path, errors: Path, overwrite: bool = False) -> in
         pass  # If the input cannot be read, no file may be deleted or created.
     if overwrite:
         out.unlink(missing_ok=True)
-    number = size = 0
+    number = 0
     if out.exists():
         last, size = _last_record(out)
-        number = 0 if last is None else last["line"]
-        if last is not None and not _is_record_of_line(last, source, number):
+        number = last["line"] if last else 0
+        if last and not _is_record_of_line(last, source, number):
             raise NotResumable(
                 f"{out} exists and does not have the scores of {source}; give another --out, or "
                 "--overwrite"

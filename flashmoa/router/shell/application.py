@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from flashmoa._concurrency import all_of
 from flashmoa.engine import EngineClient, EngineSettings, prompt_fields
+from flashmoa.engine.wire import NAMESPACE_FIELDS
 from flashmoa.errors import EngineError
 from flashmoa.link.link import Link, kind_of
 from flashmoa.link.prompt import Placeholders, Prompt
@@ -49,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 # The prefill engine answers these, so FlashMoA's clients can use a PD pair like one engine.
 _PREFILL_ROUTES = ("/prefill_only", "/render", STREAMS, "/flashmoa", "/tokenize", "/detokenize")
-# Fields that prevent a request from sharing KV with other requests that have the same tokens.
-_NAMESPACE = ("cache_salt", "extra_key", "lora_path")
 # The capability of engines that report the text of calls.
 _HEARS = "calls"
 
@@ -176,7 +175,7 @@ class _Shell:
 
         Raises: AgentFailed if an answer fails or does not arrive in time.
         """
-        is_alone = any(request.body.get(name) for name in _NAMESPACE)
+        is_alone = any(request.body.get(name) for name in NAMESPACE_FIELDS)
         if is_alone or all(answer.is_over for answer in answers.values()):
             await self._complete(answers)
         else:

@@ -88,8 +88,8 @@ class Dynamo:
 @pytest.fixture(autouse=True)
 def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for workers each time."""
-    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(front_end, "_NONE_SECONDS", 0.0)
+    monkeypatch.setattr(front_end, "_LIST_LIFETIME_SECONDS", 0.0)
+    monkeypatch.setattr(front_end, "_OTHER_SERVER_SECONDS", 0.0)
     monkeypatch.setattr(Worker, "asked", [], raising=False)
 
 
@@ -170,7 +170,7 @@ async def test_workers_stay_known_during_a_restart() -> None:
 
 
 async def test_all_who_ask_at_first_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end, "_FRESH_SECONDS", 60.0)
+    monkeypatch.setattr(front_end, "_LIST_LIFETIME_SECONDS", 60.0)
     dynamo = Dynamo(instance(1, "a:1001"))
     urls: list[str | None] = []
     async with behind(dynamo) as found:
@@ -237,7 +237,7 @@ BUSY = EngineDraining("model discovery in progress", 503, "error")
 async def test_a_front_end_that_may_start_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, path: str, error: EngineError, may_start: bool
 ) -> None:
-    monkeypatch.setattr(front_end, "_NONE_SECONDS", 60.0)
+    monkeypatch.setattr(front_end, "_OTHER_SERVER_SECONDS", 60.0)
     dynamo = Dynamo(owner="sglang" if path == "an engine" else "nvidia")
     dynamo.fails = {path: error}
     async with behind(dynamo) as found:
@@ -413,7 +413,7 @@ async def test_links_wait_for_workers_that_all_restart() -> None:
 
 
 async def test_a_starting_front_end_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end, "_NONE_SECONDS", 60.0)
+    monkeypatch.setattr(front_end, "_OTHER_SERVER_SECONDS", 60.0)
     instances: list[dict[str, Any]] = []
     models = Models()
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoa.engine.plain import (
-    LEAST_TOKENS,
-    LEAST_UNMEASURED_TOKENS,
+    MIN_STEP_TOKENS,
+    MIN_UNMEASURED_STEP_TOKENS,
     StepCosts,
     tokens_to_come,
 )
@@ -57,12 +57,12 @@ def test_wrong_expectations_take_few_steps(length: int, expected: int | None) ->
     costs = StepCosts(Clock())
     steps = run_text(costs, length, expected)
     sizes = [b - a for a, b in pairwise([0, *steps])]
-    assert all(size >= LEAST_TOKENS for size in sizes)
+    assert all(size >= MIN_STEP_TOKENS for size in sizes)
     assert len(steps) <= math.log2(3000) + math.log(max(length, 2), 1.5)
     if expected is None:
         # Each step leaves at most a third of the text to later steps.
         left = length - (steps[-1] if steps else 0)
-        assert left < max(LEAST_TOKENS, length / 3) + 1
+        assert left < max(MIN_STEP_TOKENS, length / 3) + 1
 
 
 @pytest.mark.parametrize(("overhead", "least"), [(0.0, 64), (0.05, 64), (0.2, 200), (3.0, 3000)])
@@ -84,17 +84,17 @@ def test_measurements_expire() -> None:
         costs.add(10, 0, 10.0, before=0)
     assert not costs.pays(1000, 0)
     clock.now = 61.0
-    assert costs.pays(LEAST_TOKENS, 0)
+    assert costs.pays(MIN_STEP_TOKENS, 0)
 
 
 def test_servers_without_cache_report_get_larger_steps() -> None:
     costs = StepCosts(Clock())
     assert costs.add(1000, None, 0.1, before=500)
-    assert not costs.pays(LEAST_UNMEASURED_TOKENS - 1, 0)
-    assert costs.pays(LEAST_UNMEASURED_TOKENS, 0)
+    assert not costs.pays(MIN_UNMEASURED_STEP_TOKENS - 1, 0)
+    assert costs.pays(MIN_UNMEASURED_STEP_TOKENS, 0)
     # It is measured from its first report on.
     costs.add(100, 0, 0.1, before=0)
-    assert costs.pays(LEAST_TOKENS, 0)
+    assert costs.pays(MIN_STEP_TOKENS, 0)
 
 
 @pytest.mark.parametrize(("cached", "is_found"), [(0, False), (499, False), (500, True)])
@@ -115,10 +115,10 @@ def test_a_step_fills_at_least_a_cache_block() -> None:
     assert costs.add(1200, 7 * 128, 0.1, before=1010)
     assert costs.least_tokens == 1010 - 7 * 128
     clock.now = 61.0
-    assert costs.least_tokens == LEAST_TOKENS
+    assert costs.least_tokens == MIN_STEP_TOKENS
 
 
 def test_fully_cached_steps_are_not_measured() -> None:
     costs = StepCosts(Clock())
     costs.add(1000, 1000, 5.0, before=0)
-    assert costs.least_tokens == LEAST_TOKENS
+    assert costs.least_tokens == MIN_STEP_TOKENS
